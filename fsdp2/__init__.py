@@ -1,0 +1,23 @@
+"""fsdp2: composable per-module parameter sharding on DTensor; a drop-in ``fully_shard`` for PyTorch."""
+
+from fsdp2.fully_shard import fully_shard
+from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,0 +1,163 @@
+"""Every private torch symbol fsdp2 leans on, each with the reason; tests/unit/test_torch.py probes them one by one.
+
+Nothing else in the package may import a private torch name, so that a new torch that moves one fails here, loudly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+# The state of a composable API lives on the module under this key; `fully_shard.state(module)` reads it there, and
+# `replicate` and torch's own fully_shard read the registry to refuse a module that is already managed.
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+# Libraries find the state of a module through this mapping; it keeps weak references, hence the class to derive from.
+from torch.distributed._composable_state import _get_module_state as composable_state
+from torch.distributed._composable_state import _insert_module_state as insert_composable_state
+from torch.distributed._composable_state import _State as ComposableState
+
+# A gradient that tensor parallelism is still communicating; it must be waited for before it is packed.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+# One launch for several NCCL collectives: the zero-copy gather issues one per large parameter.
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
+
+# The interfaces of set_custom_all_gather and set_custom_reduce_scatter; torch exports them nowhere public.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+# To tell a module that torch's own fully_shard manages, which must not be mixed with ours in one tree.
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
+
+# The sharded parameter is a DTensor built from a local tensor without communication or autograd.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Grouped calls manage the root-most modules of the list, by torch's definition of root-most.
+from torch.distributed.utils import _get_root_modules as root_modules
+
+__all__ = [
+    "REGISTRY_KEY",
+    "STATE_KEY",
+    "AllGather",
+    "AsyncCollectiveTensor",
+    "ComposableState",
+    "DTensorSpec",
+    "ReduceScatter",
+    "RegistryItem",
+    "TensorMeta",
+    "TorchFSDPState",
+    "accumulate_grad_node",
+    "autograd_sequence_number",
+    "coalescing_manager",
+    "composable_state",
+    "dtensor_from_local",
+    "dtensor_spec",
+    "foreach_copy",
+    "functorch_paused",
+    "graph_task_id",
+    "insert_composable_state",
+    "local_tensor",
+    "node_sequence_number",
+    "overrides_setattr",
+    "post_accumulate_hooks",
+    "profiler_running",
+    "queue_end_of_backward",
+    "root_modules",
+    "set_local_tensor",
+    "tensor_hooks",
+    "torch_fully_shard",
+    "version_of",
+    "will_execute",
+]
+
+# The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# Whether the running backward will reach a node; tells which inputs and parameters take part in it.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+# Nodes created from now on have at least this number: tells a view made inside a module from a view of its input.
+autograd_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+# Profiler ranges cost microseconds each, so they are only opened while a profiler runs.
+profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled
+
+
+# One call copies (and casts) a whole list of tensors; there is no public form of it.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+
+def node_sequence_number(node: Any) -> int:
+    """The creation number of an autograd node."""
+    return node._sequence_nr()
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward is done (torch's engine has no public way to ask for it)."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def accumulate_grad_node(leaf: torch.Tensor) -> Any:
+    """The autograd node that adds to ``leaf.grad``."""
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> torch.distributed.tensor.DTensor:
+    """A DTensor around ``local`` itself; ``DTensor.from_local`` would make a view and check it on every call."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def local_tensor(dtensor: Any) -> torch.Tensor:
+    """The local tensor object of a DTensor; ``to_local`` would go through autograd and make a view."""
+    return dtensor._local_tensor
+
+
+def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
+    """Let a DTensor keep its identity while its local tensor moves into another buffer."""
+    dtensor._local_tensor = local
+
+
+def dtensor_spec(dtensor: Any) -> DTensorSpec:
+    """The spec of a DTensor; ``Module.to`` changes its dtype."""
+    return dtensor._spec
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The post-accumulate-grad hooks of ``tensor``; fsdp2 sets the gradient of a shard itself, so it runs them."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def version_of(tensor: Any) -> int:
+    """How often ``tensor`` was changed in place; -1 for inference tensors, which do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """The hooks made by ``tensor.register_hook``; autograd never sees a shard, so fsdp2 runs them on its gradient."""
+    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+
+
+def functorch_paused() -> AbstractContextManager[Any] | None:
+    """A context in which functorch transforms are off, or None when none is active."""
+    if torch._C._are_functorch_transforms_active():
+        return torch._C._DisableFuncTorch()
+    return None
+
+
+def overrides_setattr(module: nn.Module) -> bool:
+    """Whether the class watches its attributes (nn.LSTM keeps a list of its weights), so ``setattr`` must be used."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def torch_fully_shard() -> Callable[..., Any]:
+    """The function under whose name torch keeps a module's state."""
+    return dist.fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]

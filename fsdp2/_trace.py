@@ -1,0 +1,44 @@
+"""One seam for seeing what fsdp2 does: profiler ranges, a debug log, and the events tests listen to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from fsdp2._torch import profiler_running
+
+__all__ = ["emit", "listening", "span"]
+
+logger = logging.getLogger("fsdp2")
+_listeners: list[Callable[[str, str], None]] = []
+_nothing = contextlib.nullcontext()
+
+
+def emit(event: str, name: str) -> None:
+    """Tell listeners and the debug log that ``event`` (such as "unshard") happened to the group ``name``."""
+    if _listeners:
+        for listener in _listeners:
+            listener(event, name)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s %s", event, name)
+
+
+def span(event: str, name: str) -> AbstractContextManager[object]:
+    """A profiler range called ``FSDP::event (name)``, or nothing when no profiler runs."""
+    if not profiler_running():
+        return _nothing
+    return torch.profiler.record_function(f"FSDP::{event} ({name})" if name else f"FSDP::{event}")
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
+    """Call ``listener(event, name)`` for every event inside the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

@@ -1,0 +1,1 @@
+"""HOW bytes move: lanes, collectives, gathering and reducing."""

@@ -1,0 +1,54 @@
+"""How a sum of gradients becomes the mean without overflow: pure arithmetic on sizes, dtypes and backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Scaling", "choose_scaling"]
+
+_SAFE_RANGE = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Multiply by nothing, divide by ``pre`` before the sum, let the backend average or not, divide by ``post`` after.
+
+    ``average`` applies to both collectives: each divides by the size of its own axis.
+    """
+
+    pre: float = 1.0
+    average: bool = False
+    post: float = 1.0
+
+    @property
+    def divisor(self) -> float:
+        """What ``pre`` and ``post`` divide by together."""
+        return self.pre * self.post
+
+
+def choose_scaling(
+    reduce_dtype: torch.dtype,
+    shard_size: int,
+    replicate_size: int,
+    *,
+    factor: float | None = None,
+    force_sum: bool = False,
+) -> Scaling:
+    """How to divide by ``factor`` (default: the number of data-parallel ranks) when reducing in ``reduce_dtype``.
+
+    A range as wide as float32's lets the backend average. A narrow one (float16) divides by about sqrt(factor) before
+    the sum and by the rest after it. A custom factor is applied once, after the sum, on every backend and size:
+    NCCL's PREMUL_SUM would save one small kernel, gloo's raises and poisons its group.
+    """
+    world = shard_size * replicate_size
+    divisor = float(world) if factor is None else float(factor)
+    if reduce_dtype not in _SAFE_RANGE:
+        pre = 1.0
+        while divisor % pre == 0 and divisor / pre > pre:
+            pre *= 2
+        return Scaling(pre=pre, post=divisor / pre)
+    if divisor == world and not force_sum:
+        return Scaling(average=world > 1)
+    return Scaling(post=divisor)

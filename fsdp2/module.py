@@ -1,0 +1,278 @@
+"""``FSDPModule``: what a module can do after ``fully_shard``, and the functions that act on such modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any, NoReturn, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.state import FSDPState, get_state
+from fsdp2.sharding.packing import TransferSizes
+
+__all__ = ["FSDPModule", "make_fsdp_module", "register_fsdp_forward_method", "share_comm_ctx"]
+
+_classes: dict[type, type] = {}
+
+
+class _Unsharding(UnshardHandle):
+    """A gather in flight."""
+
+    def __init__(self, groups: list[FSDPParamGroup]) -> None:
+        self._groups = groups
+
+    def wait(self) -> None:
+        """Wait until the full parameters may be used; they are then shown on the module."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.finish_unshard()
+            group.note_kept()
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module whose parameters are sharded; every ``fully_shard`` call turns its modules into these.
+
+    It is a ``torch.distributed.fsdp.FSDPModule`` too, so libraries that ask for one find it.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the original class: ``sequential[:2]`` makes a plain Sequential."""
+        original = next(c for c in cls.__mro__ if not issubclass(c, TorchFSDPModule))
+        self = original.__new__(original, *args, **kwargs)
+        original.__init__(self, *args, **kwargs)
+        return self
+
+    # ---- gather and free ----
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters (not those of units below it).
+
+        Args:
+            async_op: Return a handle at once; forward waits by itself, so waiting is only needed to use the parameters
+                outside it.
+        """
+        groups = self._get_fsdp_state().groups
+        for group in groups:
+            group.adopt_shards()
+            group.store.check_materialized()
+            group.start_unshard()
+        handle = _Unsharding(groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's own full parameters (not those of units below it) and show the shards."""
+        for group in self._get_fsdp_state().groups:
+            group.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Recover after a forward or backward that raised: call it on the root, then go on with a new iteration.
+
+        What is in flight is waited for and dropped, all parameters are resharded, and gradients that were not reduced
+        yet are discarded; those already in ``.grad`` stay.
+
+        Raises:
+            RuntimeError: called on a module that is not the root.
+        """
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module; {state.name!r} lies below the root"
+            )
+        state.root.reset()
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Start gathering ``modules`` when this one's forward starts, instead of the one that came next last time."""
+        self._get_fsdp_state().forward_prefetch = _states(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Start gathering ``modules`` when this one's backward starts, instead of the one whose forward came before."""
+        self._get_fsdp_state().backward_prefetch = _states(modules)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free full parameters after forward (True) or keep them for backward (False), from the next forward on.
+
+        Raises:
+            ValueError: ``reshard_after_forward`` is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}; to change the number of "
+                "ranks parameters stay on after forward, pass an int to fully_shard"
+            )
+        self._set(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Free full parameters after backward (True) or keep them for the next forward (False)."""
+        self._set(recurse, reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward))
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this module's full parameters at all (an embedding's does not)."""
+        self._set(False, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward))
+
+    # ---- gradients ----
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last one on the recorded forwards; what was recorded is then forgotten."""
+        self._get_fsdp_state().root.is_last_backward = _bool("is_last_backward", is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients in backward (True) or accumulate them unsharded and without communication (False)."""
+        value = _bool("requires_gradient_sync", requires_gradient_sync)
+        self._set(recurse, reduce_gradients=value, all_reduce_gradients=value)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh with a replicate axis: all-reduce over it (True) or accumulate what the shard axis gave (False)."""
+        self._set(recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"factor must be a positive number, got {factor!r}")
+        self._set(False, divide_factor=float(factor))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have collectives sum only, and divide in a kernel of its own."""
+        self._set(False, force_sum=_bool("enable", enable))
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Give parameters without a gradient one of zeros, for ranks that use different parameters."""
+        self._set(recurse, reduce_unused=_bool("reduce_scatter_unused_params", reduce_scatter_unused_params))
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many chunks of gradients may be in flight: more overlaps deeper and holds more memory.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        self._set(recurse, reduce_inputs=max_input_buffers)
+        for state in self._states(recurse):
+            state.root.comm.reductions.limit = max(group.options.reduce_inputs for group in state.root.groups)
+
+    def set_transfer_sizes(
+        self,
+        *,
+        direct_param_bytes: int | None = None,
+        direct_group_bytes: int | None = None,
+        chunk_bytes: int | None = None,
+        recurse: bool = True,
+    ) -> None:
+        """From which sizes on bytes move without a copy; shards move to a new buffer, so call it before training.
+
+        Args:
+            direct_param_bytes: Full parameters of this size or more are gathered straight into their place, by a
+                collective of their own (default 1 MiB). A huge value packs everything.
+            direct_group_bytes: Only in units of this size or more (default 8 MiB).
+            chunk_bytes: Gradients are reduced in chunks of an eighth of the unit, but of at least this (default 1 MiB).
+            recurse: For all units below this module, too.
+        """
+        given = dict(
+            direct_param_bytes=direct_param_bytes, direct_group_bytes=direct_group_bytes, chunk_bytes=chunk_bytes
+        )
+        changes = {name: value for name, value in given.items() if value is not None}
+        for name, value in changes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a number of bytes >= 0, got {value!r}")
+        for state in self._states(recurse):
+            for group in state.groups:
+                sizes: TransferSizes = replace(group.options.sizes, **changes)
+                group.set_options(replace(group.options, sizes=sizes))
+
+    # ---- inside ----
+
+    def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not torch's class
+        state = get_state(cast(nn.Module, self))
+        if state is None:
+            raise AssertionError(f"No FSDP state found on {self}")
+        return state
+
+    def _states(self, recurse: bool) -> Iterator[FSDPState]:
+        module = cast(nn.Module, self)
+        modules = module.modules() if recurse else [module]
+        found = (get_state(module) for module in modules)
+        return iter(dict.fromkeys(state for state in found if state is not None))
+
+    def _set(self, recurse: bool, **changes: Any) -> None:
+        for state in self._states(recurse):
+            for group in state.groups:
+                group.set_options(replace(group.options, **changes))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``half``, ``to_empty`` and the like, applied to the shards."""
+        self.reshard()
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in self._get_fsdp_state().groups:
+            group.adopt_shards()
+        return result
+
+
+def make_fsdp_module(module: nn.Module) -> None:
+    """Give ``module`` the class that is both its own and ``FSDPModule``; names and attributes do not change."""
+    cls = type(module)
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
+    module.__class__ = _classes[cls]
+
+
+def _refuse_deepcopy(*unused: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+    return value
+
+
+def _states(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
+    states = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}; call fully_shard on it first")
+        states.append(module._get_fsdp_state())
+    return states
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does; nothing for a plain module.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return  # the same script also runs unsharded
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._get_fsdp_state()
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        return state.post_forward(self, args, original(*args, **kwargs))
+
+    setattr(module, method_name, MethodType(method, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (the stages of a pipeline) use the same lanes, so that they reuse each other's memory.
+
+    Raises:
+        ValueError: one of them is not an FSDPModule.
+    """
+    states = _states(modules)
+    for state in states[1:]:
+        state.root.comm = states[0].root.comm

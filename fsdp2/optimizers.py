@@ -1,0 +1,70 @@
+"""Optimizers built before ``fully_shard``: their next step finds the sharded parameters, state included.
+
+A parameter object cannot become a DTensor, so an optimizer that was given the original would go on training a tensor
+nobody uses. Every original is remembered, weakly, until its optimizer has been repaired.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp2.runtime.hooks import hook_optimizers
+from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.shards import note_optimizer_step
+
+__all__ = ["follow_parameters"]
+
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
+_hooked = False
+
+
+def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) -> None:
+    """Remember which managed parameter took the place of each original."""
+    global _hooked
+    if not _hooked:
+        hook_optimizers(_repair, note_optimizer_step)
+        _hooked = True
+    for original, param in zip(originals, params):
+        _replaced[original] = weakref.ref(param)
+
+
+def _repair(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _replaced:
+        return
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for i, param in enumerate(params):
+            reference = _replaced.get(param)
+            managed = reference() if reference is not None else None
+            if managed is None:
+                continue
+            params[i] = managed.sharded  # in place: LBFGS and schedulers keep the same list
+            if param in optimizer.state:
+                optimizer.state[managed.sharded] = _cut_state(optimizer.state.pop(param), param, managed)
+
+
+def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam) -> dict[str, Any]:
+    """The optimizer's state of one parameter, tensors of the parameter's shape cut like the parameter itself.
+
+    Raises:
+        RuntimeError: a tensor in it has another shape and more than one element, so nobody knows how to cut it.
+    """
+    spec = managed.spec
+    cut = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != original.shape):
+            cut[key] = value
+        elif value.shape == original.shape:
+            local = spec.cut(value.detach()).clone()
+            cut[key] = spec.shard(local) if value.dtype == managed.dtype else spec.shard_as(local)
+        else:
+            raise RuntimeError(
+                f"{managed.name}: the optimizer was stepped before fully_shard and its state {key!r} has shape "
+                f"{tuple(value.shape)}, expected {tuple(original.shape)}; build the optimizer after fully_shard"
+            )
+    return cut

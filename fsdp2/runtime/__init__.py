@@ -1,0 +1,1 @@
+"""WHEN things happen: lifecycle, parameters, groups, states, the root and the hooks."""

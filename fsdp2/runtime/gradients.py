@@ -1,0 +1,215 @@
+"""A group's gradients on their way out: which chunk leaves when, and what is kept for a later backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp2._torch import accumulate_grad_node, will_execute
+from fsdp2._trace import emit
+from fsdp2.comm.reduce import ReducePlan, reduce_chunk
+from fsdp2.comm.scaling import choose_scaling
+from fsdp2.runtime.codec import compute_dtype, reduce_dtype
+from fsdp2.runtime.hooks import hook_gradient
+from fsdp2.sharding.packing import ChunkPlan, plan_chunks
+
+if TYPE_CHECKING:
+    from fsdp2.runtime.param_group import FSDPParamGroup
+
+__all__ = ["GroupGradients"]
+
+
+class GroupGradients:
+    """Streams the gradients of one group: chunks of large ones leave as they are finished, the rest at the end.
+
+    Chunks leave in one fixed order, so every rank launches the same collectives in the same order whatever the order
+    in which autograd finishes the gradients.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+        self._plan: ChunkPlan | None = None
+        self._chunk_of: dict[int, int] = {}
+        self._ready: list[set[int]] = []
+        self._launched = 0
+        self._hooked: dict[int, torch.Tensor] = {}
+        self._nodes: dict[int, Any] = {}
+        self._awaited: set[int] | None = None
+        # Sums over the shard axis that were not all-reduced yet, by parameter.
+        self._partial: dict[int, torch.Tensor] = {}
+
+    def forget_plan(self) -> None:
+        """Plan anew: parameters, their dtypes or what is trainable changed."""
+        self._plan = None
+
+    # ---- planning ----
+
+    def _keys(self, trainable: list[int]) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+        policy = self._group.options.mp_policy
+        dtypes = [self._group.params[i].dtype for i in trainable]
+        return [(compute_dtype(dtype, policy), reduce_dtype(dtype, policy), dtype) for dtype in dtypes]
+
+    def _make_plan(self) -> ChunkPlan:
+        params = self._group.params
+        reduced = [i for i, param in enumerate(params) if param.requires_grad or param.has_gradient]
+        keys = self._keys(reduced)
+        nbytes = [params[i].spec.layout.numel * key[0].itemsize for i, key in zip(reduced, keys)]
+        plan = plan_chunks(keys, nbytes, self._group.options.sizes)
+        self._plan = plan = ChunkPlan(
+            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
+            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
+        )
+        self._chunk_of = {i: c for c, chunk in enumerate(plan.chunks) for i in chunk}
+        for chunk in plan.streamed:
+            for i in chunk:
+                self._hook(i)
+        return plan
+
+    def _hook(self, i: int) -> None:
+        """Learn when parameter ``i``'s gradient is finished; once per full parameter."""
+        full = self._group.params[i].full
+        assert full is not None
+        if self._hooked.get(i) is full:
+            return
+        self._hooked[i] = full
+        self._nodes.pop(i, None)
+        reference = weakref.ref(self)
+
+        def ready(tensor: torch.Tensor) -> None:
+            gradients = reference()
+            if gradients is not None:
+                gradients._finished(i)
+
+        hook_gradient(full, ready)
+
+    # ---- one backward ----
+
+    def begin_backward(self, *, count: bool) -> None:
+        """Backward enters the group; with ``count`` its post-backward runs when the last gradient is finished."""
+        plan = self._plan or self._make_plan()
+        self._ready = [set() for _ in plan.streamed]
+        self._launched = 0
+        self._awaited = self._expected() if count else None
+
+    def _expected(self) -> set[int] | None:
+        expected = set()
+        for i in self._chunk_of:
+            self._hook(i)
+            if i not in self._nodes:
+                full = self._group.params[i].full
+                assert full is not None
+                self._nodes[i] = accumulate_grad_node(full)
+            if will_execute(self._nodes[i]):
+                expected.add(i)
+        return expected or None
+
+    def _finished(self, i: int) -> None:
+        """Autograd has finished parameter ``i``'s gradient."""
+        group = self._group
+        group.root.queue_end()  # also where nothing before told that a backward runs
+        plan = self._plan
+        if not group.in_backward or plan is None:
+            return
+        if group.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
+            self._ready[self._chunk_of[i]].add(i)
+            while self._launched < len(plan.streamed) and self._complete(plan.streamed[self._launched]):
+                self._launched += 1
+                self._launch(plan.streamed[self._launched - 1])
+        if self._awaited is not None:
+            self._awaited.discard(i)
+            if not self._awaited:
+                self._awaited = None
+                group.post_backward()
+
+    def reduce_rest(self) -> None:
+        """Reduce every gradient that is there and has not left."""
+        params, unused = self._group.params, self._group.options.reduce_unused
+        if self._plan is None and not unused and not any(param.has_gradient for param in params):
+            return
+        plan = self._plan or self._make_plan()
+        self._awaited = None
+        for c, chunk in enumerate(plan.chunks):
+            sent = c < self._launched
+            present = [i for i in chunk if params[i].has_gradient or (not sent and (unused or self._must_flush(i)))]
+            if present:
+                self._launch(tuple(present))
+        self._launched = len(plan.chunks)
+
+    def _complete(self, chunk: tuple[int, ...]) -> bool:
+        return len(self._ready[self._launched]) == len(chunk)
+
+    def _must_flush(self, i: int) -> bool:
+        return i in self._partial and self._group.options.all_reduce_gradients
+
+    def keep(self) -> None:
+        """Leave the gradients unreduced for a later backward."""
+        policy = self._group.options.mp_policy
+        for param in self._group.params:
+            if param.requires_grad:
+                param.keep_gradient(reduce_dtype(param.dtype, policy))
+
+    def reset(self) -> None:
+        """Drop everything unreduced."""
+        self._partial.clear()
+        self._awaited = None
+        for param in self._group.params:
+            param.drop_gradient()
+
+    # ---- one chunk ----
+
+    def _launch(self, indices: tuple[int, ...]) -> None:
+        group = self._group
+        params = [group.params[i] for i in indices]
+        grads = []
+        for param in params:
+            grad = param.take_gradient()
+            grads.append(_zeros(param, group) if grad is None else grad)
+        layouts = [param.spec.layout for param in params]
+
+        def deliver(shards: list[torch.Tensor]) -> None:
+            for param, shard in zip(params, shards):
+                param.accumulate_gradient(shard)
+
+        emit("reduce", group.name)
+        comm = group.root.comm
+        operation = reduce_chunk(
+            grads, layouts, self._reduce_plan(indices[0]), comm.lanes, deliver, self._settle(indices)
+        )
+        del grads
+        comm.reductions.add(operation)
+
+    def _reduce_plan(self, i: int) -> ReducePlan:
+        group = self._group
+        options, mesh, dtype = group.options, group.mesh, group.params[i].dtype
+        reduce = reduce_dtype(dtype, options.mp_policy)
+        scaling = choose_scaling(
+            reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
+        )
+        return ReducePlan(
+            mesh.shard, mesh.replicate, reduce, dtype, scaling, options.reduce_scatter, options.all_reduce_hook
+        )
+
+    def _settle(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
+        """What becomes of sums over the shard axis: joined with earlier ones, then all-reduced (True) or kept."""
+        all_reduce = self._group.options.all_reduce_gradients or self._group.mesh.replicate.size == 1
+
+        def settle(pieces: list[torch.Tensor]) -> bool:
+            for i, piece in zip(indices, pieces):
+                kept = self._partial.pop(i, None)
+                if kept is not None:
+                    piece += kept
+                if not all_reduce:
+                    self._partial[i] = piece
+            return all_reduce
+
+        return settle
+
+
+def _zeros(param: Any, group: Any) -> torch.Tensor:
+    """The gradient of a parameter that took no part, for ranks on which it did."""
+    layout = param.spec.layout
+    dtype = compute_dtype(param.dtype, group.options.mp_policy)
+    return torch.zeros(layout.shape, dtype=dtype, device=group.mesh.device).as_strided(layout.shape, layout.stride)

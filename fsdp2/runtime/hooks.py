@@ -1,0 +1,136 @@
+"""The only place that registers a hook: on modules, on autograd nodes, on tensors and on optimizers.
+
+A hook holds no module and no group by itself; it is given a bound method, and everything dies with the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp2._torch import node_sequence_number
+from fsdp2.runtime.trees import find_tensors, map_tensors
+
+__all__ = [
+    "hook_forward",
+    "hook_gradient",
+    "hook_optimizers",
+    "hook_state_dict",
+    "watch_inputs",
+    "watch_outputs",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def hook_forward(
+    modules: Iterable[nn.Module],
+    before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments],
+    after: Callable[[nn.Module, Any, Any], Any],
+) -> None:
+    """Call ``before`` ahead of every other hook of ``modules``, ``after`` behind every other one."""
+    for module in modules:
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, prepend=False)
+
+
+def hook_state_dict(
+    modules: Iterable[nn.Module],
+    before_save: Callable[..., None],
+    after_save: Callable[..., None],
+    before_load: Callable[..., None],
+    after_load: Callable[..., None],
+) -> None:
+    """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself."""
+
+    def saved(*args: Any) -> None:  # torch marks the hook by an attribute, which a bound method cannot carry
+        after_save(*args)
+
+    for module in modules:
+        module.register_state_dict_pre_hook(before_save)
+        module.register_state_dict_post_hook(saved)
+        module.register_load_state_dict_pre_hook(before_load)
+        module.register_load_state_dict_post_hook(after_load)
+
+
+def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> None:
+    """Call ``ready(full)`` whenever a backward has added to ``full.grad``."""
+    full.register_post_accumulate_grad_hook(ready)
+
+
+def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
+    """Bracket ``step`` of every optimizer in the process, whenever it was built."""
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+
+
+def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None]) -> tuple[Arguments, bool]:
+    """(``args``, ``kwargs``) that tell when backward is through with them, and whether they do.
+
+    ``done`` runs when the gradients of all inputs that need one are computed. A single such input becomes a view with a
+    hook on its node, so that the module may still change it in place; several go through one autograd function, which
+    alone can tell when the last is done. Inputs inside plain objects cannot be replaced; then nothing is watched.
+    """
+    needing = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+    if not needing or not torch.is_grad_enabled():
+        return (args, kwargs), False
+    replaceable = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
+    if len(replaceable) != len(needing) or any(t.layout is not torch.strided for t in needing):
+        return (args, kwargs), False
+    if len(needing) == 1:
+        view = needing[0].view_as(needing[0])
+        view.grad_fn.register_prehook(lambda grads: done())  # type: ignore[union-attr]
+        new = [view]
+    else:
+        new = list(_InputsDone.apply(done, *needing))
+    replacements = iter(new)
+    args, kwargs = map_tensors(lambda t: next(replacements) if t.requires_grad else t, (args, kwargs))
+    return (args, kwargs), True
+
+
+class _InputsDone(torch.autograd.Function):
+    """Identity on several tensors whose backward runs once all their gradients are there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.done = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.done()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, done: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tangents
+
+
+def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> bool:
+    """Whether ``output`` takes part in autograd; if so ``starting`` runs before its backward enters the module.
+
+    A hook on a view is lost when the view is changed in place afterwards: autograd then goes through its base. So the
+    base is watched too, if the module made it, that is if its node is not older than ``since``.
+    """
+    watched = False
+    for tensor in find_tensors(output):
+        if not tensor.requires_grad:
+            continue
+        watched = True
+        if tensor.is_leaf:  # nothing in the module computed it
+            continue
+        tensor.register_hook(starting)
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and node_sequence_number(base.grad_fn) >= since:
+            base.grad_fn.register_prehook(lambda grads: starting(grads[0]))
+    return watched

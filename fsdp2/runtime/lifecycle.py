@@ -1,0 +1,92 @@
+"""Which steps may follow which: two tables and one holder per group. It checks order and decides nothing."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["Lifecycle", "Phase", "Residency"]
+
+
+class Residency(Enum):
+    """Where a group's parameters are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+    SUBGROUP = "subgroup"
+
+
+class Phase(Enum):
+    """Where a group is in the iteration."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCED = "reduced"
+
+
+_RESIDENCY = {
+    "start_gather": {
+        Residency.SHARDED: Residency.GATHERING,
+        Residency.SUBGROUP: Residency.GATHERING,
+        Residency.GATHERING: Residency.GATHERING,
+    },
+    "finish_gather": {Residency.GATHERING: Residency.UNSHARDED, Residency.UNSHARDED: Residency.UNSHARDED},
+    "reshard": {Residency.UNSHARDED: Residency.SHARDED, Residency.SHARDED: Residency.SHARDED},
+    "reshard_to_subgroup": {Residency.UNSHARDED: Residency.SUBGROUP, Residency.SUBGROUP: Residency.SUBGROUP},
+    "abandon": {Residency.GATHERING: Residency.SHARDED, Residency.SUBGROUP: Residency.SHARDED},
+}
+
+_PHASE = {
+    "pre_forward": {Phase.IDLE: Phase.FORWARD, Phase.FORWARD: Phase.FORWARD},
+    "post_forward": {Phase.FORWARD: Phase.IDLE, Phase.IDLE: Phase.IDLE},
+    "pre_backward": {
+        Phase.IDLE: Phase.BACKWARD,
+        Phase.BACKWARD: Phase.BACKWARD,
+        Phase.REDUCED: Phase.BACKWARD,
+        Phase.FORWARD: Phase.BACKWARD,
+    },
+    "post_backward": {
+        Phase.BACKWARD: Phase.REDUCED,
+        Phase.FORWARD: Phase.REDUCED,  # a grouped call whose forward ran only some of its modules
+        Phase.IDLE: Phase.REDUCED,  # unused in this backward
+        Phase.REDUCED: Phase.REDUCED,
+    },
+    "end_backward": {Phase.REDUCED: Phase.IDLE, Phase.IDLE: Phase.IDLE},
+}
+
+
+class Lifecycle:
+    """The residency and the phase of one group; an illegal step raises and changes nothing."""
+
+    __slots__ = ("name", "phase", "residency")
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.residency = Residency.SHARDED
+        self.phase = Phase.IDLE
+
+    def move(self, step: str) -> None:
+        """Change the residency by ``step`` of the first table."""
+        target = _RESIDENCY[step].get(self.residency)
+        if target is None:
+            raise RuntimeError(self._refusal(step, self.residency, _RESIDENCY[step]))
+        self.residency = target
+
+    def enter(self, step: str) -> None:
+        """Change the phase by ``step`` of the second table."""
+        target = _PHASE[step].get(self.phase)
+        if target is None:
+            raise RuntimeError(self._refusal(step, self.phase, _PHASE[step]))
+        self.phase = target
+
+    def reset(self) -> None:
+        """Back to SHARDED and IDLE from anywhere (recovery)."""
+        self.residency, self.phase = Residency.SHARDED, Phase.IDLE
+
+    def _refusal(self, step: str, got: Enum, table: dict) -> str:
+        allowed = ", ".join(sorted(state.value for state in table))
+        return (
+            f"{self.name or 'the root'}: {step} out of order; the group is {got.value}, expected one of: {allowed}. If "
+            "an earlier forward or backward raised, call reset_iter_state() on the root module before the next one"
+        )

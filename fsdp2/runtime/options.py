@@ -1,0 +1,50 @@
+"""Every knob of a group, validated once and frozen; a setter is one ``dataclasses.replace``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
+from fsdp2.sharding.packing import TransferSizes
+
+__all__ = ["GroupOptions"]
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What one group was asked to do.
+
+    ``reshard_after_forward`` None means True, except on the root, which backward needs first. ``divide_factor`` None
+    means the number of data-parallel ranks. ``reduce_inputs`` is how many chunks of gradients may be in flight.
+    """
+
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    reduce_gradients: bool = True
+    all_reduce_gradients: bool = True
+    reduce_unused: bool = False
+    divide_factor: float | None = None
+    force_sum: bool = False
+    reduce_inputs: int = 2
+    sizes: TransferSizes = field(default_factory=TransferSizes)
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_stream: Any = None
+
+    def __post_init__(self) -> None:
+        policy = self.mp_policy
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(policy, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(
+                    f"mp_policy.{name}: expected a floating-point torch.dtype or None, got {dtype!r}; gradients and "
+                    "mixed precision exist for floating-point types only"
+                )

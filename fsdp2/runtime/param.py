@@ -1,0 +1,208 @@
+"""One managed parameter: its shard, its full tensor, which of them the module shows, and where its gradient is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2._torch import (
+    AsyncCollectiveTensor,
+    dtensor_spec,
+    local_tensor,
+    overrides_setattr,
+    post_accumulate_hooks,
+    set_local_tensor,
+    tensor_hooks,
+)
+from fsdp2.sharding.spec import ShardedSpec
+
+__all__ = ["FSDPParam", "Slot"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a module shows a parameter; a tied parameter has several."""
+
+    module: nn.Module
+    name: str
+
+    def show(self, param: nn.Parameter) -> None:
+        """Make ``module.name`` be ``param``."""
+        if overrides_setattr(self.module):
+            setattr(self.module, self.name, param)
+        else:
+            self.module._parameters[self.name] = param
+
+
+class FSDPParam:
+    """One parameter of a group.
+
+    ``sharded`` is the DTensor the optimizer sees, its local tensor a view into the group's shard buffer. ``full`` is
+    the autograd leaf that forward uses, a view into the group's full buffer; both live as long as the buffers.
+    """
+
+    def __init__(self, original: nn.Parameter, spec: ShardedSpec, slots: list[Slot], name: str) -> None:
+        self.name = name
+        self.spec = spec
+        self.slots = slots
+        self.module, self.attribute = slots[0].module, slots[0].name
+        self.attributes = dict(original.__dict__)
+        self.hooks = post_accumulate_hooks(original)
+        self.gradient_hooks = tensor_hooks(original)
+        self.sharded: nn.Parameter | None = None
+        self.full: nn.Parameter | None = None
+        self.requires_grad = original.requires_grad
+        # The gradient of backwards that did not reduce, in the reduce dtype where that differs from autograd's.
+        self._unreduced: torch.Tensor | None = None
+        self._plain_slots = not any(overrides_setattr(slot.module) for slot in slots)
+
+    def __repr__(self) -> str:
+        layout = self.spec.layout
+        return f"FSDPParam({self.name}, {tuple(layout.shape)}, dim={layout.dim}, ranks={layout.ranks})"
+
+    # ---- the shard ----
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the parameter is kept, optimized and saved in."""
+        assert self.sharded is not None
+        return self.sharded.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's piece as a plain tensor."""
+        return local_tensor(self.sharded)
+
+    def set_shard(self, local: torch.Tensor) -> None:
+        """Keep the piece in ``local`` from now on; an existing DTensor keeps its identity, hooks and attributes."""
+        if self.sharded is not None:
+            set_local_tensor(self.sharded, local)
+            return
+        sharded = nn.Parameter(self.spec.shard(local), requires_grad=self.requires_grad)
+        sharded.__dict__.update(self.attributes)
+        for hook in self.hooks:
+            sharded.register_post_accumulate_grad_hook(hook)
+        for gradient_hook in self.gradient_hooks:
+            sharded.register_hook(gradient_hook)
+        self.sharded = sharded
+
+    def adopt_shard(self, sharded: nn.Parameter) -> None:
+        """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there."""
+        for name, value in self.attributes.items():
+            sharded.__dict__.setdefault(name, value)
+        self.sharded = sharded
+        self.requires_grad = sharded.requires_grad
+        if self.full is not None:
+            self.full.requires_grad_(self.requires_grad)
+        self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))
+
+    def set_full(self, tensor: torch.Tensor) -> None:
+        """Use ``tensor`` (this parameter's place in the full buffer) as the full parameter from now on."""
+        if self.full is not None:
+            self._unreduced = self.take_gradient()
+        layout = self.spec.layout
+        self.full = nn.Parameter(tensor.as_strided(layout.shape, layout.stride), requires_grad=self.requires_grad)
+        self.full.__dict__.update(self.attributes)
+
+    # ---- what the module shows ----
+
+    def show_shard(self) -> None:
+        """Make the module show the shard; a change of requires_grad made on the full parameter moves to it."""
+        sharded, full = self.sharded, self.full
+        if full is not None and full.requires_grad != self.requires_grad:
+            self.requires_grad = full.requires_grad
+            sharded.requires_grad_(full.requires_grad)  # type: ignore[union-attr]
+        self._show(sharded)
+
+    def show_full(self) -> bool:
+        """Make the module show the full parameter; whether requires_grad changed since it last did."""
+        changed = self.sync_requires_grad()
+        self._show(self.full)
+        return changed
+
+    def sync_requires_grad(self) -> bool:
+        """Carry a change of requires_grad from where it was made to the other tensor; whether there was one."""
+        sharded, full = self.sharded, self.full
+        assert sharded is not None and full is not None
+        before = self.requires_grad
+        if full.requires_grad == before and sharded.requires_grad == before:
+            return False
+        self.requires_grad = not before
+        full.requires_grad_(self.requires_grad)
+        sharded.requires_grad_(self.requires_grad)
+        return True
+
+    def _show(self, param: Any) -> None:
+        if self._plain_slots:
+            for slot in self.slots:
+                slot.module._parameters[slot.name] = param
+        else:
+            for slot in self.slots:
+                slot.show(param)
+
+    # ---- gradients ----
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return self._unreduced is not None or (self.full is not None and self.full.grad is not None)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The full gradient, kept nowhere else from now on: autograd's plus that of backwards that did not reduce.
+
+        Raises:
+            NotImplementedError: the gradient is sparse.
+        """
+        full = self.full
+        assert full is not None
+        grad = full.grad
+        if grad is not None:
+            full.grad = None
+            if isinstance(grad, AsyncCollectiveTensor):
+                grad = grad.wait()
+            if grad.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"{self.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
+                )
+        if self._unreduced is None:
+            return grad
+        total, self._unreduced = self._unreduced, None
+        if grad is not None:
+            total += grad
+        return total
+
+    def keep_gradient(self, dtype: torch.dtype) -> None:
+        """Keep this backward's gradient unreduced, in ``dtype``, until a backward reduces."""
+        full = self.full
+        if full is None or full.grad is None:
+            return
+        if self._unreduced is None and full.grad.dtype == dtype:
+            return  # autograd adds the next one in place
+        total = self.take_gradient()
+        assert total is not None
+        self._unreduced = total.to(dtype)
+
+    def drop_gradient(self) -> None:
+        """Forget what was not reduced (recovery)."""
+        self._unreduced = None
+        if self.full is not None:
+            self.full.grad = None
+
+    def accumulate_gradient(self, shard: torch.Tensor) -> None:
+        """Add ``shard`` (this rank's piece of the reduced gradient) to the sharded parameter's, then run its hooks."""
+        sharded = self.sharded
+        assert sharded is not None
+        grad = self.spec.shard(shard)
+        for gradient_hook in tensor_hooks(sharded):
+            changed = gradient_hook(grad)
+            if changed is not None:
+                grad = changed  # type: ignore[assignment]
+        if sharded.grad is None:
+            sharded.grad = grad
+        else:
+            local_tensor(sharded.grad).add_(local_tensor(grad))
+        for hook in post_accumulate_hooks(sharded):
+            hook(sharded)

@@ -1,0 +1,124 @@
+"""What the states under one root share: lanes, chunks in flight, recorded orders, and the end of a backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp2._torch import queue_end_of_backward
+from fsdp2._trace import emit, span
+from fsdp2.comm.streams import Lanes, Retained
+from fsdp2.runtime.lifecycle import Phase
+from fsdp2.runtime.order import BackwardOrder, ForwardOrder
+
+if TYPE_CHECKING:
+    from fsdp2.runtime.param_group import FSDPParamGroup
+    from fsdp2.runtime.state import FSDPState
+
+__all__ = ["CommContext", "RootContext"]
+
+
+class CommContext:
+    """What communicates: the lanes, and the gradient chunks in flight. Several roots may share one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lanes = Lanes(device)
+        self.reductions = Retained(limit=2)
+
+
+class RootContext:
+    """One per root module. ``all_states`` are the states under it in ``named_modules`` order, the root's first."""
+
+    def __init__(self, comm: CommContext, state: FSDPState) -> None:
+        self.comm = comm
+        self.all_states: list[FSDPState] = [state]
+        self.forward_order: ForwardOrder[FSDPParamGroup] = ForwardOrder()
+        self.backward_order: BackwardOrder[FSDPParamGroup] = BackwardOrder()
+        self.forward_root: FSDPState | None = None
+        self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
+        self._end_queued = False
+        self._partial_end_queued = False
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        """Every group under the root, each once."""
+        return list(dict.fromkeys(group for state in self.all_states for group in state.groups))
+
+    def begin_forward(self, state: FSDPState) -> bool:
+        """Start a forward in which ``state`` is the outermost; whether one had not started already.
+
+        Raises:
+            RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``.
+        """
+        if self.forward_root is not None and self.forward_root is not state and not state.is_root:
+            return False
+        for group in self.groups:
+            if group.lifecycle.phase is Phase.BACKWARD:
+                raise RuntimeError(
+                    f"{group.name or 'the root'}: forward starts, but its last backward did not end (it raised?); "
+                    "call reset_iter_state() on the root module first; that backward's gradients are discarded"
+                )
+        self.forward_root = state
+        self._end_queued = self._partial_end_queued = False
+        self.forward_order.begin()
+        event, self.post_optim_event = self.post_optim_event, None
+        with self.comm.lanes.gather.after(event or self.comm.lanes.compute.event()):
+            return True
+
+    def end_forward(self) -> None:
+        """The outermost forward is over: gathers that nobody came to use are dropped."""
+        self.forward_root = None
+        for group in self.groups:
+            group.abandon_gather()
+
+    def queue_end(self) -> None:
+        """Have ``end_backward`` run when the running backward is done, once."""
+        if not self._end_queued:
+            self._end_queued = True
+            queue_end_of_backward(self.end_backward)
+
+    def queue_partial_end(self) -> None:
+        """Have the gradients of a backward through a lone member of a grouped call be there when it is done."""
+        if not self._end_queued and not self._partial_end_queued:
+            self._partial_end_queued = True
+            queue_end_of_backward(self._end_partial_backward)
+
+    def _end_partial_backward(self) -> None:
+        self._partial_end_queued = False
+        self.comm.reductions.finish()
+        for group in self.groups:
+            if group.lifecycle.phase is Phase.REDUCED:
+                group.lifecycle.enter("end_backward")
+
+    def end_backward(self) -> None:
+        """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it."""
+        self._end_queued = False
+        with span("root_post_backward", ""):
+            for state in self.all_states:
+                for group in reversed(state.groups):
+                    if group.lifecycle.phase is not Phase.REDUCED:
+                        group.post_backward()
+            for group in self.groups:
+                group.end_backward(drop_gather=self.is_last_backward)
+            self.comm.reductions.finish()
+            if self.is_last_backward:
+                self.backward_order.clear()
+            self.forward_root = None
+            for state in self.all_states:
+                state.members_to_run.clear()
+        emit("end_backward", "")
+
+    def reset(self) -> None:
+        """Forget the iteration: gathers and reductions in flight, orders, phases, unreduced gradients."""
+        self.comm.reductions.abandon()
+        for group in self.groups:
+            group.reset()
+        for state in self.all_states:
+            state.members_to_run.clear()
+        self.forward_order.forget()
+        self.backward_order.clear()
+        self.forward_root = None
+        self._end_queued = self._partial_end_queued = False

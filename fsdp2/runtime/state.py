@@ -1,0 +1,189 @@
+"""One ``fully_shard`` call at run time: what happens before and after the forward and backward of its modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id
+from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.runtime.hooks import Arguments, watch_inputs, watch_outputs
+from fsdp2.runtime.lifecycle import Phase
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.root import CommContext, RootContext
+from fsdp2.runtime.trees import map_tensors
+
+__all__ = ["FSDPState", "get_state"]
+
+
+def get_state(module: nn.Module) -> FSDPState | None:
+    """The state of the call that ``module`` was passed to, None if it was passed to none."""
+    state = composable_state(module)
+    return state if isinstance(state, FSDPState) else None
+
+
+class FSDPState(ComposableState):
+    """The modules of one call, their groups (one per mesh), and the root they run under."""
+
+    def __init__(self, modules: tuple[nn.Module, ...], device: torch.device, mp_policy: MixedPrecisionPolicy) -> None:
+        super().__init__()
+        self.modules = modules
+        self.device = device
+        self.mp_policy = mp_policy
+        self.groups: list[FSDPParamGroup] = []
+        self.root = RootContext(CommContext(device), self)
+        self.is_root: bool | None = None  # decided by the first forward
+        self.name = ""
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] = []
+        self.members_to_run: set[nn.Module] = set()
+        self._first_node = 0
+
+    # ---- forward ----
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Gather, cast inputs, and arrange for backward to tell when it is through with them."""
+        if self.is_root is None:
+            self.init_root()
+        in_backward = graph_task_id() != -1
+        if in_backward and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
+            for group in self.groups:  # an earlier post-backward may have resharded
+                group.unshard()
+            return self._cast_inputs(args, kwargs)
+        first = len(self.modules) == 1 or not self.members_to_run
+        if first:
+            self.members_to_run.update(self.modules)
+            if self.root.begin_forward(self):
+                args, kwargs = self._move_inputs(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        entering = [group for group in self.groups if group.pre_forward()]
+        if torch.is_grad_enabled():
+            self._first_node = autograd_sequence_number()
+            for group in entering:
+                (args, kwargs), watched = watch_inputs(args, kwargs, group.post_backward)
+                group.counts_parameters = not watched
+        if first and not in_backward:
+            self._prefetch_forward()
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard, arrange for backward to gather first, cast outputs; a grouped call does so with its last member."""
+        if graph_task_id() != -1 and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
+            return self._cast_output(output)
+        self.members_to_run.discard(module)
+        if self.members_to_run:
+            return self._cast_output(output)
+        output = self.complete_forward(output)
+        if self.root.forward_root is self:
+            for state in reversed(self.root.all_states):
+                if state is not self and state.members_to_run:
+                    state.members_to_run.clear()
+                    output = state.complete_forward(output)
+            self.root.end_forward()
+        return output
+
+    def complete_forward(self, output: Any) -> Any:
+        """What ends the forward of all members, run or not."""
+        in_backward = graph_task_id() != -1
+        for group in self.groups:
+            group.post_forward(reshard=not in_backward)
+        if torch.is_grad_enabled() and self.groups:
+            watched = watch_outputs(output, self.pre_backward, self._first_node)
+            for group in self.groups if watched and not in_backward else ():
+                self.root.backward_order.record(group)
+        return self._cast_output(output)
+
+    def _prefetch_forward(self) -> None:
+        for state in self.forward_prefetch:
+            for group in state.groups:
+                group.start_unshard()
+        if not self.forward_prefetch:
+            for group in self.groups:
+                following = self.root.forward_order.visit(group)
+                if following is not None and following not in self.groups:
+                    following.start_unshard()
+
+    # ---- backward ----
+
+    def pre_backward(self, grad: torch.Tensor) -> None:
+        """Gather for backward, and start the gather of the groups backward meets next."""
+        root = self.root
+        root.queue_end()
+        for group in self.groups:
+            if not group.pre_backward() or self.backward_prefetch:
+                continue
+            following = root.backward_order.visit(group)
+            if following is not None and following.options.unshard_in_backward:
+                following.start_unshard()
+        for state in self.backward_prefetch:
+            for group in reversed(state.groups):
+                group.start_unshard()
+
+    # ---- the root ----
+
+    def init_root(self) -> None:
+        """Make this state the root of all states under its module: the first to run forward is.
+
+        A submodule that ran before becomes part of the new root's tree.
+
+        Raises:
+            RuntimeError: this call grouped several modules, or parameters are still on the meta device.
+        """
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"FSDP requires a single root module but got {self.modules}; call fully_shard on the module whose "
+                "forward runs first as well"
+            )
+        states: dict[FSDPState, str] = {}
+        for name, module in self.modules[0].named_modules():
+            state = get_state(module)
+            if state is not None:
+                states[state] = f"{states[state]}, {name}" if state in states else name
+        self.root.all_states = list(states)
+        for state, name in states.items():
+            state.is_root = state is self
+            state.root = self.root
+            state.name = name
+            for group in state.groups:
+                group.root = self.root
+        self._name_groups()
+        self.root.comm.reductions.limit = max([g.options.reduce_inputs for g in self.root.groups], default=2)
+        for state in states:
+            for group in state.groups:
+                group.lazy_init(in_root=state is self)
+
+    def _name_groups(self) -> None:
+        names: dict[nn.Parameter, str] = {}
+        for name, param in self.modules[0].named_parameters():
+            names.setdefault(param, name)
+        for state in self.root.all_states:
+            for group in state.groups:
+                group.set_names(state.name, names)
+
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Inputs on the device of the mesh, as DistributedDataParallel does for accelerators."""
+        if self.device.type == "cpu":
+            return args, kwargs
+        return map_tensors(lambda t: t if t.device == self.device else t.to(self.device), (args, kwargs))
+
+    # ---- casts ----
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return map_tensors(lambda t: _cast_floating(t, dtype), (args, kwargs))
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        if dtype is None:
+            return output
+        return map_tensors(lambda t: _cast_floating(t, dtype), output, objects=True)
+
+
+def _cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

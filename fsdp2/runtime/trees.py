@@ -1,0 +1,131 @@
+"""Finding and replacing the tensors inside what forward takes and returns, whatever they are wrapped in.
+
+Lists, tuples, named tuples, dicts, dataclasses and registered pytree nodes are rebuilt as the same type where something
+in them changes, and stay the same object where nothing does. The attributes of plain objects are searched; they are
+only replaced (in a copy) where asked for, since a module may change an object it was given, such as a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["find_tensors", "map_tensors"]
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, torch.dtype, torch.device, torch.Size)
+_MAX_DEPTH = 64
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def map_tensors(function: Function, tree: Any, *, objects: bool = False) -> Any:
+    """``tree`` with every tensor replaced by ``function(tensor)``; plain ``objects`` are copied or left alone.
+
+    Raises:
+        RuntimeError: ``tree`` is nested deeper than 64 levels.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if tree is None:
+        return None
+    return _Mapper(function, objects).map(tree, 0)
+
+
+def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:
+    """Every tensor in ``tree``, in order, those in attributes of plain ``objects`` included."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree, objects=objects)
+    return found
+
+
+class _Mapper:
+    """One walk over one tree; remembers what it saw, so that shared and cyclic parts are walked once."""
+
+    def __init__(self, function: Function, objects: bool) -> None:
+        self.function = function
+        self.objects = objects
+        self.seen: dict[int, Any] = {}
+
+    def map(self, tree: Any, depth: int) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return self.function(tree)
+        if isinstance(tree, _LEAVES):
+            return tree
+        if id(tree) in self.seen:
+            return self.seen[id(tree)]
+        if depth >= _MAX_DEPTH:
+            raise RuntimeError(f"forward's inputs or outputs are nested deeper than {_MAX_DEPTH} levels ({type(tree)})")
+        self.seen[id(tree)] = tree
+        result = self.seen[id(tree)] = self._rebuild(tree, depth + 1)
+        return result
+
+    def _rebuild(self, tree: Any, depth: int) -> Any:
+        kind = type(tree)
+        if isinstance(tree, (list, tuple)):
+            new = [self.map(item, depth) for item in tree]
+            return tree if all(a is b for a, b in zip(new, tree)) else _rebuild_sequence(tree, new)
+        if dataclasses.is_dataclass(tree):
+            fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+            return self._rebuild_attributes(tree, fields, depth)
+        if isinstance(tree, dict):
+            return self._rebuild_dict(tree, depth)
+        if kind in pytree.SUPPORTED_NODES:
+            leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+            new = [self.map(leaf, depth) for leaf in leaves]
+            return tree if all(a is b for a, b in zip(new, leaves)) else pytree.tree_unflatten(new, spec)
+        attributes = getattr(tree, "__dict__", None)
+        if not self.objects or attributes is None or callable(tree):
+            return tree
+        return self._rebuild_attributes(tree, dict(attributes), depth)
+
+    def _rebuild_dict(self, tree: Any, depth: int) -> Any:
+        items = {key: self.map(value, depth) for key, value in tree.items()}
+        if all(items[key] is value for key, value in tree.items()):
+            return tree
+        if type(tree) is dict:
+            return items
+        clone = copy.copy(tree)
+        for key, value in items.items():
+            clone[key] = value
+        return clone
+
+    def _rebuild_attributes(self, tree: Any, attributes: dict[str, Any], depth: int) -> Any:
+        """A copy with changed attributes; ``__init__`` is not run again."""
+        new = {name: self.map(value, depth) for name, value in attributes.items()}
+        changed = {name: value for name, value in new.items() if value is not attributes[name]}
+        if not changed:
+            return tree
+        clone = copy.copy(tree)
+        for name, value in changed.items():
+            if isinstance(tree, dict):  # a model output is a dict and a dataclass at once
+                clone[name] = value
+            else:
+                object.__setattr__(clone, name, value)  # also where the dataclass is frozen
+        return clone
+
+
+def _rebuild_sequence(old: Any, new: list[Any]) -> Any:
+    kind = type(old)
+    if kind is list or kind is tuple:
+        return kind(new)
+    if hasattr(old, "_fields"):  # a named tuple takes its items one by one
+        return kind(*new)
+    if isinstance(old, list):
+        clone = copy.copy(old)
+        clone[:] = new
+        return clone
+    try:
+        return kind(new)
+    except TypeError:
+        return tuple(new)

@@ -1,0 +1,1 @@
+"""WHERE bytes live: meshes, layouts, packing and DTensor specs."""

@@ -1,0 +1,99 @@
+"""Which elements of a tensor each rank holds when one dimension is cut: integers only, no tensors, no ranks asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["ShardLayout"]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How a tensor of ``shape`` and dense ``stride`` is cut along ``dim`` over ``ranks`` ranks.
+
+    The pieces are those of ``torch.chunk``: ceil(size / ranks) indices of the dimension each, the last ones shorter or
+    empty. A piece keeps the order of dimensions in memory, so a channels_last weight has channels_last pieces.
+    ``dim=None`` cuts nothing: every rank holds the whole tensor (a scalar has no dimension to cut).
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dim: int | None
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and not 0 <= self.dim < len(self.shape):
+            raise ValueError(f"shard dim {self.dim} is not a dimension of shape {self.shape}")
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def memory_order(self) -> tuple[int, ...]:
+        """The dimensions from the slowest to the fastest varying in memory."""
+        return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
+
+    @cached_property
+    def chunk(self) -> int:
+        """Indices of the cut dimension that the first rank holds (every other holds as many or fewer)."""
+        return 0 if self.dim is None else -(-self.shape[self.dim] // self.ranks)
+
+    @cached_property
+    def slot_numel(self) -> int:
+        """Elements one rank sends: those of the first (largest) piece."""
+        return self.numel if self.dim is None else math.prod(self.shard_shape(0))
+
+    @cached_property
+    def rank_major(self) -> bool:
+        """Whether the pieces in rank order, one slot each, are the full tensor's memory (padding is the tail)."""
+        if self.dim is None or self.ranks == 1:
+            return True
+        slower = self.memory_order[: self.memory_order.index(self.dim)]
+        return all(self.shape[d] == 1 for d in slower)
+
+    @cached_property
+    def full_storage_numel(self) -> int:
+        """Elements the full tensor's memory must have room for, the padding of a rank-major gather included."""
+        return max(self.numel, self.ranks * self.slot_numel) if self.rank_major else self.numel
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether every rank holds the same number of elements."""
+        return self.dim is not None and self.chunk * self.ranks == self.shape[self.dim]
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements gathered in excess of the tensor's own."""
+        return self.ranks * self.slot_numel - self.numel
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """(start, length) of ``rank``'s piece on the cut dimension."""
+        assert self.dim is not None
+        size = self.shape[self.dim]
+        start = min(rank * self.chunk, size)
+        return start, min(self.chunk, size - start)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of ``rank``'s piece."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.bounds(rank)[1], *self.shape[self.dim + 1 :])
+
+    def shard_stride(self, rank: int) -> tuple[int, ...]:
+        """The dense strides of ``rank``'s piece, in the full tensor's memory order."""
+        shape = self.shard_shape(rank)
+        stride, step = [0] * len(shape), 1
+        for d in reversed(self.memory_order):
+            stride[d] = step
+            step *= max(shape[d], 1)
+        return tuple(stride)
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of ``rank``'s piece."""
+        return math.prod(self.shard_shape(rank))

@@ -1,0 +1,186 @@
+"""Where each parameter of a group lies in its buffers, and which gradients travel together: arithmetic on bytes.
+
+Three buffers belong to a group. The *shard* buffer holds this rank's pieces in their own dtypes. The *wire* buffer
+holds the same pieces as sent; where nothing is cast it is the shard buffer itself. The *full* buffer holds the gathered
+parameters, each contiguous. Pieces that are gathered straight into their place come first; the small rest follows in
+one run, so that it is sent without a copy as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2.sharding.layout import ShardLayout
+
+__all__ = ["CastRun", "ChunkPlan", "FlatPlan", "Item", "TransferSizes", "plan_chunks", "plan_flat"]
+
+# Shards start at multiples of 16 elements, so at 16 bytes or more in every dtype: NCCL and vectorised kernels want it.
+_SLOT_ELEMENTS = 16
+_ALIGN_BYTES = 16
+_FULL_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class TransferSizes:
+    """From which sizes on bytes move without a copy.
+
+    A parameter of ``direct_param_bytes`` (full, as sent) or more in a group of ``direct_group_bytes`` or more is
+    gathered by a collective of its own. Gradients are reduced in chunks of about an eighth of the group, but of at
+    least ``chunk_bytes``.
+    """
+
+    direct_param_bytes: int = 1 << 20
+    direct_group_bytes: int = 8 << 20
+    chunk_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Item:
+    """One parameter as the plan sees it: its layout, its own dtype, its dtype as sent, whether it must be packed."""
+
+    layout: ShardLayout
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    must_pack: bool = False
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameter as sent."""
+        return self.layout.numel * self.wire_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CastRun:
+    """Neighbours of one dtype that are cast by one kernel: byte offsets in the shard and wire buffers, elements."""
+
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    shard_offset: int
+    wire_offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """Byte offsets of every item (in item order) in the three buffers, and the buffers' sizes in bytes."""
+
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    shard_offset: tuple[int, ...]
+    wire_offset: tuple[int, ...]
+    full_offset: tuple[int, ...]
+    shard_bytes: int
+    wire_bytes: int
+    full_bytes: int
+    runs: tuple[CastRun, ...]
+
+    @property
+    def casts(self) -> bool:
+        """Whether anything is sent in another dtype than it is kept in."""
+        return any(run.dtype != run.wire_dtype for run in self.runs)
+
+    @property
+    def packed_start(self) -> int:
+        """Where the packed run starts in the wire buffer; it goes to the buffer's end."""
+        return self.wire_offset[self.packed[0]] if self.packed else self.wire_bytes
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _gathered_in_place(item: Item, group_bytes: int, sizes: TransferSizes) -> bool:
+    layout = item.layout
+    if item.must_pack or layout.dim is None or not layout.rank_major:
+        return False
+    if layout.ranks == 1:
+        return True
+    aligned = layout.slot_numel * item.wire_dtype.itemsize % _ALIGN_BYTES == 0
+    return aligned and group_bytes >= sizes.direct_group_bytes and item.full_bytes >= sizes.direct_param_bytes
+
+
+def plan_flat(items: Sequence[Item], sizes: TransferSizes) -> FlatPlan:
+    """Lay out a group's parameters in its shard, wire and full buffers."""
+    group_bytes = sum(item.full_bytes for item in items)
+    direct = [i for i, item in enumerate(items) if _gathered_in_place(item, group_bytes, sizes)]
+    packed = [i for i in range(len(items)) if i not in set(direct)]
+
+    dtypes: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for item in items:
+        dtypes.setdefault((item.dtype, item.wire_dtype), len(dtypes))
+
+    def rank_of(i: int) -> int:
+        return dtypes[items[i].dtype, items[i].wire_dtype]
+
+    # Direct items by dtype ascending, packed ones descending: the dtype in the middle is cast in one run.
+    order = sorted(direct, key=rank_of) + sorted(packed, key=lambda i: -rank_of(i))
+    shard_offset, wire_offset, full_offset = [0] * len(items), [0] * len(items), [0] * len(items)
+    runs: list[CastRun] = []
+    shard_end = wire_end = full_end = 0
+    for i in order:
+        item = items[i]
+        if not runs or (runs[-1].dtype, runs[-1].wire_dtype) != (item.dtype, item.wire_dtype):
+            shard_end, wire_end = _round_up(shard_end, _ALIGN_BYTES), _round_up(wire_end, _ALIGN_BYTES)
+            runs.append(CastRun(item.dtype, item.wire_dtype, shard_end, wire_end, 0))
+        shard_offset[i], wire_offset[i] = shard_end, wire_end
+        slot = _round_up(item.layout.slot_numel, _SLOT_ELEMENTS)
+        shard_end += slot * item.dtype.itemsize
+        wire_end += slot * item.wire_dtype.itemsize
+        run = runs[-1]
+        runs[-1] = CastRun(run.dtype, run.wire_dtype, run.shard_offset, run.wire_offset, run.numel + slot)
+    for i, item in enumerate(items):
+        full_offset[i] = full_end
+        full_end += _round_up(item.layout.full_storage_numel * item.wire_dtype.itemsize, _FULL_ALIGN_BYTES)
+    return FlatPlan(
+        direct=tuple(sorted(direct)),
+        packed=tuple(i for i in order if i not in set(direct)),
+        shard_offset=tuple(shard_offset),
+        wire_offset=tuple(wire_offset),
+        full_offset=tuple(full_offset),
+        shard_bytes=shard_end,
+        wire_bytes=wire_end,
+        full_bytes=full_end,
+        runs=tuple(runs),
+    )
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Chunks of gradients as indices: ``streamed`` ones leave as soon as they are finished, in this order, then the
+    ``rest`` when the group is done.
+    """
+
+    streamed: tuple[tuple[int, ...], ...]
+    rest: tuple[tuple[int, ...], ...]
+
+    @property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """All chunks in the order of launching."""
+        return self.streamed + self.rest
+
+
+def plan_chunks(keys: Sequence[object], nbytes: Sequence[int], sizes: TransferSizes) -> ChunkPlan:
+    """Which gradients are reduced together, as indices into ``keys``.
+
+    Gradients of one chunk share their key (dtypes). Large ones are streamed, the last parameter leading because
+    backward finishes it first. The small rest makes one chunk per key.
+    """
+    chunk_bytes = max(sum(nbytes) // 8, sizes.chunk_bytes)
+    large = [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
+    rest = [i for i in range(len(keys)) if i not in set(large)]
+    streamed: list[tuple[int, ...]] = []
+    filling: list[int] = []
+    for i in large:
+        if filling and keys[filling[0]] != keys[i]:
+            rest += filling
+            filling = []
+        filling.append(i)
+        if sum(nbytes[j] for j in filling) >= chunk_bytes:
+            streamed.append(tuple(filling))
+            filling = []
+    rest = sorted(rest + filling)
+    by_key = [tuple(i for i in rest if keys[i] == key) for key in dict.fromkeys(keys[i] for i in rest)]
+    return ChunkPlan(tuple(streamed), tuple(by_key))

@@ -7,6 +7,7 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
     UnshardHandle,
 )
 
@@ -16,6 +17,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -25,6 +25,7 @@ from torch.distributed._composable_state import _State as ComposableState
 
 # A gradient that tensor parallelism is still communicating; it must be waited for before it is packed.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 # One launch for several NCCL collectives: the zero-copy gather issues one per large parameter.
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
@@ -32,11 +33,25 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 # The interfaces of set_custom_all_gather and set_custom_reduce_scatter; torch exports them nowhere public.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+# Buffers from a process group's allocator or from symmetric memory; torch's own collectives for them serve as they are.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
+
+# What code written for torch's fully_shard returns from shard_placement_fn; ours is built from a DeviceMesh.
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+
 # To tell a module that torch's own fully_shard manages, which must not be mixed with ours in one tree.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
 # The sharded parameter is a DTensor built from a local tensor without communication or autograd.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# A dimension that tensor parallelism cut before data parallelism: its shards interleave, which this placement states.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # Grouped calls manage the root-most modules of the list, by torch's definition of root-most.
 from torch.distributed.utils import _get_root_modules as root_modules
@@ -44,20 +59,29 @@ from torch.distributed.utils import _get_root_modules as root_modules
 __all__ = [
     "REGISTRY_KEY",
     "STATE_KEY",
+    "TORCH_COMMS",
     "AllGather",
     "AsyncCollectiveTensor",
     "ComposableState",
     "DTensorSpec",
+    "ProcessGroupAllocAllGather",
+    "ProcessGroupAllocReduceScatter",
     "ReduceScatter",
     "RegistryItem",
+    "StridedShard",
+    "SymmMemAllGather",
+    "SymmMemReduceScatter",
     "TensorMeta",
     "TorchFSDPState",
+    "TorchShardPlacementResult",
     "accumulate_grad_node",
     "autograd_sequence_number",
     "coalescing_manager",
     "composable_state",
+    "concatenate_meshes",
     "dtensor_from_local",
     "dtensor_spec",
+    "flatten_mesh",
     "foreach_copy",
     "functorch_paused",
     "graph_task_id",
@@ -67,6 +91,7 @@ __all__ = [
     "overrides_setattr",
     "post_accumulate_hooks",
     "profiler_running",
+    "python_attributes",
     "queue_end_of_backward",
     "root_modules",
     "set_local_tensor",
@@ -75,6 +100,13 @@ __all__ = [
     "version_of",
     "will_execute",
 ]
+
+TORCH_COMMS = (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
 
 # The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -101,6 +133,16 @@ def node_sequence_number(node: Any) -> int:
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward is done (torch's engine has no public way to ask for it)."""
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dimensions of all: data-parallel ones outside tensor-parallel ones, as DTensor expects."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A 1D mesh over all ranks of ``mesh``, for data parallelism over several of its dimensions."""
+    return mesh._flatten(name)
 
 
 def accumulate_grad_node(leaf: torch.Tensor) -> Any:
@@ -144,6 +186,14 @@ def version_of(tensor: Any) -> int:
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """The hooks made by ``tensor.register_hook``; autograd never sees a shard, so fsdp2 runs them on its gradient."""
     return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+
+
+def python_attributes(param: torch.Tensor) -> dict[str, Any]:
+    """What users stored on ``param``, without what tensor subclasses keep there to be tensors."""
+    if type(param) is nn.Parameter:
+        return dict(param.__dict__)
+    own = ("_spec", "_is_param")
+    return {k: v for k, v in param.__dict__.items() if k not in own and not isinstance(v, torch.Tensor)}
 
 
 def functorch_paused() -> AbstractContextManager[Any] | None:

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch import (
     REGISTRY_KEY,
     STATE_KEY,
     RegistryItem,
+    TorchShardPlacementResult,
     insert_composable_state,
+    local_tensor,
     root_modules,
     torch_fully_shard,
 )
 from fsdp2.collect import Found, collect, move_to
 from fsdp2.module import make_fsdp_module
 from fsdp2.optimizers import follow_parameters
-from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
+from fsdp2.runtime.extension import has_extension
 from fsdp2.runtime.hooks import hook_forward, hook_state_dict
 from fsdp2.runtime.options import GroupOptions
 from fsdp2.runtime.param import FSDPParam
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
-from fsdp2.sharding.mesh import DataParallelMesh, default_mesh
+from fsdp2.sharding.mesh import DataParallelMesh, default_mesh, regroup
 from fsdp2.sharding.spec import ShardedSpec
 
 __all__ = ["fully_shard"]
 
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def fully_shard(
@@ -56,13 +67,16 @@ def fully_shard(
         module: A module, or several that communicate as one unit and need not all run in every forward.
         mesh: 1D: shard over it. Default: all ranks, on the accelerator if there is one; makes the default process group
             where none exists.
-        reshard_after_forward: Free the full parameters after forward (True) or keep them for backward (False). None:
-            True, and False for the root.
+        reshard_after_forward: Free the full parameters after forward (True), keep them for backward (False), or keep
+            them cut over so many neighbouring ranks, a factor of the shard axis (int). None: True, and False for the
+            root.
         shard_placement_fn: Which dimension to cut, ``Shard(d)``, per parameter; None for the first. Any d, even or not.
+            A ``ShardPlacementResult`` also says on which mesh: such parameters make a group of their own.
         mp_policy: dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``.
-        offload_policy: Not supported yet beyond the default.
-        ignored_params: Not supported yet.
-        dp_mesh_dims: Not supported yet.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU.
+        ignored_params: Parameters to leave alone: not sharded, not moved, their gradients not reduced.
+        dp_mesh_dims: ``mesh`` is the whole mesh that the parameters, all of them DTensors, lie on; these of its
+            dimensions are the data-parallel ones.
 
     Returns:
         The same object; its class is now a subclass of both its own and ``FSDPModule``.
@@ -72,21 +86,22 @@ def fully_shard(
             fully_shard manages.
         TypeError: an argument of the wrong type.
         AssertionError: ``module`` already went through a fully_shard call (torch's contract).
-        NotImplementedError: an argument this version does not support.
+        NotImplementedError: ``reshard_after_forward`` as an int together with ``dp_mesh_dims``.
     """
     modules = _check_modules(module)
-    _refuse_unsupported(reshard_after_forward, offload_policy, ignored_params, dp_mesh_dims)
+    _check_arguments(shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims)
+    dp_mesh = DataParallelMesh.from_mesh(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    reshard_after_forward = _check_reshard(reshard_after_forward, dp_mesh)
     options = GroupOptions(
         mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard_after_forward
     )
-    dp_mesh = DataParallelMesh.from_mesh(default_mesh() if mesh is None else mesh)
     managed = collect(modules, ignored_params or set())
-    specs = [_spec(found, shard_placement_fn, dp_mesh) for found in managed.params]
-    move_to(dp_mesh.device, managed.params, managed.buffers)
+    placed = [_place(found, shard_placement_fn, dp_mesh) for found in managed.params]
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    move_to(dp_mesh.device, [] if offloads else managed.params, managed.buffers)
 
     state = FSDPState(modules, dp_mesh.device, mp_policy)
-    if managed.params:
-        state.groups.append(_make_group(managed.params, specs, modules, dp_mesh, options, state))
+    state.groups += [_make_group(part, modules, options, state) for part in _by_mesh(placed, options)]
     _attach(state)
     for submodule in managed.modules:  # Dynamo guards on these
         submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -116,44 +131,102 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _refuse_unsupported(
-    reshard_after_forward: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any
+def _check_arguments(
+    placement_fn: Any, mp_policy: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any
 ) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
-        raise TypeError(
-            f"fully_shard: reshard_after_forward must be a bool, an int or None, got {reshard_after_forward!r}"
+    for name, value, kind in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+        ("dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None))),
+    ):
+        if not isinstance(value, kind):
+            expected = kind[0].__name__ if isinstance(kind, tuple) else kind.__name__
+            raise TypeError(f"fully_shard: {name} must be a {expected}, got {value!r}")
+    if placement_fn is not None and not callable(placement_fn):
+        raise TypeError(f"fully_shard: shard_placement_fn must be callable, got {placement_fn!r}")
+    if ignored_params is not None and not all(isinstance(p, nn.Parameter) for p in ignored_params):
+        raise TypeError(f"fully_shard: ignored_params must be a set of nn.Parameter, got {ignored_params!r}")
+
+
+def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
+    """``reshard_after_forward`` with the whole axis as True and one rank as False."""
+    if value is None or isinstance(value, bool):
+        return value
+    size = mesh.shard.size
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}"
         )
-    unsupported = []
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        unsupported.append("reshard_after_forward as an int (use True or False)")
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        unsupported.append("CPUOffloadPolicy (use the default offload_policy)")
-    if ignored_params:
-        unsupported.append("ignored_params (leave it out)")
-    if dp_mesh_dims is not None:
-        unsupported.append("dp_mesh_dims (pass the data-parallel mesh as mesh)")
-    if unsupported:
-        raise NotImplementedError(f"fully_shard: not supported yet: {'; '.join(unsupported)}")
+    if mesh.dims is not None:
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims); pass True or False"
+        )
+    if value < 1 or value > size or size % value != 0:
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {value}")
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of "
+            "reshard_after_forward=True (bool)",
+            stacklevel=3,
+        )
+        return False
+    return True if value == size else value
 
 
-def _spec(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh) -> ShardedSpec:
-    placement = None if placement_fn is None else placement_fn(found.param)
-    return ShardedSpec.of(found.param, placement, mesh, found.name)
+@dataclass
+class _Placed:
+    """A parameter to manage, its spec, and the mesh it is cut over."""
+
+    found: Found
+    spec: ShardedSpec
+    mesh: DataParallelMesh
+
+
+def _place(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh) -> _Placed:
+    result = None if placement_fn is None else placement_fn(found.param)
+    if result is None or isinstance(result, Shard):
+        placement = result
+    elif isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
+        placement = result.placement
+        own = getattr(result.mesh_info, "mesh", result.mesh_info)
+        if own is not mesh.mesh and own != mesh.mesh:
+            mesh = DataParallelMesh.from_mesh(own)
+    else:
+        raise ValueError(
+            f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
+            "None"
+        )
+    return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh)
+
+
+def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]]:
+    """Parameters that communicate together: those of one mesh. What a subgroup cannot keep makes a group of its own."""
+    subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
+    groups: dict[object, list[_Placed]] = {}
+    for entry in placed:
+        alone = subgroup and has_extension(entry.spec.cut(_plain(entry.found.param)))
+        groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
+    return list(groups.values())
+
+
+def _plain(param: nn.Parameter) -> torch.Tensor:
+    return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
 
 @torch.no_grad()
 def _make_group(
-    found: list[Found],
-    specs: list[ShardedSpec],
-    modules: tuple[nn.Module, ...],
-    mesh: DataParallelMesh,
-    options: GroupOptions,
-    state: FSDPState,
+    placed: list[_Placed], modules: tuple[nn.Module, ...], options: GroupOptions, state: FSDPState
 ) -> FSDPParamGroup:
-    params = [FSDPParam(entry.param, spec, entry.slots, entry.name) for entry, spec in zip(found, specs)]
-    pieces = [spec.cut(entry.param.detach()) for entry, spec in zip(found, specs)]
+    mesh = placed[0].mesh
+    params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name) for p in placed]
+    pieces = [p.spec.cut(_plain(p.found.param)) for p in placed]
+    size = options.reshard_after_forward
+    if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
+        options = replace(options, reshard_after_forward=True)
+    elif not isinstance(size, (bool, type(None))):
+        regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
     group = FSDPParamGroup(params, pieces, modules, mesh, options, state.root)
-    follow_parameters([entry.param for entry in found], params)
+    follow_parameters([p.found.param for p in placed], params)
     return group
 
 

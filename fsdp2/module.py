@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
+from typing_extensions import deprecated
 
+from fsdp2._torch import (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
+from fsdp2.comm.streams import Lane
+from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
+from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
 __all__ = ["FSDPModule", "make_fsdp_module", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -60,7 +71,7 @@ class FSDPModule(TorchFSDPModule):
         groups = self._get_fsdp_state().groups
         for group in groups:
             group.adopt_shards()
-            group.store.check_materialized()
+            group.store.check_ready()
             group.start_unshard()
         handle = _Unsharding(groups)
         if async_op:
@@ -162,6 +173,105 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse):
             state.root.comm.reductions.limit = max(group.options.reduce_inputs for group in state.root.groups)
 
+    @deprecated("Use `set_gradient_divide_factor` instead")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    # ---- communication ----
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with ``comm``, in memory that it allocates.
+
+        Raises:
+            ValueError: the module's parameters are on several meshes.
+        """
+        self._one_group("set_custom_all_gather")
+        self._set(False, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter this module's gradients with ``comm``, in memory that it allocates.
+
+        Raises:
+            ValueError: the module's parameters are on several meshes.
+        """
+        self._one_group("set_custom_reduce_scatter")
+        self._set(False, reduce_scatter=comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook(reduced)`` on each chunk of reduced gradients, before division, cast and accumulation.
+
+        Args:
+            hook: Changes its 1D argument in place, by an all-reduce of its own for example.
+            stream: Where to run it; not with a mesh that has a replicate axis, whose own stream it then runs on.
+
+        Raises:
+            ValueError: ``stream`` with a replicate axis, or the module's parameters are on several meshes.
+        """
+        self._one_group("set_all_reduce_hook")
+        for group in self._get_fsdp_state().groups:
+            if stream is not None and group.mesh.replicate.size > 1:
+                raise ValueError("stream cannot be set when using native HSDP")
+            lane = None if stream is None else Lane(group.mesh.device, stream=stream)
+            group.set_options(replace(group.options, all_reduce_hook=hook, all_reduce_lane=lane))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for ``event`` instead of all work before it; used once."""
+        self._get_fsdp_state().root.post_optim_event = event
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Give gradients a communicator of their own, so that they need not queue behind gathers.
+
+        All ranks of a shard axis must call it; one process group is made per axis.
+        """
+        _bool("enable", enable)
+        made: dict[object, Axis] = {}
+        for state in self._states(recurse):
+            for group in state.groups:
+                axis = group.mesh.shard
+                if enable and axis.group is not None:
+                    if axis.group not in made:
+                        own = group.reduce_axis.group is not axis.group
+                        made[axis.group] = group.reduce_axis if own else axis.with_own_group()
+                    axis = made[axis.group]
+                group.reduce_axis = axis
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let the process group's own allocator, if it has one, provide the buffers that communicate.
+
+        Raises:
+            AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
+        """
+        _bool("enable", enable)
+        for group in self._get_fsdp_state().groups:
+            shard, reduce = group.mesh.shard.group, group.reduce_axis.group
+            if shard is None or reduce is None or not enable:
+                group.replace_comms("set_allocate_memory_from_process_group", None, None)
+            else:
+                gather, scatter = ProcessGroupAllocAllGather(shard), ProcessGroupAllocReduceScatter(reduce)
+                group.replace_comms("set_allocate_memory_from_process_group", gather, scatter)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let symmetric memory provide the buffers that communicate.
+
+        Raises:
+            NotImplementedError: the mesh does not communicate with NCCL.
+            AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
+        """
+        for group in self._get_fsdp_state().groups:
+            shard, reduce = group.mesh.shard, group.reduce_axis.group
+            if shard.backend != "nccl" or backend != "NCCL" or shard.group is None or reduce is None:
+                raise NotImplementedError(
+                    f"{group.name or 'the root'}: set_symm_mem_for_comm needs NCCL, got the backend {shard.backend!r} "
+                    f"and {backend!r}; leave it out, or use set_custom_all_gather"
+                )
+            scatter = SymmMemReduceScatter(reduce, backend) if group.options.force_sum else None
+            group.replace_comms("set_symm_mem", SymmMemAllGather(shard.group, backend), scatter)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for torch's sake: gathers never block the host, and take no memory from the compute stream."""
+        _bool("async_op", async_op)
+
     def set_transfer_sizes(
         self,
         *,
@@ -198,6 +308,13 @@ class FSDPModule(TorchFSDPModule):
         if state is None:
             raise AssertionError(f"No FSDP state found on {self}")
         return state
+
+    def _one_group(self, method: str) -> None:
+        if len(self._get_fsdp_state().groups) > 1:
+            raise ValueError(
+                f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
+                "what to do would be ambiguous across groups with different meshes"
+            )
 
     def _states(self, recurse: bool) -> Iterator[FSDPState]:
         module = cast(nn.Module, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +15,11 @@ from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import FlatPlan, Item
 
-__all__ = ["Buffer", "GatherBuffers", "finish_gather", "start_gather"]
+__all__ = ["Buffer", "GatherBuffers", "Gathering", "finish_gather", "start_gather"]
+
+_ALIGN_BYTES = 16
+
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
 
 
 class Buffer:
@@ -52,7 +57,7 @@ class GatherBuffers:
 
     def __init__(self, items: Sequence[Item], plan: FlatPlan, shards: torch.Tensor, ranks: int, full: Buffer) -> None:
         """``shards`` is the group's shard buffer as bytes; ``full`` must be allocated while the views are made."""
-        self.full = full
+        self.items, self.plan, self.ranks, self.full = items, plan, ranks, full
         device = full.bytes.device
         self.wire: Buffer | None = None
         wire_bytes = shards
@@ -71,36 +76,38 @@ class GatherBuffers:
             piece = wire_bytes[start : start + numel * item.wire_dtype.itemsize].view(item.wire_dtype)
             self.inputs.append(wire_view(piece))
             self.outputs.append(wire_view(full.view(plan.full_offset[i], ranks * numel, item.wire_dtype)))
+        self.packed = wire_view(wire_bytes[plan.packed_start :].view(self._packed_dtype))
         self.staging: Buffer | None = None
-        self.copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self.copies: Copies = ([], [])
         if plan.packed:
-            self._stage(items, plan, wire_bytes, ranks)
+            self.staging = Buffer(ranks * self.packed.nbytes, device)
+            self.copies = self.unpack_copies(self.staging.bytes.view(ranks, self.packed.nbytes))
         self.free_temporaries()
 
-    def _stage(self, items: Sequence[Item], plan: FlatPlan, wire_bytes: torch.Tensor, ranks: int) -> None:
-        """The packed run: one more collective into a staging buffer, and the copies from there to the full places."""
-        start, row_bytes = plan.packed_start, plan.wire_bytes - plan.packed_start
-        self.staging = Buffer(ranks * row_bytes, self.full.bytes.device)
-        dtypes = {items[i].wire_dtype for i in plan.packed}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        self.inputs.append(wire_view(wire_bytes[start:].view(dtype)))
-        self.outputs.append(wire_view(self.staging.bytes.view(dtype)))
-        rows = self.staging.bytes.view(ranks, row_bytes)
-        for i in plan.packed:
-            item = items[i]
-            offset = plan.wire_offset[i] - start
-            sent = rows[:, offset : offset + item.layout.slot_numel * item.wire_dtype.itemsize].view(item.wire_dtype)
-            flat = self.full.view(plan.full_offset[i], item.layout.full_storage_numel, item.wire_dtype)
-            for dst, src in _unpack_copies(flat, sent, item.layout):
-                self.copies[0].append(dst)
-                self.copies[1].append(src)
+    @property
+    def _packed_dtype(self) -> torch.dtype:
+        dtypes = {self.items[i].wire_dtype for i in self.plan.packed}
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
-    def allocate(self) -> None:
-        """Make the full, wire and staging memory exist."""
+    def unpack_copies(self, rows: torch.Tensor) -> Copies:
+        """What to copy where to bring packed parameters from ``rows`` (ranks, bytes) to their places."""
+        copies: Copies = ([], [])
+        for i in self.plan.packed:
+            item = self.items[i]
+            start = self.plan.wire_offset[i] - self.plan.packed_start
+            sent = rows[:, start : start + item.layout.slot_numel * item.wire_dtype.itemsize].view(item.wire_dtype)
+            flat = self.full.view(self.plan.full_offset[i], item.layout.full_storage_numel, item.wire_dtype)
+            for dst, src in _unpack_pairs(flat, sent, item.layout):
+                copies[0].append(dst)
+                copies[1].append(src)
+        return copies
+
+    def allocate(self, *, staging: bool) -> None:
+        """Make the full and wire memory exist, and the staging memory if it is used."""
         self.full.allocate()
         if self.wire is not None:
             self.wire.allocate()
-        if self.staging is not None:
+        if staging and self.staging is not None:
             self.staging.allocate()
 
     def free_temporaries(self) -> None:
@@ -111,7 +118,7 @@ class GatherBuffers:
             self.staging.free()
 
 
-def _unpack_copies(
+def _unpack_pairs(
     flat: torch.Tensor, rows: torch.Tensor, layout: ShardLayout
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The (destination, source) pairs that turn ``rows`` (ranks, slot) into the full tensor in ``flat``."""
@@ -126,25 +133,91 @@ def _unpack_copies(
     ]
 
 
+@dataclass
+class Gathering:
+    """A gather in flight. ``rows`` (ranks, bytes) holds the packed run, then each extra tensor, where one buffer was
+    assembled for this gather; ``extras`` says where in a row each extra is: (offset, numel, dtype).
+    """
+
+    buffers: GatherBuffers
+    rows: torch.Tensor | None = None
+    extras: tuple[tuple[int, int, torch.dtype], ...] = ()
+
+
 def start_gather(
-    buffers: GatherBuffers, axis: Axis, lane: Lane, *, custom: AllGather | None = None
-) -> InFlight[GatherBuffers]:
-    """Cast and send this rank's shards; the full parameters are there after ``finish_gather``."""
+    buffers: GatherBuffers,
+    axis: Axis,
+    lane: Lane,
+    *,
+    custom: AllGather | None = None,
+    extras: Sequence[torch.Tensor] = (),
+) -> InFlight[Gathering]:
+    """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
+
+    ``extras`` are 1D tensors, as large on every rank, that travel with the packed run. A ``custom`` collective gets
+    one buffer that it allocated itself.
+    """
+    gathering = Gathering(buffers)
+    assembled = custom is not None or bool(extras)
     with torch.no_grad(), lane.after() as done:
-        buffers.allocate()
+        buffers.allocate(staging=not assembled)
         for wire, shard in buffers.casts:
-            wire.copy_(shard)
-        works = all_gather(buffers.outputs, buffers.inputs, axis, async_op=lane.async_op, custom=custom)
-    return InFlight(buffers, works, done.event)
+            wire.copy_(shard, non_blocking=True)
+        inputs, outputs = list(buffers.inputs), list(buffers.outputs)
+        if assembled:
+            output, sent = _assemble(gathering, axis, custom, extras)
+            inputs.append(sent)
+            outputs.append(output)
+        elif buffers.staging is not None:
+            inputs.append(buffers.packed)
+            outputs.append(buffers.staging.bytes.view(buffers.packed.dtype))
+        works = all_gather(outputs, inputs, axis, async_op=lane.async_op, custom=custom)
+    return InFlight(gathering, works, done.event)
 
 
-def finish_gather(gathering: InFlight[GatherBuffers], lane: Lane, compute: ComputeLane) -> None:
-    """Wait for the collectives and put packed parameters in their places, so that compute may read them."""
-    buffers = gathering.wait(compute)
-    if not buffers.copies[0] and buffers.wire is None:
-        return
-    with torch.no_grad(), lane.after() as done:
-        if buffers.copies[0]:
-            foreach_copy(*buffers.copies)
-        buffers.free_temporaries()
-    compute.wait(done.event)
+def _assemble(
+    gathering: Gathering, axis: Axis, custom: AllGather | None, extras: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One output buffer for the packed run and the extras, and this rank's part of it, filled."""
+    packed = gathering.buffers.packed
+    pieces = [piece for piece in (packed, *extras) if piece is not packed or packed.numel()]
+    dtypes = {piece.dtype for piece in pieces}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    offsets, end = [], 0
+    for piece in pieces:
+        offsets.append(end)
+        end += -(-piece.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    numel, device = axis.size * end // dtype.itemsize, gathering.buffers.full.bytes.device
+    output = (
+        torch.empty(numel, dtype=dtype, device=device)
+        if custom is None
+        else custom.allocate((numel,), dtype=dtype, device=device)
+    )
+    gathering.rows = output.view(-1).view(torch.uint8).view(axis.size, end)
+    for piece, offset in zip(pieces, offsets):
+        gathering.rows[axis.rank, offset : offset + piece.nbytes].view(piece.dtype).copy_(piece)
+    places = [(offset, piece.numel(), piece.dtype) for piece, offset in zip(pieces, offsets)]
+    gathering.extras = tuple(places[len(pieces) - len(extras) :])
+    part = output.narrow(0, axis.rank * (numel // axis.size), numel // axis.size)
+    return wire_view(output), wire_view(part)
+
+
+def finish_gather(gathering: InFlight[Gathering], lane: Lane, compute: ComputeLane) -> list[torch.Tensor]:
+    """Wait for the collectives and put packed parameters in their places; then compute may read them.
+
+    Returns each extra as gathered, (ranks, numel); valid on ``lane``.
+    """
+    done_gathering = gathering.wait(compute)
+    buffers, rows = done_gathering.buffers, done_gathering.rows
+    copies = buffers.copies if rows is None else buffers.unpack_copies(rows)
+    if copies[0] or buffers.wire is not None:
+        with torch.no_grad(), lane.after() as done:
+            if copies[0]:
+                foreach_copy(*copies)
+            buffers.free_temporaries()
+        compute.wait(done.event)
+    if rows is None:
+        return []
+    return [
+        rows[:, offset : offset + numel * dtype.itemsize].view(dtype) for offset, numel, dtype in done_gathering.extras
+    ]

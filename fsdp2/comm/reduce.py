@@ -14,7 +14,7 @@ import torch
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.collectives import all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
 from fsdp2.comm.scaling import Scaling
-from fsdp2.comm.streams import InFlight, Lanes
+from fsdp2.comm.streams import InFlight, Lane, Lanes
 from fsdp2.policies import ReduceScatter
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
@@ -28,7 +28,8 @@ _ALIGN_BYTES = 16
 class ReducePlan:
     """What is the same for every chunk of a group and dtype.
 
-    ``hook`` sees the reduced chunk before the final division and cast.
+    ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
+    ``offload`` the shards are delivered on the CPU.
     """
 
     shard: Axis
@@ -38,6 +39,9 @@ class ReducePlan:
     scaling: Scaling
     custom: ReduceScatter | None = None
     hook: Callable[[torch.Tensor], None] | None = None
+    hook_lane: Lane | None = None
+    offload: bool = False
+    pin_memory: bool = False
 
 
 @dataclass
@@ -130,19 +134,28 @@ def reduce_chunk(
         slots = [row[offset : offset + layout.slot_numel] for offset, layout in zip(offsets, layouts)]
         if not settle(slots):
             return
-    event = done.event
-    lane = lanes.reduce
-    if plan.replicate.size > 1 or plan.hook is not None:
+    lane, event = lanes.reduce, done.event
+    if plan.replicate.size > 1:
         lane = lanes.replicate
-        with lane.after(event) as done:
+        with torch.no_grad(), lane.after(event) as done:
             works = all_reduce(row, plan.replicate, average=plan.scaling.average, async_op=lane.async_op)
+        yield
+        for work in works:
+            work.wait()
         event = done.event
-        if plan.replicate.size > 1:
-            yield
-            for work in works:
-                work.wait()
+    if plan.hook is not None:
+        lane = plan.hook_lane or lanes.replicate
+        with torch.no_grad(), lane.after(event) as done:
+            plan.hook(row)
+        event = done.event
     with torch.no_grad(), lane.after(event) as done:
-        deliver(_cut_row(row, offsets, layouts, plan))
+        row = _finish_row(row, plan)
+    if plan.offload:
+        yield
+        if done.event is not None:
+            done.event.synchronize()  # the host reads what the copy engine writes
+    with torch.no_grad(), lane.after() as done:
+        deliver(_cut_row(row, offsets, layouts, plan.shard.rank))
     lanes.compute.wait(done.event)
 
 
@@ -196,16 +209,21 @@ def _finish_scatter(
         return row
 
 
-def _cut_row(
-    row: torch.Tensor, offsets: Sequence[int], layouts: Sequence[ShardLayout], plan: ReducePlan
-) -> list[torch.Tensor]:
-    if plan.hook is not None:
-        plan.hook(row)
+def _finish_row(row: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
+    """Divided, cast, and on its way to the CPU where gradients live there."""
     if plan.scaling.post != 1.0:
         row.div_(plan.scaling.post)
     if row.dtype != plan.out_dtype:
         row = row.to(plan.out_dtype)
-    rank = plan.shard.rank
+    if not plan.offload or row.device.type == "cpu":
+        return row
+    host = torch.empty(row.shape, dtype=row.dtype, pin_memory=plan.pin_memory)
+    return host.copy_(row, non_blocking=True)
+
+
+def _cut_row(
+    row: torch.Tensor, offsets: Sequence[int], layouts: Sequence[ShardLayout], rank: int
+) -> list[torch.Tensor]:
     return [
         row[offset : offset + layout.shard_numel(rank)].as_strided(layout.shard_shape(rank), layout.shard_stride(rank))
         for offset, layout in zip(offsets, layouts)

@@ -62,19 +62,15 @@ _HOST_DONE = Done()
 class Lane:
     """A stream that work is put on: ``with lane.after(event) as done: ...`` runs the block behind ``event``."""
 
-    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+    def __init__(self, device: torch.device, *, priority: int = 0, stream: Any = None) -> None:
+        """``stream`` is the caller's own; by default the lane makes one."""
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream = None if self._module is None else self._module.Stream(priority=priority)
+        self._stream = None if self._module is None else stream or self._module.Stream(priority=priority)
 
     @property
     def async_op(self) -> bool:
         """Whether collectives on this lane must be asked to run beside the host (a stream does so anyway)."""
         return self._stream is None
-
-    @property
-    def stream(self) -> Any:
-        """The device stream, None on a CPU."""
-        return self._stream
 
     def after(self, *events: torch.Event | None) -> Done:
         """Wait for ``events``, then run the block on this lane."""
@@ -84,11 +80,6 @@ class Lane:
             if event is not None:
                 self._stream.wait_event(event)
         return Done(self._stream, self._module.stream(self._stream))
-
-    def adopt(self, stream: Any) -> None:
-        """Use the caller's ``stream`` from now on."""
-        if self._module is not None:
-            self._stream = stream
 
 
 class ComputeLane:

@@ -189,7 +189,16 @@ class GroupGradients:
             reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
         )
         return ReducePlan(
-            mesh.shard, mesh.replicate, reduce, dtype, scaling, options.reduce_scatter, options.all_reduce_hook
+            shard=group.reduce_axis,
+            replicate=mesh.replicate,
+            reduce_dtype=reduce,
+            out_dtype=dtype,
+            scaling=scaling,
+            custom=options.reduce_scatter,
+            hook=options.all_reduce_hook,
+            hook_lane=options.all_reduce_lane,
+            offload=group.store.offloads,
+            pin_memory=group.store.pins,
         )
 
     def _settle(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:

@@ -16,6 +16,7 @@ from fsdp2._torch import node_sequence_number
 from fsdp2.runtime.trees import find_tensors, map_tensors
 
 __all__ = [
+    "carry_hooks",
     "hook_forward",
     "hook_gradient",
     "hook_optimizers",
@@ -60,6 +61,18 @@ def hook_state_dict(
 def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> None:
     """Call ``ready(full)`` whenever a backward has added to ``full.grad``."""
     full.register_post_accumulate_grad_hook(ready)
+
+
+def carry_hooks(
+    tensor: torch.Tensor,
+    after_accumulation: Iterable[Callable[[torch.Tensor], None]],
+    on_gradient: Iterable[Callable[[torch.Tensor], torch.Tensor | None]],
+) -> None:
+    """Give ``tensor`` the hooks that were registered on the parameter it stands for."""
+    for hook in after_accumulation:
+        tensor.register_post_accumulate_grad_hook(hook)
+    for gradient_hook in on_gradient if tensor.requires_grad else ():
+        tensor.register_hook(gradient_hook)
 
 
 def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., None]) -> None:

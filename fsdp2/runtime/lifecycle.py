@@ -32,9 +32,13 @@ _RESIDENCY = {
         Residency.GATHERING: Residency.GATHERING,
     },
     "finish_gather": {Residency.GATHERING: Residency.UNSHARDED, Residency.UNSHARDED: Residency.UNSHARDED},
-    "reshard": {Residency.UNSHARDED: Residency.SHARDED, Residency.SHARDED: Residency.SHARDED},
+    "reshard": {
+        Residency.UNSHARDED: Residency.SHARDED,
+        Residency.SUBGROUP: Residency.SHARDED,
+        Residency.SHARDED: Residency.SHARDED,
+    },
     "reshard_to_subgroup": {Residency.UNSHARDED: Residency.SUBGROUP, Residency.SUBGROUP: Residency.SUBGROUP},
-    "abandon": {Residency.GATHERING: Residency.SHARDED, Residency.SUBGROUP: Residency.SHARDED},
+    "abandon": {Residency.GATHERING: Residency.SHARDED},
 }
 
 _PHASE = {

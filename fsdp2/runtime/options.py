@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from fsdp2.comm.streams import Lane
 from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from fsdp2.sharding.packing import TransferSizes
 
@@ -37,7 +37,7 @@ class GroupOptions:
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_stream: Any = None
+    all_reduce_lane: Lane | None = None
 
     def __post_init__(self) -> None:
         policy = self.mp_policy

@@ -14,9 +14,11 @@ from fsdp2._torch import (
     local_tensor,
     overrides_setattr,
     post_accumulate_hooks,
+    python_attributes,
     set_local_tensor,
     tensor_hooks,
 )
+from fsdp2.runtime.hooks import carry_hooks
 from fsdp2.sharding.spec import ShardedSpec
 
 __all__ = ["FSDPParam", "Slot"]
@@ -49,11 +51,12 @@ class FSDPParam:
         self.spec = spec
         self.slots = slots
         self.module, self.attribute = slots[0].module, slots[0].name
-        self.attributes = dict(original.__dict__)
+        self.attributes = python_attributes(original)
         self.hooks = post_accumulate_hooks(original)
         self.gradient_hooks = tensor_hooks(original)
         self.sharded: nn.Parameter | None = None
         self.full: nn.Parameter | None = None
+        self.subgroup: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
         # The gradient of backwards that did not reduce, in the reduce dtype where that differs from autograd's.
         self._unreduced: torch.Tensor | None = None
@@ -82,11 +85,9 @@ class FSDPParam:
             set_local_tensor(self.sharded, local)
             return
         sharded = nn.Parameter(self.spec.shard(local), requires_grad=self.requires_grad)
+        set_local_tensor(sharded, local)  # nn.Parameter made an alias of it
         sharded.__dict__.update(self.attributes)
-        for hook in self.hooks:
-            sharded.register_post_accumulate_grad_hook(hook)
-        for gradient_hook in self.gradient_hooks:
-            sharded.register_hook(gradient_hook)
+        carry_hooks(sharded, self.hooks, self.gradient_hooks)
         self.sharded = sharded
 
     def adopt_shard(self, sharded: nn.Parameter) -> None:
@@ -95,44 +96,50 @@ class FSDPParam:
             sharded.__dict__.setdefault(name, value)
         self.sharded = sharded
         self.requires_grad = sharded.requires_grad
-        if self.full is not None:
-            self.full.requires_grad_(self.requires_grad)
+        for other in (self.full, self.subgroup):
+            if other is not None:
+                other.requires_grad_(self.requires_grad)
         self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))
 
     def set_full(self, tensor: torch.Tensor) -> None:
-        """Use ``tensor`` (this parameter's place in the full buffer) as the full parameter from now on."""
+        """Use ``tensor`` (this parameter's place in the full buffer, 1D) as the full parameter from now on."""
         if self.full is not None:
             self._unreduced = self.take_gradient()
         layout = self.spec.layout
-        self.full = nn.Parameter(tensor.as_strided(layout.shape, layout.stride), requires_grad=self.requires_grad)
+        full = self.spec.wrap_full(tensor.as_strided(layout.shape, layout.stride))
+        self.full = nn.Parameter(full, requires_grad=self.requires_grad)
         self.full.__dict__.update(self.attributes)
 
     # ---- what the module shows ----
 
-    def show_shard(self) -> None:
-        """Make the module show the shard; a change of requires_grad made on the full parameter moves to it."""
-        sharded, full = self.sharded, self.full
-        if full is not None and full.requires_grad != self.requires_grad:
-            self.requires_grad = full.requires_grad
-            sharded.requires_grad_(full.requires_grad)  # type: ignore[union-attr]
-        self._show(sharded)
+    def show_shard(self) -> bool:
+        """Make the module show the shard; whether requires_grad changed since the module last showed something."""
+        changed = self.sync_requires_grad()
+        self._show(self.sharded)
+        return changed
 
     def show_full(self) -> bool:
-        """Make the module show the full parameter; whether requires_grad changed since it last did."""
+        """Make the module show the full parameter; whether requires_grad changed."""
         changed = self.sync_requires_grad()
         self._show(self.full)
         return changed
 
+    def show_subgroup(self) -> bool:
+        """Make the module show the piece kept after forward; whether requires_grad changed."""
+        changed = self.sync_requires_grad()
+        self._show(self.subgroup)
+        return changed
+
     def sync_requires_grad(self) -> bool:
-        """Carry a change of requires_grad from where it was made to the other tensor; whether there was one."""
-        sharded, full = self.sharded, self.full
-        assert sharded is not None and full is not None
+        """Carry a change of requires_grad from where it was made to the other tensors; whether there was one."""
         before = self.requires_grad
-        if full.requires_grad == before and sharded.requires_grad == before:
+        shown = (self.sharded, self.full, self.subgroup)
+        if all(tensor is None or tensor.requires_grad == before for tensor in shown):
             return False
         self.requires_grad = not before
-        full.requires_grad_(self.requires_grad)
-        sharded.requires_grad_(self.requires_grad)
+        for tensor in shown:
+            if tensor is not None:
+                tensor.requires_grad_(self.requires_grad)
         return True
 
     def _show(self, param: Any) -> None:
@@ -161,6 +168,7 @@ class FSDPParam:
         grad = full.grad
         if grad is not None:
             full.grad = None
+            grad = self.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)
             if isinstance(grad, AsyncCollectiveTensor):
                 grad = grad.wait()
             if grad.layout is not torch.strided:

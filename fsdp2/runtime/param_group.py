@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from fsdp2._torch import TORCH_COMMS
 from fsdp2._trace import emit, span
-from fsdp2.comm.gather import GatherBuffers, finish_gather, start_gather
+from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight
+from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.runtime.gradients import GroupGradients
 from fsdp2.runtime.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.runtime.options import GroupOptions
 from fsdp2.runtime.param import FSDPParam
 from fsdp2.runtime.shards import ShardStore
+from fsdp2.runtime.subgroup import SubgroupShards
 from fsdp2.sharding.mesh import DataParallelMesh
 
 if TYPE_CHECKING:
@@ -43,11 +47,15 @@ class FSDPParamGroup:
         self.root = root
         self.lifecycle = Lifecycle()
         self.in_root = False
+        # Gradients travel on the shard axis, or on one of the same ranks with a communicator of its own.
+        self.reduce_axis = mesh.shard
         self.store = ShardStore(params, mesh, pieces, options)
         self.gradients = GroupGradients(self)
         # Whether post-backward must count gradients, because no input of the forward needed one.
         self.counts_parameters = False
-        self._gathering: InFlight[GatherBuffers] | None = None
+        self._gathering: InFlight[Gathering] | None = None
+        self._subgroup: SubgroupShards | None = None
+        self._extra_counts: list[int] = []
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
         self._kept_stamp: object = None
         for param in params:
@@ -78,12 +86,12 @@ class FSDPParamGroup:
         """Take in what happened to the parameters since ``fully_shard``; the first forward calls this.
 
         Raises:
-            RuntimeError: parameters are still on the meta device.
+            RuntimeError: parameters are still on the meta device or, when offloading, not on the CPU.
         """
         self.in_root = in_root
         if self.lifecycle.residency is Residency.SHARDED:
             self.adopt_shards()
-        self.store.check_materialized()
+        self.store.check_ready()
 
     def adopt_shards(self) -> None:
         """Take in parameters that were replaced on the module, moved, cast or loaded."""
@@ -91,10 +99,13 @@ class FSDPParamGroup:
             self.gradients.forget_plan()
 
     @property
-    def reshards_after_forward(self) -> bool:
-        """What ``reshard_after_forward`` means for this group; None keeps the root, which backward needs at once."""
+    def after_forward(self) -> bool | int:
+        """What becomes of full parameters after forward: freed (True), kept (False), kept by so many ranks (int).
+
+        None was asked for: the root is kept, because backward needs it at once.
+        """
         asked = self.options.reshard_after_forward
-        return (not self.in_root) if asked is None else bool(asked)
+        return not self.in_root if asked is None else asked
 
     # ---- gather and free ----
 
@@ -109,13 +120,42 @@ class FSDPParamGroup:
             if self._kept_stamp == self.store.stamp():
                 return
             self.reshard()  # the shards changed behind a group that was kept
-        self.adopt_shards()
-        buffers = self.store.gather_buffers()
-        self.lifecycle.move("start_gather")
+        store, options, lane = self.store, self.options, self.root.comm.lanes.gather
+        if self._subgroup is None:
+            self.adopt_shards()
+            buffers, axis, custom = store.gather_buffers(), self.mesh.shard, options.all_gather
+        else:
+            buffers, axis, custom = self._subgroup.gather, self._subgroup.axis, None
         emit("unshard", self.name)
         with span("all_gather", self.name):
-            lane = self.root.comm.lanes.gather
-            self._gathering = start_gather(buffers, self.mesh.shard, lane, custom=self.options.all_gather)
+            extras: list[torch.Tensor] = []
+            if store.extensions:
+                with torch.no_grad(), lane.after():
+                    extras = self._encode(axis.size)
+            self._gathering = start_gather(buffers, axis, lane, custom=custom, extras=extras)
+        self.lifecycle.move("start_gather")
+
+    def _encode(self, ranks: int) -> list[torch.Tensor]:
+        """What the parameters with extensions send."""
+        extras = []
+        self._extra_counts = []
+        for extension in self.store.extensions:
+            inputs = extension.encode()
+            extension.allocate(inputs, ranks)
+            self._extra_counts.append(len(inputs))
+            extras += inputs
+        return extras
+
+    def _decode(self, rows: list[torch.Tensor]) -> None:
+        """Full parameters of those with extensions, from what was gathered."""
+        lanes = self.root.comm.lanes
+        with torch.no_grad(), lanes.gather.after() as done:
+            for extension, count in zip(self.store.extensions, self._extra_counts):
+                extension.fill(rows[:count])
+                rows = rows[count:]
+        lanes.compute.wait(done.event)
+        for extension in self.store.extensions:
+            extension.decode()
 
     def finish_unshard(self) -> None:
         """Wait for the gather and show the full parameters."""
@@ -124,7 +164,10 @@ class FSDPParamGroup:
         gathering, self._gathering = self._gathering, None
         lanes = self.root.comm.lanes
         with span("all_gather_copy_out", self.name):
-            finish_gather(gathering, lanes.gather, lanes.compute)
+            rows = finish_gather(gathering, lanes.gather, lanes.compute)
+            if self.store.extensions:
+                self._decode(rows)
+        self._free_subgroup()
         self.lifecycle.move("finish_gather")
         self._show_full()
 
@@ -132,6 +175,13 @@ class FSDPParamGroup:
         changed = False
         for param in self.params:
             changed |= param.show_full()
+        if changed:
+            self.gradients.forget_plan()
+
+    def _show_shards(self) -> None:
+        changed = False
+        for param in self.params:
+            changed |= param.show_shard()
         if changed:
             self.gradients.forget_plan()
 
@@ -148,16 +198,33 @@ class FSDPParamGroup:
     def reshard(self) -> None:
         """Shards on the modules, the full memory freed."""
         self.abandon_gather()
-        if self.lifecycle.residency is not Residency.UNSHARDED:
+        if self.lifecycle.residency is Residency.SHARDED:
             return
-        for param in self.params:
-            param.show_shard()
-        lanes = self.root.comm.lanes
-        with lanes.gather.after(lanes.compute.event()):
-            self.store.free_full()
+        self._show_shards()
+        self._free_full()
+        self._free_subgroup()
         self._kept_stamp = None
         self.lifecycle.move("reshard")
         emit("reshard", self.name)
+
+    def _reshard_to_subgroup(self, size: int) -> None:
+        """Pieces shared by ``size`` ranks on the modules, the full memory freed."""
+        if self.lifecycle.residency is not Residency.UNSHARDED:
+            return
+        self._subgroup = self.store.subgroup(size)
+        self._subgroup.keep()
+        self._free_full()
+        self.lifecycle.move("reshard_to_subgroup")
+
+    def _free_full(self) -> None:
+        lanes = self.root.comm.lanes
+        with lanes.gather.after(lanes.compute.event()):
+            self.store.free_full()
+
+    def _free_subgroup(self) -> None:
+        if self._subgroup is not None:
+            self._subgroup.free()
+            self._subgroup = None
 
     def abandon_gather(self) -> None:
         """Drop a gather that nobody waited for."""
@@ -166,20 +233,19 @@ class FSDPParamGroup:
         gathering, self._gathering = self._gathering, None
         lanes = self.root.comm.lanes
         finish_gather(gathering, lanes.gather, lanes.compute)
-        with lanes.gather.after(lanes.compute.event()):
-            self.store.free_full()
+        self._free_full()
+        self._free_subgroup()
+        self._show_shards()
         self.lifecycle.move("abandon")
 
     # ---- state dicts ----
 
     def before_save(self, *unused: object) -> None:
         """Let the modules show shards; inside forward or backward the full parameters stay in memory."""
-        if self.lifecycle.residency is not Residency.UNSHARDED:
-            return
-        if self.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD):
-            for param in self.params:
-                param.show_shard()
-        else:
+        in_use = self.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if in_use and self.lifecycle.residency is Residency.UNSHARDED:
+            self._show_shards()
+        elif self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
             self.reshard()
 
     def after_save(self, *unused: object) -> None:
@@ -197,11 +263,22 @@ class FSDPParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""
-        if options.sizes != self.options.sizes:
+        if options.sizes != self.options.sizes or options.all_gather is not self.options.all_gather:
             self.reshard()
             self.gradients.forget_plan()
         self.options = options
         self.store.set_options(options)
+
+    def replace_comms(self, method: str, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
+        """Use these collectives of torch's, or the default ones for None.
+
+        Raises:
+            AssertionError: the user set a custom one.
+        """
+        for kind, comm in (("all gather", self.options.all_gather), ("reduce scatter", self.options.reduce_scatter)):
+            if comm is not None and not isinstance(comm, TORCH_COMMS):
+                raise AssertionError(f"cannot call {method}() when {kind} comm is custom: {type(comm).__name__}")
+        self.set_options(replace(self.options, all_gather=all_gather, reduce_scatter=reduce_scatter))
 
     # ---- forward and backward ----
 
@@ -222,10 +299,13 @@ class FSDPParamGroup:
         """The forward is over; free the parameters if asked to, here and by the options."""
         self.lifecycle.enter("post_forward")
         emit("post_forward", self.name)
-        if reshard and self.reshards_after_forward:
+        after = self.after_forward
+        if not reshard or after is False:
+            self.note_kept()
+        elif after is True:
             self.reshard()
         else:
-            self.note_kept()
+            self._reshard_to_subgroup(after)
 
     def pre_backward(self) -> bool:
         """Gather for backward; whether this call was the one that started it."""

@@ -9,13 +9,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
+from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.codec import compute_dtype
+from fsdp2.runtime.extension import GatherExtension, has_extension
 from fsdp2.runtime.options import GroupOptions
 from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.subgroup import SubgroupShards
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.packing import FlatPlan, Item, plan_flat
+from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
 
 __all__ = ["ShardStore", "note_optimizer_step"]
+
+_PACK_ALL = TransferSizes(direct_group_bytes=1 << 62)
 
 # Optimizers change shards without touching a version counter that can be read, so their steps are counted.
 _optimizer_steps = 0
@@ -30,7 +35,8 @@ def note_optimizer_step(*unused: object) -> None:
 class ShardStore:
     """Where the shards and full parameters of one group live.
 
-    As long as a parameter is on the meta device there is no flat buffer and every shard is a tensor of its own.
+    Shards lie in one flat buffer, except those of parameters with an all-gather extension, and all of them as long as a
+    parameter is on the meta device: these are tensors of their own.
     """
 
     def __init__(
@@ -43,23 +49,38 @@ class ShardStore:
         self.params = params
         self.mesh = mesh
         self.options = options
+        self.extensions: list[GatherExtension] = []
+        self._plain: list[FSDPParam] = []
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
         self._items: list[Item] = []
-        self._placed: list[torch.Tensor] = []
+        self._placed: dict[FSDPParam, torch.Tensor] = {}
         self._full: Buffer | None = None
+        self._fulls: list[torch.Tensor] = []
         self._gather: GatherBuffers | None = None
+        self._subgroup: SubgroupShards | None = None
         self._place(pieces)
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards, padding included."""
-        return sum(local.nbytes for local in self._placed) if self._plan is None else self._plan.shard_bytes
+        return sum(local.nbytes for local in self._placed.values()) if self._plan is None else self._plan.shard_bytes
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters as computed with."""
         return sum(item.full_bytes for item in self._items)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards and their gradients live on the CPU whatever the mesh's device."""
+        return isinstance(self.options.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def pins(self) -> bool:
+        """Whether they live in page-locked memory, which only an accelerator makes useful."""
+        policy = self.options.offload_policy
+        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
 
     def stamp(self) -> object:
         """A value that changes when the shards may have changed."""
@@ -67,12 +88,17 @@ class ShardStore:
         return (_optimizer_steps, flat, sum(version_of(param.sharded) for param in self.params))
 
     def set_options(self, options: GroupOptions) -> None:
-        """Follow changed transfer sizes; the shards move to a new buffer."""
-        moved = options.sizes != self.options.sizes
+        """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
+        moved = self._sizes(options) != self._sizes(self.options)
         self.options = options
         if moved:
             self._plan = None
             self._place([param.local for param in self.params])
+
+    @staticmethod
+    def _sizes(options: GroupOptions) -> TransferSizes:
+        """A custom all-gather brings its own memory, so everything goes through one buffer."""
+        return options.sizes if options.all_gather is None else _PACK_ALL
 
     # ---- shards ----
 
@@ -83,7 +109,7 @@ class ShardStore:
             RuntimeError: a parameter was removed from its module, or replaced by something that is no such shard.
         """
         changed = False
-        for param, placed in zip(self.params, self._placed):
+        for param, placed in self._placed.items():
             shown = param.module._parameters.get(param.attribute)
             if shown is param.sharded and local_tensor(shown) is placed:
                 continue
@@ -95,8 +121,11 @@ class ShardStore:
             self._place([param.local for param in self.params])
         return changed
 
-    def check_materialized(self) -> None:
-        """Raise RuntimeError that names the parameters still on the meta device."""
+    def check_ready(self) -> None:
+        """Raise RuntimeError that names parameters still on the meta device or, when offloading, not on the CPU.
+
+        Also looks for extensions that were put on local tensors since.
+        """
         names = [param.name for param in self.params if param.local.is_meta]
         if names:
             raise RuntimeError(
@@ -104,45 +133,59 @@ class ShardStore:
                 f"on meta device: {names}\nFor example, call module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
+        elsewhere = [(param.name, param.local.device) for param in self.params if param.local.device.type != "cpu"]
+        if self.offloads and elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU "
+                'state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
+                f"{elsewhere}"
+            )
+        known = {extension.param for extension in self.extensions}
+        if any(has_extension(param.local) and param not in known for param in self.params):
+            self._plan = None
+            self._place([param.local for param in self.params])
 
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
         """Copy ``pieces`` into the flat buffer (made anew where dtypes or the device changed) and show them there."""
-        if any(piece.is_meta for piece in pieces) or not pieces:
-            self._plan = self._flat = self._full = self._gather = None
-            self._set([_own(piece, param) for piece, param in zip(pieces, self.params)])
-            return
-        items = [
-            Item(param.spec.layout, piece.dtype, compute_dtype(piece.dtype, self.options.mp_policy))
-            for param, piece in zip(self.params, pieces)
-        ]
+        plain = [(p, piece) for p, piece in zip(self.params, pieces) if not has_extension(piece)]
+        own = [(p, piece) for p, piece in zip(self.params, pieces) if has_extension(piece)]
+        if any(piece.is_meta for piece in pieces):
+            plain, own = [], list(zip(self.params, pieces))
+        policy, device = self.options.mp_policy, self.mesh.device
         with torch.inference_mode(False), torch.no_grad():
-            if (
-                self._plan is None
-                or items != self._items
-                or self._flat is None
-                or self._flat.device != pieces[0].device
-            ):
-                self._items = items
-                self._plan = plan_flat(items, self.options.sizes)
-                flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=pieces[0].device)
-                self._flat, self._full, self._gather = flat, None, None
-            views = [self._view(i) for i in range(len(items))]
-            for view, piece in zip(views, pieces):
+            for param, piece in own:
+                self._set(param, _own(piece, param, "cpu" if self.offloads and not piece.is_meta else piece.device))
+            items = [Item(p.spec.layout, x.dtype, compute_dtype(x.dtype, policy)) for p, x in plain]
+            target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
+            fits = self._plan is not None and self._flat is not None and self._flat.device == target
+            if not fits or items != self._items or [p for p, _ in plain] != self._plain:
+                self._start_anew([p for p, _ in plain], items, target)
+                self.extensions = [
+                    GatherExtension(p, self.mesh.shard_mesh, device, policy) for p, x in own if not x.is_meta
+                ]
+            for i, (param, piece) in enumerate(plain):
+                view = self._view(i)
                 if view.data_ptr() != piece.data_ptr() or not view.numel():
                     view.copy_(piece)
-            self._set(views)
+                self._set(param, view)
+
+    def _start_anew(self, plain: list[FSDPParam], items: list[Item], device: torch.device) -> None:
+        self._plain, self._items = plain, items
+        self._plan = plan_flat(items, self._sizes(self.options))
+        flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
+        self._flat = flat.pin_memory() if self.pins else flat
+        self._full = self._gather = self._subgroup = None
 
     def _view(self, i: int) -> torch.Tensor:
-        """Parameter ``i``'s shard in the flat buffer."""
+        """The shard of plain parameter ``i`` in the flat buffer."""
         assert self._flat is not None and self._plan is not None
-        spec, dtype, start = self.params[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
+        spec, dtype, start = self._plain[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
         flat = self._flat[start : start + spec.shard_numel * dtype.itemsize].view(dtype)
         return flat.as_strided(spec.shard_shape, spec.shard_stride)
 
-    def _set(self, locals_: list[torch.Tensor]) -> None:
-        self._placed = locals_
-        for param, local in zip(self.params, locals_):
-            param.set_shard(local)
+    def _set(self, param: FSDPParam, local: torch.Tensor) -> None:
+        self._placed[param] = local
+        param.set_shard(local)
 
     # ---- full parameters ----
 
@@ -154,10 +197,12 @@ class ShardStore:
         with torch.inference_mode(False), torch.no_grad():
             self._full = Buffer(self._plan.full_bytes, self.mesh.device)
             self._gather = GatherBuffers(self._items, self._plan, self._flat, self.mesh.shard.size, self._full)
-            for i, (param, item) in enumerate(zip(self.params, self._items)):
-                param.set_full(
-                    self._full.view(self._plan.full_offset[i], item.layout.full_storage_numel, item.wire_dtype)
-                )
+            self._fulls = []
+            for i, (param, item) in enumerate(zip(self._plain, self._items)):
+                layout, place = item.layout, self._plan.full_offset[i]
+                flat = self._full.view(place, layout.full_storage_numel, item.wire_dtype)
+                self._fulls.append(flat.as_strided(layout.shape, layout.stride))
+                param.set_full(flat)
         self._full.free()
         return self._gather
 
@@ -165,28 +210,44 @@ class ShardStore:
         """Give back the memory of the full parameters."""
         if self._full is not None:
             self._full.free()
+        for extension in self.extensions:
+            extension.free()
+
+    def subgroup(self, size: int) -> SubgroupShards:
+        """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""
+        if self._subgroup is None or self._subgroup.axis.size != size:
+            assert self._full is not None and self._plan is not None
+            with torch.inference_mode(False), torch.no_grad():
+                sizes = self._sizes(self.options)
+                self._subgroup = SubgroupShards(
+                    self._plain, self._items, self._fulls, self.mesh, size, sizes, self._full, self._plan
+                )
+        return self._subgroup
 
 
-def _own(piece: torch.Tensor, param: FSDPParam) -> torch.Tensor:
-    """``piece`` as a tensor with the layout's strides and no part in the original's storage."""
+def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:
+    """``piece`` as a tensor on ``device`` with the layout's strides and no part in the original's storage."""
     spec = param.spec
-    own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=piece.dtype, device=piece.device)
+    if type(piece) is not torch.Tensor and not piece.is_meta:  # a subclass knows best how to copy itself
+        return piece.detach().clone().to(device)
+    own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=piece.dtype, device=device)
     return own if piece.is_meta else own.copy_(piece.detach())
 
 
 def _check_replacement(param: FSDPParam, shown: object) -> None:
-    expected = (
-        f"a DTensor parameter of shape {tuple(param.spec.layout.shape)} placed as {param.spec.dtensor.placements}"
-    )
-    if not isinstance(shown, DTensor):
-        got = (
-            f"{type(shown).__name__} of shape {tuple(shown.shape)}" if isinstance(shown, torch.Tensor) else repr(shown)
-        )
-    elif shown.shape != torch.Size(param.spec.layout.shape) or shown.placements != param.spec.dtensor.placements:
+    shape, placements = tuple(param.spec.layout.shape), param.spec.dtensor.placements
+    if param.spec.dtensor.tensor_meta is not None:
+        shape = tuple(param.spec.dtensor.tensor_meta.shape)
+    if isinstance(shown, DTensor):
+        if tuple(shown.shape) == shape and shown.placements == placements:
+            return
         got = f"a DTensor of shape {tuple(shown.shape)} placed as {shown.placements}"
+    elif isinstance(shown, torch.Tensor):
+        got = f"a {type(shown).__name__} of shape {tuple(shown.shape)}"
     else:
-        return
+        got = repr(shown)
     raise RuntimeError(
-        f"{param.name}: the sharded parameter was replaced on its module; got {got}; expected {expected}. Load values "
-        "with load_state_dict or copy_ them into the sharded parameter, or replace parameters before fully_shard"
+        f"{param.name}: the sharded parameter was replaced on its module; got {got}; expected a DTensor of shape "
+        f"{shape} placed as {placements}. Load values with load_state_dict or copy_ them into the sharded parameter, "
+        "or replace parameters before fully_shard"
     )

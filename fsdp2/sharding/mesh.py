@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Axis", "DataParallelMesh", "default_mesh"]
+from fsdp2._torch import concatenate_meshes, flatten_mesh
+from fsdp2.policies import DataParallelMeshDims
+
+__all__ = ["Axis", "DataParallelMesh", "default_mesh", "regroup"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,13 @@ class Axis:
         group = mesh.get_group(dim)
         return cls(group, group.size(), group.rank(), _backend(group, mesh.device_type))
 
+    def with_own_group(self) -> Axis:
+        """The same ranks with a process group of their own; every rank of the axis must call it."""
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+        return replace(self, group=group)
+
 
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that serves ``device_type``: the configuration reads "gloo" or "cpu:gloo,cuda:nccl"."""
@@ -39,32 +52,74 @@ _ABSENT = Axis(None, 1, 0, "none")
 
 @dataclass(frozen=True)
 class DataParallelMesh:
-    """The mesh of one call: parameters are cut over ``shard``, gradients summed over ``shard`` and ``replicate``."""
+    """The mesh of one call: parameters are cut over ``shard``, gradients summed over ``shard`` and ``replicate``.
+
+    ``mesh`` has the data-parallel dimensions alone: (shard), (replicate, shard) or (replicate). ``spmd`` is the mesh
+    that parameters already lie on, and ``dims`` names its data-parallel dimensions, where the caller said so.
+    """
 
     mesh: DeviceMesh
     shard: Axis
     replicate: Axis
     device: torch.device
+    spmd: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh) -> DataParallelMesh:
+    def from_mesh(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMesh:
         """Read ``mesh``: 1D shards; 2D replicates over its first dimension and shards over its second.
 
+        With ``dims``, ``mesh`` is the mesh parameters lie on and ``dims`` names its data-parallel dimensions.
+
         Raises:
-            ValueError: ``mesh`` has more than two dimensions, or this rank is not in it.
+            TypeError: ``mesh`` is no DeviceMesh.
+            ValueError: ``mesh`` has more than two dimensions, this rank is not in it, or ``dims`` names what it lacks.
             AssertionError: ``mesh`` is 2D without dimension names (torch's contract).
         """
-        if mesh.ndim not in (1, 2):
-            raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-            raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with "
+                "torch.distributed.device_mesh.init_device_mesh"
+            )
         if mesh.get_coordinate() is None:
             raise ValueError(
                 f"fully_shard: rank {dist.get_rank()} is not part of the mesh {mesh}; call fully_shard only on the "
                 "ranks of the mesh"
             )
+        if dims is not None:
+            return cls._from_named(mesh, dims)
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; name the data-parallel dimensions of a "
+                "larger one with dp_mesh_dims, or pass a slice of it such as mesh['dp']"
+            )
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
         replicate = Axis.of(mesh, 0) if mesh.ndim == 2 else _ABSENT
         return cls(mesh, Axis.of(mesh, mesh.ndim - 1), replicate, _device_of(mesh))
+
+    @classmethod
+    def _from_named(cls, mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMesh:
+        shard_names, replicate_names = dims.shard_names, dims.replicate_names
+        if not shard_names and not replicate_names:
+            raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
+        if mesh.mesh_dim_names is None:
+            raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+        for name in (*shard_names, *replicate_names):
+            if name not in mesh.mesh_dim_names:
+                raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+        parts = [_submesh(mesh, names) for names in (replicate_names, shard_names) if names]
+        dp_mesh = parts[0] if len(parts) == 1 else concatenate_meshes(parts)
+        replicate = Axis.of(parts[0], 0) if replicate_names else _ABSENT
+        shard = Axis.of(parts[-1], 0) if shard_names else _ABSENT
+        return cls(dp_mesh, shard, replicate, _device_of(mesh), mesh, dims)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What each dimension of ``mesh`` is for: "shard" or "replicate"."""
+        if self.mesh.ndim == 2:
+            return ("replicate", "shard")
+        return ("shard",) if self.shard.group is not None else ("replicate",)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -75,15 +130,37 @@ class DataParallelMesh:
         return self.mesh[self.mesh.mesh_dim_names[-1]]
 
 
-def default_mesh() -> DeviceMesh:
-    """A 1D mesh over all ranks; initialises the default process group where there is none, as torch does."""
-    if not dist.is_initialized():
-        dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return init_device_mesh(accelerator.type, mesh_shape=(dist.get_world_size(),))
+def _submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[tuple(names)], "_".join(names))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+_default_meshes: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1D mesh over all ranks, one per default process group, which is made where there is none, as torch does."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    world = dist.group.WORLD
+    if world not in _default_meshes:
+        accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+        _default_meshes[world] = init_device_mesh(accelerator.type, mesh_shape=(dist.get_world_size(),))
+    return _default_meshes[world]
+
+
+def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
+    """``mesh`` with its first ``dims`` dimensions split into (rest, ``size``): neighbours of the last of them together.
+
+    Its process groups are made once per mesh and size; every rank of ``mesh`` must call it.
+    """
+    cache = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
+    if (dims, size) not in cache:
+        ranks = mesh.mesh.reshape(-1, size, *mesh.mesh.shape[dims:])
+        cache[dims, size] = DeviceMesh(mesh.device_type, ranks)
+    return cache[dims, size]

@@ -1,53 +1,81 @@
-"""How a shard presents itself as a DTensor: mesh, placements, global shape, and the way back to a plain tensor."""
+"""How a shard presents itself as a DTensor, and how a full parameter does that was one before sharding."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2._torch import DTensorSpec, TensorMeta, dtensor_from_local
+from fsdp2._torch import (
+    DTensorSpec,
+    StridedShard,
+    TensorMeta,
+    concatenate_meshes,
+    dtensor_from_local,
+    dtensor_spec,
+    local_tensor,
+)
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.mesh import DataParallelMesh, regroup
 
 __all__ = ["ShardedSpec", "dense_strides"]
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of ``tensor`` without gaps or overlap, in the same order of dimensions."""
-    return torch.empty_like(tensor.detach().to("meta") if not tensor.is_meta else tensor).stride()
+    return torch.empty_like(tensor.detach().to("meta") if not tensor.is_meta else tensor.detach()).stride()
 
 
 @dataclass(frozen=True)
 class ShardedSpec:
-    """One parameter cut over a mesh: the layout of its pieces, which one is ours, and the DTensor spec of the shard."""
+    """One parameter cut over a mesh.
+
+    ``layout`` cuts what this process computes with: the parameter, or its local tensor where tensor parallelism made
+    it a DTensor. ``rank`` says which piece is ours, ``dtensor`` how the shard presents itself, and ``full`` how the
+    full parameter does (None: as a plain tensor). ``dp_dims`` are the dimensions of ``full``'s mesh that gradients are
+    summed over by us and by nobody else.
+    """
 
     layout: ShardLayout
     rank: int
     dtensor: DTensorSpec
+    full: DTensorSpec | None = None
+    dp_dims: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, param: torch.Tensor, placement: Shard | None, mesh: DataParallelMesh, name: str) -> ShardedSpec:
         """Cut ``param`` as ``placement`` says (default: the first dimension).
 
         Raises:
-            NotImplementedError: ``param`` already is a DTensor.
             AssertionError: the placement is not a ``Shard`` or its dimension does not exist (torch's contract).
+            ValueError: with ``dp_mesh_dims``, ``param`` does not lie on the mesh as it must.
         """
-        if isinstance(param, DTensor):
-            raise NotImplementedError(
-                f"{name}: fully_shard on a parameter that already is a DTensor ({param.placements} on "
-                f"{param.device_mesh}) is not supported yet; apply fully_shard to plain parameters"
-            )
-        dim = _shard_dim(param, placement, name)
-        layout = ShardLayout(tuple(param.shape), dense_strides(param), dim, mesh.shard.size)
-        placements: tuple[Placement, ...] = (Replicate() if dim is None else Shard(dim),)
-        if mesh.mesh.ndim == 2:
-            placements = (Replicate(), *placements)
-        meta = TensorMeta(param.shape, layout.stride, param.dtype)
-        return cls(layout, mesh.shard.rank, DTensorSpec(mesh.mesh, placements, tensor_meta=meta))
+        is_dtensor = isinstance(param, DTensor)
+        local = local_tensor(param) if is_dtensor else param
+        dim = _shard_dim(local, placement, name)
+        layout = ShardLayout(tuple(local.shape), dense_strides(local), dim, mesh.shard.size)
+        if mesh.spmd is not None:
+            if not is_dtensor:
+                raise ValueError(
+                    "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+                    f"distribute_module). Got plain tensor for parameter '{name}'."
+                )
+            return _on_spmd_mesh(layout, dtensor_spec(param), mesh, name)
+        own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
+        if not is_dtensor:
+            meta = TensorMeta(param.shape, layout.stride, param.dtype)
+            return cls(layout, mesh.shard.rank, DTensorSpec(mesh.mesh, own, tensor_meta=meta))
+        full = dtensor_spec(param)
+        factor = 1 if dim is None else full.num_shards_map[dim]
+        own = tuple(_dp_placement(role, dim, factor) for role in mesh.roles)
+        both = DTensorSpec(
+            concatenate_meshes([mesh.mesh, full.mesh]), (*own, *full.placements), tensor_meta=full.tensor_meta
+        )
+        return cls(layout, mesh.shard.rank, both, full)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -65,7 +93,7 @@ class ShardedSpec:
         return self.layout.shard_numel(self.rank)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of ``full``, a view."""
+        """This rank's piece of ``full`` (a plain tensor), a view."""
         if self.layout.dim is None:
             return full
         return full.narrow(self.layout.dim, *self.layout.bounds(self.rank))
@@ -76,10 +104,101 @@ class ShardedSpec:
 
     def shard_as(self, local: torch.Tensor) -> DTensor:
         """Like ``shard``, for a piece of another dtype than the parameter's."""
-        meta = self.dtensor.tensor_meta
-        assert meta is not None
-        other = TensorMeta(meta.shape, meta.stride, local.dtype)
-        return dtensor_from_local(local, replace(self.dtensor, tensor_meta=other))
+        return dtensor_from_local(local, _with_dtype(self.dtensor, local.dtype))
+
+    def wrap_full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` as forward must see it: a DTensor again where the original was one."""
+        if self.full is None:
+            return tensor
+        return dtensor_from_local(tensor, _with_dtype(self.full, tensor.dtype))
+
+    def unwrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """The plain gradient of the local full tensor; tensor parallelism's own sums and layouts are settled first.
+
+        Dimensions that fsdp2 sums over stay as they are: a partial gradient there is what reduction expects.
+        """
+        if self.full is None or not isinstance(grad, DTensor):
+            return grad
+        wanted = tuple(
+            got if i in self.dp_dims else want
+            for i, (got, want) in enumerate(zip(grad.placements, self.full.placements))
+        )
+        if wanted != tuple(grad.placements):
+            grad = grad.redistribute(placements=wanted)
+        return local_tensor(grad)
+
+    def on_subgroup(self, mesh: DataParallelMesh, size: int) -> ShardedSpec:
+        """The same parameter cut over the ``size`` neighbouring ranks of the shard axis, replicated over the rest."""
+        layout = replace(self.layout, ranks=size)
+        dp_dims = mesh.mesh.ndim
+        grouped = regroup(self.dtensor.mesh, dp_dims, size)
+        dim = layout.dim
+        rest = self.dtensor.placements[dp_dims:]
+        shards = [grouped.size(i + 2) for i, p in enumerate(rest) if isinstance(p, Shard) and p.dim == dim]
+        own = (Replicate(), _dp_placement("shard", dim, math.prod(shards)))
+        spec = DTensorSpec(grouped, (*own, *rest), tensor_meta=self.dtensor.tensor_meta)
+        return ShardedSpec(layout, mesh.shard.rank % size, spec, self.full, self.dp_dims)
+
+
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype == dtype:
+        return spec
+    return replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+
+
+def _dp_placement(role: str, dim: int | None, factor: int) -> Placement:
+    """How a data-parallel mesh dimension places a parameter that others cut ``factor`` times along ``dim`` before."""
+    if role == "replicate" or dim is None:
+        return Replicate()
+    return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
+
+
+def _on_spmd_mesh(layout: ShardLayout, full: DTensorSpec, mesh: DataParallelMesh, name: str) -> ShardedSpec:
+    """The spec of a parameter that already lies on the mesh whose data-parallel dimensions the caller named."""
+    assert mesh.dims is not None and mesh.spmd is not None
+    names = mesh.spmd.mesh_dim_names or ()
+    if full.mesh is not mesh.spmd and full.mesh != mesh.spmd:
+        raise ValueError(
+            f"{name}: Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh "
+            f"objects: {full.mesh} and {mesh.spmd}"
+        )
+    shard_dims = [names.index(n) for n in mesh.dims.shard_names]
+    replicate_dims = [names.index(n) for n in mesh.dims.replicate_names]
+    for kind, dims in (("shard", shard_dims), ("replicate", replicate_dims)):
+        for i in dims:
+            if not isinstance(full.placements[i], Replicate):
+                raise ValueError(
+                    f"{name}: Expected Replicate() on DP {kind} dim '{names[i]}' (index {i}) but got "
+                    f"{full.placements[i]}; distribute the parameter with Replicate() on data-parallel dimensions"
+                )
+    placements = list(full.placements)
+    for i in shard_dims:
+        later = range(i + 1, mesh.spmd.ndim)
+        sizes = [mesh.spmd.size(j) for j in later if getattr(full.placements[j], "dim", None) == layout.dim]
+        placements[i] = _dp_placement("shard", layout.dim, math.prod(sizes) if layout.dim is not None else 1)
+    spec = DTensorSpec(mesh.spmd, tuple(placements), tensor_meta=full.tensor_meta)
+    if len(shard_dims) > 1:
+        spec = _flatten_shard_dims(spec, mesh, names)
+    return ShardedSpec(layout, mesh.shard.rank, spec, full, frozenset(shard_dims + replicate_dims))
+
+
+def _flatten_shard_dims(spec: DTensorSpec, mesh: DataParallelMesh, names: tuple[str, ...]) -> DTensorSpec:
+    """Several shard dimensions become one in the shard's DTensor, so that it is cut once along its dimension."""
+    assert mesh.dims is not None and mesh.spmd is not None
+    shard, replicate = set(mesh.dims.shard_names), set(mesh.dims.replicate_names)
+    parts: list[DeviceMesh] = []
+    placements: list[Placement] = []
+    for i, name in enumerate(names):
+        if name in shard:
+            if mesh.mesh in parts:
+                continue
+            parts.append(mesh.mesh)
+            placements += [Replicate()] * (mesh.mesh.ndim - 1) + [spec.placements[i]]
+        elif name not in replicate:
+            parts.append(mesh.spmd[name])
+            placements.append(spec.placements[i])
+    return DTensorSpec(concatenate_meshes(parts), tuple(placements), tensor_meta=spec.tensor_meta)
 
 
 def _shard_dim(param: torch.Tensor, placement: Shard | None, name: str) -> int | None:

@@ -44,6 +44,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 # What code written for torch's fully_shard returns from shard_placement_fn; ours is built from a DeviceMesh.
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
 
+# The phase of a group under the name by which torch's test helpers and trackers ask for it.
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
 # To tell a module that torch's own fully_shard manages, which must not be mixed with ours in one tree.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
@@ -74,6 +77,7 @@ __all__ = [
     "TensorMeta",
     "TorchFSDPState",
     "TorchShardPlacementResult",
+    "TrainingState",
     "accumulate_grad_node",
     "autograd_sequence_number",
     "coalescing_manager",

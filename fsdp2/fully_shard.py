@@ -236,7 +236,8 @@ def _attach(state: FSDPState) -> None:
         insert_composable_state(module, state)
         module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard()] = state
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-    hook_forward(state.modules, state.pre_forward, state.post_forward)
+    handles = hook_forward(state.modules, state.pre_forward, state.post_forward)
+    state._pre_forward_hook_handle, state._post_forward_hook_handle = handles[0]
     for group in state.groups:
         owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
         hook_state_dict(owners, group.before_save, group.after_save, group.before_load, group.after_load)

@@ -42,7 +42,7 @@ class _Unsharding(UnshardHandle):
         """Wait until the full parameters may be used; they are then shown on the module."""
         groups, self._groups = self._groups, []
         for group in groups:
-            group.finish_unshard()
+            group.wait_for_unshard()
             group.note_kept()
 
 
@@ -70,9 +70,8 @@ class FSDPModule(TorchFSDPModule):
         """
         groups = self._get_fsdp_state().groups
         for group in groups:
-            group.adopt_shards()
-            group.store.check_ready()
-            group.start_unshard()
+            group.lazy_init(in_root=group.in_root)
+            group.unshard()
         handle = _Unsharding(groups)
         if async_op:
             return handle

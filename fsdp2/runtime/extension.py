@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2.comm.streams import ComputeLane, Lane
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.codec import compute_dtype
 from fsdp2.runtime.param import FSDPParam
 
-__all__ = ["GatherExtension", "has_extension"]
+__all__ = ["GatherExtension", "GroupExtensions", "has_extension"]
 
 
 def has_extension(local: torch.Tensor) -> bool:
@@ -130,6 +131,49 @@ class GatherExtension:
             storage = tensor.untyped_storage()
             if storage.size() != 0:
                 storage.resize_(0)
+
+
+class GroupExtensions:
+    """The extensions of one group's parameters; what they send travels with the group's packed run."""
+
+    def __init__(self, extensions: list[GatherExtension]) -> None:
+        self._extensions = extensions
+        self._counts: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._extensions)
+
+    @property
+    def params(self) -> set[FSDPParam]:
+        """The parameters that have an extension."""
+        return {extension.param for extension in self._extensions}
+
+    def encode(self, ranks: int, lane: Lane) -> list[torch.Tensor]:
+        """What this rank sends, with room made for what ``ranks`` of them do."""
+        sent: list[torch.Tensor] = []
+        self._counts = []
+        with torch.no_grad(), lane.after():
+            for extension in self._extensions:
+                inputs = extension.encode()
+                extension.allocate(inputs, ranks)
+                self._counts.append(len(inputs))
+                sent += inputs
+        return sent
+
+    def decode(self, rows: list[torch.Tensor], lane: Lane, compute: ComputeLane) -> None:
+        """Full parameters from what was gathered, one (ranks, numel) per tensor sent."""
+        with torch.no_grad(), lane.after() as done:
+            for extension, count in zip(self._extensions, self._counts):
+                extension.fill(rows[:count])
+                rows = rows[count:]
+        compute.wait(done.event)
+        for extension in self._extensions:
+            extension.decode()
+
+    def free(self) -> None:
+        """Give back the memory of the full parameters."""
+        for extension in self._extensions:
+            extension.free()
 
 
 def _allocate(tensor: torch.Tensor) -> None:

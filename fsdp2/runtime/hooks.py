@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import node_sequence_number
 from fsdp2.runtime.trees import find_tensors, map_tensors
@@ -32,11 +33,15 @@ def hook_forward(
     modules: Iterable[nn.Module],
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments],
     after: Callable[[nn.Module, Any, Any], Any],
-) -> None:
+) -> list[tuple[RemovableHandle, RemovableHandle]]:
     """Call ``before`` ahead of every other hook of ``modules``, ``after`` behind every other one."""
-    for module in modules:
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, prepend=False)
+    return [
+        (
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, prepend=False),
+        )
+        for module in modules
+    ]
 
 
 def hook_state_dict(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdp2._torch import (
     AsyncCollectiveTensor,
@@ -214,3 +215,28 @@ class FSDPParam:
             local_tensor(sharded.grad).add_(local_tensor(grad))
         for hook in post_accumulate_hooks(sharded):
             hook(sharded)
+
+    # ---- names that other libraries read ----
+
+    @property
+    def sharded_param(self) -> nn.Parameter | None:
+        """``sharded``."""
+        return self.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        """``full``."""
+        return self.full
+
+    @property
+    def _unsharded_param(self) -> nn.Parameter | None:
+        return self.full
+
+    @property
+    def _param_fqn(self) -> str:
+        return self.name
+
+    @property
+    def fsdp_placement(self) -> Shard | None:
+        """How the parameter is cut; None if it is not."""
+        return None if self.spec.layout.dim is None else Shard(self.spec.layout.dim)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp2._torch import TORCH_COMMS
+from fsdp2._torch import TORCH_COMMS, TrainingState
 from fsdp2._trace import emit, span
 from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight
@@ -55,9 +55,9 @@ class FSDPParamGroup:
         self.counts_parameters = False
         self._gathering: InFlight[Gathering] | None = None
         self._subgroup: SubgroupShards | None = None
-        self._extra_counts: list[int] = []
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
         self._kept_stamp: object = None
+        self._prefetching: Phase | None = None
         for param in params:
             param.show_shard()
 
@@ -109,17 +109,10 @@ class FSDPParamGroup:
 
     # ---- gather and free ----
 
-    def start_unshard(self) -> None:
-        """Start gathering unless the full parameters are there or on their way."""
-        residency = self.lifecycle.residency
-        if residency is Residency.GATHERING:
+    def unshard(self, async_op: bool = False) -> None:
+        """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are."""
+        if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED):
             return
-        if residency is Residency.UNSHARDED:
-            if self._kept_stamp is None or self.lifecycle.phase is not Phase.IDLE:
-                return
-            if self._kept_stamp == self.store.stamp():
-                return
-            self.reshard()  # the shards changed behind a group that was kept
         store, options, lane = self.store, self.options, self.root.comm.lanes.gather
         if self._subgroup is None:
             self.adopt_shards()
@@ -128,36 +121,11 @@ class FSDPParamGroup:
             buffers, axis, custom = self._subgroup.gather, self._subgroup.axis, None
         emit("unshard", self.name)
         with span("all_gather", self.name):
-            extras: list[torch.Tensor] = []
-            if store.extensions:
-                with torch.no_grad(), lane.after():
-                    extras = self._encode(axis.size)
+            extras = store.extensions.encode(axis.size, lane) if store.extensions else []
             self._gathering = start_gather(buffers, axis, lane, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 
-    def _encode(self, ranks: int) -> list[torch.Tensor]:
-        """What the parameters with extensions send."""
-        extras = []
-        self._extra_counts = []
-        for extension in self.store.extensions:
-            inputs = extension.encode()
-            extension.allocate(inputs, ranks)
-            self._extra_counts.append(len(inputs))
-            extras += inputs
-        return extras
-
-    def _decode(self, rows: list[torch.Tensor]) -> None:
-        """Full parameters of those with extensions, from what was gathered."""
-        lanes = self.root.comm.lanes
-        with torch.no_grad(), lanes.gather.after() as done:
-            for extension, count in zip(self.store.extensions, self._extra_counts):
-                extension.fill(rows[:count])
-                rows = rows[count:]
-        lanes.compute.wait(done.event)
-        for extension in self.store.extensions:
-            extension.decode()
-
-    def finish_unshard(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the gather and show the full parameters."""
         if self._gathering is None:
             return
@@ -166,7 +134,7 @@ class FSDPParamGroup:
         with span("all_gather_copy_out", self.name):
             rows = finish_gather(gathering, lanes.gather, lanes.compute)
             if self.store.extensions:
-                self._decode(rows)
+                self.store.extensions.decode(rows, lanes.gather, lanes.compute)
         self._free_subgroup()
         self.lifecycle.move("finish_gather")
         self._show_full()
@@ -185,15 +153,30 @@ class FSDPParamGroup:
         if changed:
             self.gradients.forget_plan()
 
-    def unshard(self) -> None:
+    def unshard_now(self) -> None:
         """Full parameters on the modules, ready for compute."""
-        self.start_unshard()
-        self.finish_unshard()
+        self.unshard()
+        self.wait_for_unshard()
+
+    def prefetch(self, phase: Phase) -> None:
+        """Start gathering for a ``phase`` that is still to come."""
+        self._prefetching = phase
+        try:
+            self.unshard()
+        finally:
+            self._prefetching = None
 
     def note_kept(self) -> None:
         """The full parameters outlive their use; a forward that finds the shards changed since will gather anew."""
         if self.lifecycle.residency is Residency.UNSHARDED:
             self._kept_stamp = self.store.stamp()
+
+    def _drop_stale(self) -> None:
+        """Free full parameters that were kept while an optimizer, or anything else, changed the shards."""
+        if self.lifecycle.phase is not Phase.IDLE or self._kept_stamp is None:
+            return
+        if self._kept_stamp != self.store.stamp():
+            self.reshard()
 
     def reshard(self) -> None:
         """Shards on the modules, the full memory freed."""
@@ -285,9 +268,11 @@ class FSDPParamGroup:
     def pre_forward(self) -> bool:
         """Gather; whether this forward pass starts here (a grouped call enters once per member)."""
         entering = len(self.modules) == 1 or self.lifecycle.phase is not Phase.FORWARD
+        if self.lifecycle.residency is Residency.UNSHARDED:
+            self._drop_stale()
         kept = self.lifecycle.residency is Residency.UNSHARDED
-        self.unshard()
         self.lifecycle.enter("pre_forward")
+        self.unshard_now()
         if kept:
             for param in self.params:
                 if param.sync_requires_grad():
@@ -307,14 +292,14 @@ class FSDPParamGroup:
         else:
             self._reshard_to_subgroup(after)
 
-    def pre_backward(self) -> bool:
+    def pre_backward(self, default_prefetch: bool = True) -> bool:
         """Gather for backward; whether this call was the one that started it."""
         if self.lifecycle.phase is Phase.BACKWARD:
             return False
         self.lifecycle.enter("pre_backward")
         emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
-            self.unshard()
+            self.unshard_now()
         self.gradients.begin_backward(count=self.counts_parameters)
         return True
 
@@ -347,3 +332,45 @@ class FSDPParamGroup:
         self.reshard()
         self.gradients.reset()
         self.lifecycle.reset()
+
+    # ---- names that other libraries read ----
+
+    @property
+    def fsdp_params(self) -> list[FSDPParam]:
+        """``params``."""
+        return self.params
+
+    @property
+    def _module_fqn(self) -> str:
+        return self.name
+
+    @property
+    def mesh_info(self) -> DataParallelMesh:
+        """``mesh``."""
+        return self.mesh
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return TrainingState[_TORCH_STATES[self._prefetching or self.lifecycle.phase]]
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.after_forward is not False
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules show full parameters."""
+        return self.lifecycle.residency is Residency.UNSHARDED
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the modules show shards."""
+        return self.lifecycle.residency in (Residency.SHARDED, Residency.GATHERING)
+
+
+_TORCH_STATES = {
+    Phase.IDLE: "IDLE",
+    Phase.FORWARD: "FORWARD",
+    Phase.BACKWARD: "PRE_BACKWARD",
+    Phase.REDUCED: "POST_BACKWARD",
+}

@@ -11,7 +11,7 @@ from fsdp2._torch import local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.codec import compute_dtype
-from fsdp2.runtime.extension import GatherExtension, has_extension
+from fsdp2.runtime.extension import GatherExtension, GroupExtensions, has_extension
 from fsdp2.runtime.options import GroupOptions
 from fsdp2.runtime.param import FSDPParam
 from fsdp2.runtime.subgroup import SubgroupShards
@@ -49,7 +49,7 @@ class ShardStore:
         self.params = params
         self.mesh = mesh
         self.options = options
-        self.extensions: list[GatherExtension] = []
+        self.extensions = GroupExtensions([])
         self._plain: list[FSDPParam] = []
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
@@ -140,8 +140,8 @@ class ShardStore:
                 'state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
                 f"{elsewhere}"
             )
-        known = {extension.param for extension in self.extensions}
-        if any(has_extension(param.local) and param not in known for param in self.params):
+        known = self.extensions.params
+        if any(has_extension(param.local) != (param in known) for param in self.params):
             self._plan = None
             self._place([param.local for param in self.params])
 
@@ -160,9 +160,10 @@ class ShardStore:
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
                 self._start_anew([p for p, _ in plain], items, target)
-                self.extensions = [
-                    GatherExtension(p, self.mesh.shard_mesh, device, policy) for p, x in own if not x.is_meta
-                ]
+                with_extension = [p for p, x in own if not x.is_meta]
+                self.extensions = GroupExtensions(
+                    [GatherExtension(p, self.mesh.shard_mesh, device, policy) for p in with_extension]
+                )
             for i, (param, piece) in enumerate(plain):
                 view = self._view(i)
                 if view.data_ptr() != piece.data_ptr() or not view.numel():
@@ -210,8 +211,7 @@ class ShardStore:
         """Give back the memory of the full parameters."""
         if self._full is not None:
             self._full.free()
-        for extension in self.extensions:
-            extension.free()
+        self.extensions.free()
 
     def subgroup(self, size: int) -> SubgroupShards:
         """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""

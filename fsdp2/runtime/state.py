@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id
 from fsdp2.policies import MixedPrecisionPolicy
@@ -39,6 +40,9 @@ class FSDPState(ComposableState):
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
         self.members_to_run: set[nn.Module] = set()
+        # torch's memory tracker takes our hooks out and puts its own in; then handles are all it needs.
+        self._pre_forward_hook_handle: RemovableHandle | None = None
+        self._post_forward_hook_handle: RemovableHandle | None = None
         self._first_node = 0
 
     # ---- forward ----
@@ -50,7 +54,7 @@ class FSDPState(ComposableState):
         in_backward = graph_task_id() != -1
         if in_backward and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
             for group in self.groups:  # an earlier post-backward may have resharded
-                group.unshard()
+                group.unshard_now()
             return self._cast_inputs(args, kwargs)
         first = len(self.modules) == 1 or not self.members_to_run
         if first:
@@ -98,12 +102,12 @@ class FSDPState(ComposableState):
     def _prefetch_forward(self) -> None:
         for state in self.forward_prefetch:
             for group in state.groups:
-                group.start_unshard()
+                group.prefetch(Phase.FORWARD)
         if not self.forward_prefetch:
             for group in self.groups:
                 following = self.root.forward_order.visit(group)
                 if following is not None and following not in self.groups:
-                    following.start_unshard()
+                    following.prefetch(Phase.FORWARD)
 
     # ---- backward ----
 
@@ -112,14 +116,14 @@ class FSDPState(ComposableState):
         root = self.root
         root.queue_end()
         for group in self.groups:
-            if not group.pre_backward() or self.backward_prefetch:
+            if not group.pre_backward(not self.backward_prefetch) or self.backward_prefetch:
                 continue
             following = root.backward_order.visit(group)
             if following is not None and following.options.unshard_in_backward:
-                following.start_unshard()
+                following.prefetch(Phase.BACKWARD)
         for state in self.backward_prefetch:
             for group in reversed(state.groups):
-                group.start_unshard()
+                group.prefetch(Phase.BACKWARD)
 
     # ---- the root ----
 
@@ -167,6 +171,42 @@ class FSDPState(ComposableState):
         if self.device.type == "cpu":
             return args, kwargs
         return map_tensors(lambda t: t if t.device == self.device else t.to(self.device), (args, kwargs))
+
+    # ---- names that other libraries read ----
+
+    _pre_forward = pre_forward
+    _post_forward = post_forward
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        return self.groups
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        if len(self.groups) > 1:
+            raise AssertionError(
+                f"Expected at most 1 param group, but got {len(self.groups)} of {self.name!r}; read _fsdp_param_groups"
+            )
+        return self.groups[0] if self.groups else None
+
+    @property
+    def _state_ctx(self) -> RootContext:
+        return self.root
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.is_root
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return self.modules
+
+    def _lazy_init(self) -> None:
+        if self.is_root is None:
+            self.init_root()
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.root.end_backward()
 
     # ---- casts ----
 

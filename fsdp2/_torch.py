@@ -27,8 +27,13 @@ from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# One launch for several NCCL collectives: the zero-copy gather issues one per large parameter.
-from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
+# The public collectives spend more time in Python on checks than a small collective takes; a group's methods do not.
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 # The interfaces of set_custom_all_gather and set_custom_reduce_scatter; torch exports them nowhere public.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -49,6 +54,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 # To tell a module that torch's own fully_shard manages, which must not be mixed with ours in one tree.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
+from torch.distributed.tensor import DTensor
 
 # The sharded parameter is a DTensor built from a local tensor without communication or autograd.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -64,12 +70,16 @@ __all__ = [
     "STATE_KEY",
     "TORCH_COMMS",
     "AllGather",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceOptions",
     "AsyncCollectiveTensor",
     "ComposableState",
     "DTensorSpec",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
     "ReduceScatter",
+    "ReduceScatterOptions",
     "RegistryItem",
     "StridedShard",
     "SymmMemAllGather",
@@ -80,7 +90,7 @@ __all__ = [
     "TrainingState",
     "accumulate_grad_node",
     "autograd_sequence_number",
-    "coalescing_manager",
+    "chunk_cat",
     "composable_state",
     "concatenate_meshes",
     "dtensor_from_local",
@@ -88,22 +98,36 @@ __all__ = [
     "flatten_mesh",
     "foreach_copy",
     "functorch_paused",
+    "gradient_hooks",
     "graph_task_id",
+    "group_all_gather",
+    "group_all_gather_coalesced",
+    "group_all_reduce",
+    "group_all_to_all",
+    "group_reduce_scatter",
     "insert_composable_state",
     "local_tensor",
     "node_sequence_number",
     "overrides_setattr",
-    "post_accumulate_hooks",
     "profiler_running",
     "python_attributes",
     "queue_end_of_backward",
     "root_modules",
     "set_local_tensor",
-    "tensor_hooks",
     "torch_fully_shard",
     "version_of",
     "will_execute",
 ]
+
+# torch 2.13 renamed the first three.
+_group = dist.ProcessGroup
+group_all_gather = getattr(_group, "all_gather_single", None) or _group._allgather_base
+group_all_gather_coalesced = (
+    getattr(_group, "all_gather_single_coalesced", None) or _group.allgather_into_tensor_coalesced
+)
+group_reduce_scatter = getattr(_group, "reduce_scatter_single", None) or _group._reduce_scatter_base
+group_all_to_all = _group.alltoall_base
+group_all_reduce = _group.allreduce
 
 TORCH_COMMS = (
     ProcessGroupAllocAllGather,
@@ -126,6 +150,9 @@ profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 # One call copies (and casts) a whole list of tensors; there is no public form of it.
+# One kernel packs gradients into one row per rank, padded and cast.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
@@ -155,10 +182,8 @@ def accumulate_grad_node(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> torch.distributed.tensor.DTensor:
+def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around ``local`` itself; ``DTensor.from_local`` would make a view and check it on every call."""
-    from torch.distributed.tensor import DTensor
-
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
@@ -177,19 +202,20 @@ def dtensor_spec(dtensor: Any) -> DTensorSpec:
     return dtensor._spec
 
 
-def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """The post-accumulate-grad hooks of ``tensor``; fsdp2 sets the gradient of a shard itself, so it runs them."""
-    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]] | None:
+    """The hooks of ``register_hook`` and those of ``register_post_accumulate_grad_hook``; None if there is neither.
+
+    Autograd never sees a shard, so fsdp2 runs the hooks on its reduced gradient.
+    """
+    on_gradient, after = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if not on_gradient and not after:
+        return None
+    return list((on_gradient or {}).values()), list((after or {}).values())
 
 
 def version_of(tensor: Any) -> int:
     """How often ``tensor`` was changed in place; -1 for inference tensors, which do not count."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """The hooks made by ``tensor.register_hook``; autograd never sees a shard, so fsdp2 runs them on its gradient."""
-    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
 
 
 def python_attributes(param: torch.Tensor) -> dict[str, Any]:

@@ -11,19 +11,25 @@ import torch
 
 from fsdp2._torch import profiler_running
 
-__all__ = ["emit", "listening", "span"]
+__all__ = ["emit", "listening", "refresh", "span"]
 
 logger = logging.getLogger("fsdp2")
 _listeners: list[Callable[[str, str], None]] = []
+_logging = False
 _nothing = contextlib.nullcontext()
+
+
+def refresh() -> None:
+    """Look whether the debug log is on; once per iteration, so that events cost next to nothing when it is off."""
+    global _logging
+    _logging = logger.isEnabledFor(logging.DEBUG)
 
 
 def emit(event: str, name: str) -> None:
     """Tell listeners and the debug log that ``event`` (such as "unshard") happened to the group ``name``."""
-    if _listeners:
-        for listener in _listeners:
-            listener(event, name)
-    if logger.isEnabledFor(logging.DEBUG):
+    for listener in _listeners:
+        listener(event, name)
+    if _logging:
         logger.debug("%s %s", event, name)
 
 

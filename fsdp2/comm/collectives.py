@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import coalescing_manager, foreach_copy
+from fsdp2._torch import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+    foreach_copy,
+    group_all_gather,
+    group_all_gather_coalesced,
+    group_all_reduce,
+    group_all_to_all,
+    group_reduce_scatter,
+)
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "prefers_all_to_all", "reduce_scatter", "wire_view"]
-
-# torch 2.13 renamed these two and deprecates the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _WIRE_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8}
 
@@ -51,13 +61,43 @@ def all_gather(
             for out, inp in zip(outputs, inputs)
         ]
         return [work for work in works if work is not None]
+    options = _gather_options(async_op)
     if axis.backend == "nccl" and len(outputs) > 1:
-        with coalescing_manager(axis.group, async_ops=async_op) as manager:
-            for out, inp in zip(outputs, inputs):
-                _all_gather_single(out, inp, group=axis.group)
-        return [manager] if async_op else []
-    works = [_all_gather_single(out, inp, group=axis.group, async_op=async_op) for out, inp in zip(outputs, inputs)]
-    return [work for work in works if work is not None]
+        return _works(group_all_gather_coalesced(axis.group, outputs, inputs, options), async_op)
+    return [
+        work
+        for out, inp in zip(outputs, inputs)
+        for work in _works(group_all_gather(axis.group, out, inp, options), async_op)
+    ]
+
+
+def _works(work: dist.Work | None, async_op: bool) -> list[dist.Work]:
+    """What is left to wait for; a synchronous call waits here where the backend did not."""
+    if work is None:
+        return []
+    if async_op:
+        return [work]
+    work.wait()
+    return []
+
+
+def _op(average: bool) -> Any:
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+@functools.cache
+def _gather_options(async_op: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+@functools.cache
+def _scatter_options(async_op: bool, average: bool) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.asyncOp = async_op
+    options.reduceOp = _op(average)
+    return options
 
 
 def reduce_scatter(
@@ -74,24 +114,26 @@ def reduce_scatter(
         output.copy_(rows)
         return []
     assert axis.group is not None
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     if custom is not None:
-        work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=op, async_op=async_op)
-    else:
-        work = _reduce_scatter_single(output, rows, op=op, group=axis.group, async_op=async_op)
-    return [] if work is None else [work]
+        work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
+        return [] if work is None else [work]
+    return _works(group_reduce_scatter(axis.group, output, rows, _scatter_options(async_op, average)), async_op)
 
 
 def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op: bool) -> list[dist.Work]:
     """Fill ``output`` with this rank's row of every rank's ``rows``, in rank order (both 1D)."""
-    work = dist.all_to_all_single(output, rows, group=axis.group, async_op=async_op)
-    return [] if work is None else [work]
+    assert axis.group is not None
+    options = AllToAllOptions()
+    options.asyncOp = async_op
+    return _works(group_all_to_all(axis.group, output, rows, [], [], options), async_op)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[dist.Work]:
     """Replace ``tensor`` by its sum (or mean) over the ranks of ``axis``."""
     if axis.size == 1:
         return []
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    work = dist.all_reduce(tensor, op=op, group=axis.group, async_op=async_op)
-    return [] if work is None else [work]
+    assert axis.group is not None
+    options = AllreduceOptions()
+    options.asyncOp = async_op
+    options.reduceOp = _op(average)
+    return _works(group_all_reduce(axis.group, [tensor], options), async_op)

@@ -159,7 +159,7 @@ def start_gather(
     """
     gathering = Gathering(buffers)
     assembled = custom is not None or bool(extras)
-    with torch.no_grad(), lane.after() as done:
+    with lane.after() as done:
         buffers.allocate(staging=not assembled)
         for wire, shard in buffers.casts:
             wire.copy_(shard, non_blocking=True)
@@ -211,7 +211,7 @@ def finish_gather(gathering: InFlight[Gathering], lane: Lane, compute: ComputeLa
     buffers, rows = done_gathering.buffers, done_gathering.rows
     copies = buffers.copies if rows is None else buffers.unpack_copies(rows)
     if copies[0] or buffers.wire is not None:
-        with torch.no_grad(), lane.after() as done:
+        with lane.after() as done:
             if copies[0]:
                 foreach_copy(*copies)
             buffers.free_temporaries()

@@ -14,7 +14,7 @@ from fsdp2.comm.reduce import ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.runtime.codec import compute_dtype, reduce_dtype
 from fsdp2.runtime.hooks import hook_gradient
-from fsdp2.sharding.packing import ChunkPlan, plan_chunks
+from fsdp2.sharding.packing import ChunkPlan, RowPlan, plan_chunks
 
 if TYPE_CHECKING:
     from fsdp2.runtime.param_group import FSDPParamGroup
@@ -32,6 +32,8 @@ class GroupGradients:
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
         self._plan: ChunkPlan | None = None
+        self._plans: dict[torch.dtype, ReducePlan] = {}
+        self._rows: dict[tuple[int, ...], RowPlan] = {}
         self._chunk_of: dict[int, int] = {}
         self._ready: list[set[int]] = []
         self._launched = 0
@@ -44,6 +46,8 @@ class GroupGradients:
     def forget_plan(self) -> None:
         """Plan anew: parameters, their dtypes or what is trainable changed."""
         self._plan = None
+        self._plans.clear()
+        self._rows.clear()
 
     # ---- planning ----
 
@@ -167,23 +171,28 @@ class GroupGradients:
         for param in params:
             grad = param.take_gradient()
             grads.append(_zeros(param, group) if grad is None else grad)
-        layouts = [param.spec.layout for param in params]
 
         def deliver(shards: list[torch.Tensor]) -> None:
             for param, shard in zip(params, shards):
                 param.accumulate_gradient(shard)
 
         emit("reduce", group.name)
-        comm = group.root.comm
-        operation = reduce_chunk(
-            grads, layouts, self._reduce_plan(indices[0]), comm.lanes, deliver, self._settle(indices)
-        )
+        if indices not in self._rows:
+            self._rows[indices] = RowPlan([param.spec.layout for param in params])
+        settle = self._settle(indices) if group.mesh.replicate.size > 1 else None
+        comm, plan = group.root.comm, self._reduce_plan(params[0].dtype)
+        operation = reduce_chunk(grads, self._rows[indices], plan, comm.lanes, deliver, settle)
         del grads
         comm.reductions.add(operation)
 
-    def _reduce_plan(self, i: int) -> ReducePlan:
+    def _reduce_plan(self, dtype: torch.dtype) -> ReducePlan:
+        if dtype not in self._plans:
+            self._plans[dtype] = self._make_reduce_plan(dtype)
+        return self._plans[dtype]
+
+    def _make_reduce_plan(self, dtype: torch.dtype) -> ReducePlan:
         group = self._group
-        options, mesh, dtype = group.options, group.mesh, group.params[i].dtype
+        options, mesh = group.options, group.mesh
         reduce = reduce_dtype(dtype, options.mp_policy)
         scaling = choose_scaling(
             reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
@@ -203,7 +212,7 @@ class GroupGradients:
 
     def _settle(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
         """What becomes of sums over the shard axis: joined with earlier ones, then all-reduced (True) or kept."""
-        all_reduce = self._group.options.all_reduce_gradients or self._group.mesh.replicate.size == 1
+        all_reduce = self._group.options.all_reduce_gradients
 
         def settle(pieces: list[torch.Tensor]) -> bool:
             for i, piece in zip(indices, pieces):

@@ -70,8 +70,8 @@ def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> 
 
 def carry_hooks(
     tensor: torch.Tensor,
-    after_accumulation: Iterable[Callable[[torch.Tensor], None]],
     on_gradient: Iterable[Callable[[torch.Tensor], torch.Tensor | None]],
+    after_accumulation: Iterable[Callable[[torch.Tensor], None]],
 ) -> None:
     """Give ``tensor`` the hooks that were registered on the parameter it stands for."""
     for hook in after_accumulation:
@@ -93,15 +93,27 @@ def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[
     hook on its node, so that the module may still change it in place; several go through one autograd function, which
     alone can tell when the last is done. Inputs inside plain objects cannot be replaced; then nothing is watched.
     """
-    needing = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
-    if not needing or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return (args, kwargs), False
-    replaceable = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
-    if len(replaceable) != len(needing) or any(t.layout is not torch.strided for t in needing):
+    needing, flat = [], True
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                needing.append(value)
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            flat = False
+    if not flat:
+        needing = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+        replaceable = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
+        if len(replaceable) != len(needing):
+            return (args, kwargs), False
+    if not needing or any(t.layout is not torch.strided for t in needing):
         return (args, kwargs), False
     if len(needing) == 1:
         view = needing[0].view_as(needing[0])
         view.grad_fn.register_prehook(lambda grads: done())  # type: ignore[union-attr]
+        if args and args[0] is needing[0]:
+            return ((view, *args[1:]), kwargs), True
         new = [view]
     else:
         new = list(_InputsDone.apply(done, *needing))

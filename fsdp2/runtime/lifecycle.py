@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import IntEnum
 
 __all__ = ["Lifecycle", "Phase", "Residency"]
 
 
-class Residency(Enum):
+class Residency(IntEnum):
     """Where a group's parameters are."""
 
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-    SUBGROUP = "subgroup"
+    SHARDED = 0
+    GATHERING = 1
+    UNSHARDED = 2
+    SUBGROUP = 3
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """Where a group is in the iteration."""
 
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REDUCED = "reduced"
+    IDLE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    REDUCED = 3
 
 
 _RESIDENCY = {
@@ -88,9 +88,10 @@ class Lifecycle:
         """Back to SHARDED and IDLE from anywhere (recovery)."""
         self.residency, self.phase = Residency.SHARDED, Phase.IDLE
 
-    def _refusal(self, step: str, got: Enum, table: dict) -> str:
-        allowed = ", ".join(sorted(state.value for state in table))
+    def _refusal(self, step: str, got: IntEnum, table: dict) -> str:
+        allowed = ", ".join(sorted(state.name.lower() for state in table))
         return (
-            f"{self.name or 'the root'}: {step} out of order; the group is {got.value}, expected one of: {allowed}. If "
-            "an earlier forward or backward raised, call reset_iter_state() on the root module before the next one"
+            f"{self.name or 'the root'}: {step} out of order; the group is {got.name.lower()}, expected one of: "
+            f"{allowed}. If an earlier forward or backward raised, call reset_iter_state() on the root module before "
+            "the next one"
         )

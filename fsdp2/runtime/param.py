@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import nn
@@ -11,18 +11,18 @@ from torch.distributed.tensor import Shard
 
 from fsdp2._torch import (
     AsyncCollectiveTensor,
+    dtensor_from_local,
     dtensor_spec,
+    gradient_hooks,
     local_tensor,
     overrides_setattr,
-    post_accumulate_hooks,
     python_attributes,
     set_local_tensor,
-    tensor_hooks,
 )
 from fsdp2.runtime.hooks import carry_hooks
 from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["FSDPParam", "Slot"]
+__all__ = ["FSDPParam", "Slot", "show"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,27 @@ class Slot:
             self.module._parameters[self.name] = param
 
 
+def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:
+    """Make the modules show one of the tensors of each parameter; whether requires_grad of any changed since."""
+    changed = False
+    for param in params:
+        sharded, full, before = param.sharded, param.full, param.requires_grad
+        if (
+            sharded.requires_grad != before  # type: ignore[union-attr]
+            or (full is not None and full.requires_grad != before)
+            or param.subgroup is not None
+        ):
+            changed |= param.sync_requires_grad()
+        shown = sharded if which == "sharded" else full if which == "full" else param.subgroup
+        if param.direct_slots:
+            for slot in param.slots:
+                slot.module._parameters[slot.name] = shown
+        else:
+            for slot in param.slots:
+                slot.show(shown)  # type: ignore[arg-type]
+    return changed
+
+
 class FSDPParam:
     """One parameter of a group.
 
@@ -53,15 +74,14 @@ class FSDPParam:
         self.slots = slots
         self.module, self.attribute = slots[0].module, slots[0].name
         self.attributes = python_attributes(original)
-        self.hooks = post_accumulate_hooks(original)
-        self.gradient_hooks = tensor_hooks(original)
+        self.hooks = gradient_hooks(original)
         self.sharded: nn.Parameter | None = None
         self.full: nn.Parameter | None = None
         self.subgroup: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
         # The gradient of backwards that did not reduce, in the reduce dtype where that differs from autograd's.
         self._unreduced: torch.Tensor | None = None
-        self._plain_slots = not any(overrides_setattr(slot.module) for slot in slots)
+        self.direct_slots = not any(overrides_setattr(slot.module) for slot in slots)
 
     def __repr__(self) -> str:
         layout = self.spec.layout
@@ -88,7 +108,8 @@ class FSDPParam:
         sharded = nn.Parameter(self.spec.shard(local), requires_grad=self.requires_grad)
         set_local_tensor(sharded, local)  # nn.Parameter made an alias of it
         sharded.__dict__.update(self.attributes)
-        carry_hooks(sharded, self.hooks, self.gradient_hooks)
+        if self.hooks is not None:
+            carry_hooks(sharded, *self.hooks)
         self.sharded = sharded
 
     def adopt_shard(self, sharded: nn.Parameter) -> None:
@@ -113,24 +134,6 @@ class FSDPParam:
 
     # ---- what the module shows ----
 
-    def show_shard(self) -> bool:
-        """Make the module show the shard; whether requires_grad changed since the module last showed something."""
-        changed = self.sync_requires_grad()
-        self._show(self.sharded)
-        return changed
-
-    def show_full(self) -> bool:
-        """Make the module show the full parameter; whether requires_grad changed."""
-        changed = self.sync_requires_grad()
-        self._show(self.full)
-        return changed
-
-    def show_subgroup(self) -> bool:
-        """Make the module show the piece kept after forward; whether requires_grad changed."""
-        changed = self.sync_requires_grad()
-        self._show(self.subgroup)
-        return changed
-
     def sync_requires_grad(self) -> bool:
         """Carry a change of requires_grad from where it was made to the other tensors; whether there was one."""
         before = self.requires_grad
@@ -142,14 +145,6 @@ class FSDPParam:
             if tensor is not None:
                 tensor.requires_grad_(self.requires_grad)
         return True
-
-    def _show(self, param: Any) -> None:
-        if self._plain_slots:
-            for slot in self.slots:
-                slot.module._parameters[slot.name] = param
-        else:
-            for slot in self.slots:
-                slot.show(param)
 
     # ---- gradients ----
 
@@ -169,9 +164,11 @@ class FSDPParam:
         grad = full.grad
         if grad is not None:
             full.grad = None
-            grad = self.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)
-            if isinstance(grad, AsyncCollectiveTensor):
-                grad = grad.wait()
+            if type(grad) is not torch.Tensor:
+                grad = self.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)
+                grad = grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+            if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
+                grad = grad.detach()
             if grad.layout is not torch.strided:
                 raise NotImplementedError(
                     f"{self.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
@@ -204,16 +201,16 @@ class FSDPParam:
         """Add ``shard`` (this rank's piece of the reduced gradient) to the sharded parameter's, then run its hooks."""
         sharded = self.sharded
         assert sharded is not None
-        grad = self.spec.shard(shard)
-        for gradient_hook in tensor_hooks(sharded):
-            changed = gradient_hook(grad)
-            if changed is not None:
-                grad = changed  # type: ignore[assignment]
+        grad = dtensor_from_local(shard, self.spec.dtensor)
+        hooks = gradient_hooks(sharded)
+        for hook in hooks[0] if hooks else ():
+            changed = hook(grad)
+            grad = grad if changed is None else changed  # type: ignore[assignment]
         if sharded.grad is None:
             sharded.grad = grad
         else:
             local_tensor(sharded.grad).add_(local_tensor(grad))
-        for hook in post_accumulate_hooks(sharded):
+        for hook in hooks[1] if hooks else ():
             hook(sharded)
 
     # ---- names that other libraries read ----

@@ -16,7 +16,7 @@ from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.runtime.gradients import GroupGradients
 from fsdp2.runtime.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.runtime.options import GroupOptions
-from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.param import FSDPParam, show
 from fsdp2.runtime.shards import ShardStore
 from fsdp2.runtime.subgroup import SubgroupShards
 from fsdp2.sharding.mesh import DataParallelMesh
@@ -46,6 +46,7 @@ class FSDPParamGroup:
         self.options = options
         self.root = root
         self.lifecycle = Lifecycle()
+        self.name = ""  # the module's fully qualified name in the root, known from the first forward on
         self.in_root = False
         # Gradients travel on the shard axis, or on one of the same ranks with a communicator of its own.
         self.reduce_axis = mesh.shard
@@ -58,18 +59,12 @@ class FSDPParamGroup:
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
         self._kept_stamp: object = None
         self._prefetching: Phase | None = None
-        for param in params:
-            param.show_shard()
+        show(params, "sharded")
 
     def __repr__(self) -> str:
         sizes = f"{len(self.params)} parameters, {self.store.shard_bytes} B per rank, {self.store.full_bytes} B full"
-        state = f"{self.lifecycle.residency.value}, {self.lifecycle.phase.value}"
+        state = f"{self.lifecycle.residency.name.lower()}, {self.lifecycle.phase.name.lower()}"
         return f"FSDPParamGroup({self.name or 'root'}: {state}, {sizes}, {self.mesh.shard.size} ranks)"
-
-    @property
-    def name(self) -> str:
-        """The module's fully qualified name in the root; "" for the root and before the first forward."""
-        return self.lifecycle.name
 
     @property
     def in_backward(self) -> bool:
@@ -78,7 +73,7 @@ class FSDPParamGroup:
 
     def set_names(self, name: str, param_names: dict[nn.Parameter, str]) -> None:
         """Use names relative to the root from now on."""
-        self.lifecycle.name = name
+        self.name = self.lifecycle.name = name
         for param in self.params:
             param.name = next((param_names[p] for p in (param.sharded, param.full) if p in param_names), param.name)
 
@@ -115,7 +110,8 @@ class FSDPParamGroup:
             return
         store, options, lane = self.store, self.options, self.root.comm.lanes.gather
         if self._subgroup is None:
-            self.adopt_shards()
+            if store.replaced():
+                self.adopt_shards()
             buffers, axis, custom = store.gather_buffers(), self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self._subgroup.gather, self._subgroup.axis, None
@@ -140,17 +136,11 @@ class FSDPParamGroup:
         self._show_full()
 
     def _show_full(self) -> None:
-        changed = False
-        for param in self.params:
-            changed |= param.show_full()
-        if changed:
+        if show(self.params, "full"):
             self.gradients.forget_plan()
 
     def _show_shards(self) -> None:
-        changed = False
-        for param in self.params:
-            changed |= param.show_shard()
-        if changed:
+        if show(self.params, "sharded"):
             self.gradients.forget_plan()
 
     def unshard_now(self) -> None:
@@ -248,9 +238,9 @@ class FSDPParamGroup:
         """Follow ``options`` from now on."""
         if options.sizes != self.options.sizes or options.all_gather is not self.options.all_gather:
             self.reshard()
-            self.gradients.forget_plan()
         self.options = options
         self.store.set_options(options)
+        self.gradients.forget_plan()
 
     def replace_comms(self, method: str, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
         """Use these collectives of torch's, or the default ones for None.

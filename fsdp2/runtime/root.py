@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp2._torch import queue_end_of_backward
-from fsdp2._trace import emit, span
+from fsdp2._trace import emit, refresh, span
 from fsdp2.comm.streams import Lanes, Retained
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.order import BackwardOrder, ForwardOrder
@@ -61,6 +61,7 @@ class RootContext:
                     f"{group.name or 'the root'}: forward starts, but its last backward did not end (it raised?); "
                     "call reset_iter_state() on the root module first; that backward's gradients are discarded"
                 )
+        refresh()
         self.forward_root = state
         self._end_queued = self._partial_end_queued = False
         self.forward_order.begin()

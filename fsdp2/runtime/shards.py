@@ -13,7 +13,7 @@ from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.codec import compute_dtype
 from fsdp2.runtime.extension import GatherExtension, GroupExtensions, has_extension
 from fsdp2.runtime.options import GroupOptions
-from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.param import FSDPParam, show
 from fsdp2.runtime.subgroup import SubgroupShards
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
@@ -115,11 +115,21 @@ class ShardStore:
                 continue
             _check_replacement(param, shown)
             param.adopt_shard(shown)  # type: ignore[arg-type]
-            param.show_shard()
+            show([param], "sharded")
             changed = True
         if changed:
             self._place([param.local for param in self.params])
         return changed
+
+    def replaced(self) -> bool:
+        """Whether a module shows another parameter than the shard it was given: cheap, for every gather."""
+        try:
+            for param in self.params:
+                if param.module._parameters[param.attribute] is not param.sharded:
+                    return True
+        except KeyError:
+            return True
+        return False
 
     def check_ready(self) -> None:
         """Raise RuntimeError that names parameters still on the meta device or, when offloading, not on the CPU.

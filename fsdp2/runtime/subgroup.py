@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp2._torch import foreach_copy, set_local_tensor
 from fsdp2.comm.gather import Buffer, GatherBuffers
-from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.param import FSDPParam, show
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
 from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
 
@@ -57,8 +57,7 @@ class SubgroupShards:
         self._flat.allocate()
         with torch.no_grad():
             foreach_copy(self._pieces, self._sources)
-        for param in self.params:
-            param.show_subgroup()
+        show(self.params, "subgroup")
 
     def free(self) -> None:
         """Give the pieces' memory back."""

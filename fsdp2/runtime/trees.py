@@ -39,6 +39,8 @@ def map_tensors(function: Function, tree: Any, *, objects: bool = False) -> Any:
 
 def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:
     """Every tensor in ``tree``, in order, those in attributes of plain ``objects`` included."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["CastRun", "ChunkPlan", "FlatPlan", "Item", "TransferSizes", "plan_chunks", "plan_flat"]
+__all__ = ["CastRun", "ChunkPlan", "FlatPlan", "Item", "RowPlan", "TransferSizes", "plan_chunks", "plan_flat"]
 
 # Shards start at multiples of 16 elements, so at 16 bytes or more in every dtype: NCCL and vectorised kernels want it.
 _SLOT_ELEMENTS = 16
@@ -184,3 +184,34 @@ def plan_chunks(keys: Sequence[object], nbytes: Sequence[int], sizes: TransferSi
     rest = sorted(rest + filling)
     by_key = [tuple(i for i in rest if keys[i] == key) for key in dict.fromkeys(keys[i] for i in rest)]
     return ChunkPlan(tuple(streamed), tuple(by_key))
+
+
+class RowPlan:
+    """How the gradients of one chunk lie in a row: one row per rank, each gradient's slot behind the other's.
+
+    ``offsets`` are where they start, ``numel`` is a row's length, both in elements. ``chunk_cat``: one kernel can pack
+    them all, because every layout cuts the slowest dimension.
+    """
+
+    def __init__(self, layouts: Sequence[ShardLayout]) -> None:
+        self.layouts = tuple(layouts)
+        offsets, end = [], 0
+        for layout in layouts:
+            offsets.append(end)
+            end += layout.slot_numel
+        self.offsets = tuple(offsets)
+        self.numel = end
+        self.chunk_cat = all(
+            layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0
+            for layout in layouts
+        )
+        self._pieces: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
+
+    def pieces(self, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """(shape, stride, offset in the row) of ``rank``'s piece of every gradient."""
+        if rank not in self._pieces:
+            self._pieces[rank] = [
+                (layout.shard_shape(rank), layout.shard_stride(rank), offset)
+                for layout, offset in zip(self.layouts, self.offsets)
+            ]
+        return self._pieces[rank]

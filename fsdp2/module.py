@@ -170,7 +170,7 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         self._set(recurse, reduce_inputs=max_input_buffers)
         for state in self._states(recurse):
-            state.root.comm.reductions.limit = max(group.options.reduce_inputs for group in state.root.groups)
+            state.root.limit_reductions()
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

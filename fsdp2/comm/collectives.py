@@ -23,7 +23,15 @@ from fsdp2._torch import (
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "prefers_all_to_all", "reduce_scatter", "wire_view"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "chunks_in_flight",
+    "prefers_all_to_all",
+    "reduce_scatter",
+    "wire_view",
+]
 
 _WIRE_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8}
 
@@ -40,6 +48,15 @@ def wire_view(tensor: torch.Tensor) -> torch.Tensor:
 def prefers_all_to_all(axis: Axis, nbytes: int) -> bool:
     """Whether a reduce-scatter of ``nbytes`` is better done as all-to-all and a local sum."""
     return axis.backend == "gloo" and nbytes >= _ALL_TO_ALL_BYTES
+
+
+def chunks_in_flight(axis: Axis) -> int:
+    """How many chunks of gradients travel at once by default.
+
+    A stream needs one: the next is queued behind it, and each more costs memory. gloo works beside the host, which
+    must not wait for it while there is still something to compute.
+    """
+    return 8 if axis.backend == "gloo" else 1
 
 
 def all_gather(

@@ -19,7 +19,8 @@ class GroupOptions:
     """What one group was asked to do.
 
     ``reshard_after_forward`` None means True, except on the root, which backward needs first. ``divide_factor`` None
-    means the number of data-parallel ranks. ``reduce_inputs`` is how many chunks of gradients may be in flight.
+    means the number of data-parallel ranks. ``reduce_inputs`` is how many chunks of gradients may be in flight; None
+    leaves it to the backend.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -32,7 +33,7 @@ class GroupOptions:
     reduce_unused: bool = False
     divide_factor: float | None = None
     force_sum: bool = False
-    reduce_inputs: int = 2
+    reduce_inputs: int | None = None
     sizes: TransferSizes = field(default_factory=TransferSizes)
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None

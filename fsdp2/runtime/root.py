@@ -8,6 +8,7 @@ import torch
 
 from fsdp2._torch import queue_end_of_backward
 from fsdp2._trace import emit, refresh, span
+from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.streams import Lanes, Retained
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.order import BackwardOrder, ForwardOrder
@@ -25,7 +26,7 @@ class CommContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lanes = Lanes(device)
-        self.reductions = Retained(limit=2)
+        self.reductions = Retained(limit=1)
 
 
 class RootContext:
@@ -46,6 +47,11 @@ class RootContext:
     def groups(self) -> list[FSDPParamGroup]:
         """Every group under the root, each once."""
         return list(dict.fromkeys(group for state in self.all_states for group in state.groups))
+
+    def limit_reductions(self) -> None:
+        """Let as many chunks be in flight as the group that asked for most; they share one window."""
+        asked = [group.options.reduce_inputs or chunks_in_flight(group.mesh.shard) for group in self.groups]
+        self.comm.reductions.limit = max(asked, default=1)
 
     def begin_forward(self, state: FSDPState) -> bool:
         """Start a forward in which ``state`` is the outermost; whether one had not started already.

@@ -153,7 +153,7 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 group.root = self.root
         self._name_groups()
-        self.root.comm.reductions.limit = max([g.options.reduce_inputs for g in self.root.groups], default=2)
+        self.root.limit_reductions()
         for state in states:
             for group in state.groups:
                 group.lazy_init(in_root=state is self)

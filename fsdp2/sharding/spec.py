@@ -27,7 +27,13 @@ __all__ = ["ShardedSpec", "dense_strides"]
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of ``tensor`` without gaps or overlap, in the same order of dimensions."""
-    return torch.empty_like(tensor.detach().to("meta") if not tensor.is_meta else tensor.detach()).stride()
+    shape, stride = tensor.shape, tensor.stride()
+    order = range(tensor.ndim) if tensor.is_contiguous() else sorted(range(tensor.ndim), key=lambda d: -stride[d])
+    dense, step = [0] * tensor.ndim, 1
+    for d in reversed(order):
+        dense[d] = step
+        step *= max(shape[d], 1)
+    return tuple(dense)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ Nothing else in the package may import a private torch name, so that a new torch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,6 @@ __all__ = [
     "dtensor_spec",
     "flatten_mesh",
     "foreach_copy",
-    "functorch_paused",
     "gradient_hooks",
     "graph_task_id",
     "group_all_gather",
@@ -108,6 +107,7 @@ __all__ = [
     "insert_composable_state",
     "local_tensor",
     "node_sequence_number",
+    "outside_functorch",
     "overrides_setattr",
     "profiler_running",
     "python_attributes",
@@ -154,6 +154,9 @@ profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+
+_M = TypeVar("_M", bound=Callable[..., Any])
 
 
 def node_sequence_number(node: Any) -> int:
@@ -226,11 +229,17 @@ def python_attributes(param: torch.Tensor) -> dict[str, Any]:
     return {k: v for k, v in param.__dict__.items() if k not in own and not isinstance(v, torch.Tensor)}
 
 
-def functorch_paused() -> AbstractContextManager[Any] | None:
-    """A context in which functorch transforms are off, or None when none is active."""
-    if torch._C._are_functorch_transforms_active():
-        return torch._C._DisableFuncTorch()
-    return None
+def outside_functorch(method: _M) -> _M:
+    """``method`` with functorch transforms off while it runs: they wrap tensors, and storages are resized here."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return method(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return method(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 def overrides_setattr(module: nn.Module) -> bool:

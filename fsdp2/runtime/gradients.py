@@ -91,12 +91,17 @@ class GroupGradients:
 
     # ---- one backward ----
 
-    def begin_backward(self, *, count: bool) -> None:
-        """Backward enters the group; with ``count`` its post-backward runs when the last gradient is finished."""
+    def begin_backward(self, *, count: bool, watch_all: bool) -> None:
+        """Backward enters the group; with ``count`` its post-backward runs when the last gradient is finished.
+
+        With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
+        """
         plan = self._plan or self._make_plan()
         self._ready = [set() for _ in plan.streamed]
         self._launched = 0
         self._awaited = self._expected() if count else None
+        for i in self._chunk_of if watch_all else ():
+            self._hook(i)
 
     def _expected(self) -> set[int] | None:
         expected = set()

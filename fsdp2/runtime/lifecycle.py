@@ -42,7 +42,11 @@ _RESIDENCY = {
 }
 
 _PHASE = {
-    "pre_forward": {Phase.IDLE: Phase.FORWARD, Phase.FORWARD: Phase.FORWARD},
+    "pre_forward": {
+        Phase.IDLE: Phase.FORWARD,
+        Phase.FORWARD: Phase.FORWARD,
+        Phase.REDUCED: Phase.FORWARD,  # recomputed for another use after the first one's gradients left
+    },
     "post_forward": {Phase.FORWARD: Phase.IDLE, Phase.IDLE: Phase.IDLE},
     "pre_backward": {
         Phase.IDLE: Phase.BACKWARD,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp2._torch import TORCH_COMMS, TrainingState
+from fsdp2._torch import TORCH_COMMS, TrainingState, outside_functorch
 from fsdp2._trace import emit, span
 from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight
@@ -104,6 +104,7 @@ class FSDPParamGroup:
 
     # ---- gather and free ----
 
+    @outside_functorch
     def unshard(self, async_op: bool = False) -> None:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are."""
         if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED):
@@ -121,6 +122,7 @@ class FSDPParamGroup:
             self._gathering = start_gather(buffers, axis, lane, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 
+    @outside_functorch
     def wait_for_unshard(self) -> None:
         """Wait for the gather and show the full parameters."""
         if self._gathering is None:
@@ -168,6 +170,7 @@ class FSDPParamGroup:
         if self._kept_stamp != self.store.stamp():
             self.reshard()
 
+    @outside_functorch
     def reshard(self) -> None:
         """Shards on the modules, the full memory freed."""
         self.abandon_gather()
@@ -290,7 +293,7 @@ class FSDPParamGroup:
         emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
             self.unshard_now()
-        self.gradients.begin_backward(count=self.counts_parameters)
+        self.gradients.begin_backward(count=self.counts_parameters, watch_all=self.root.creates_graph)
         return True
 
     def post_backward(self) -> None:
@@ -301,7 +304,7 @@ class FSDPParamGroup:
         with span("post_backward", self.name):
             if not self.options.reduce_gradients:
                 self.gradients.keep()
-            if self.options.reshard_after_backward:
+            if self.options.reshard_after_backward and not self.root.creates_graph:
                 self.reshard()
             else:
                 self.note_kept()

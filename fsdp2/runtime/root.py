@@ -39,6 +39,8 @@ class RootContext:
         self.backward_order: BackwardOrder[FSDPParamGroup] = BackwardOrder()
         self.forward_root: FSDPState | None = None
         self.is_last_backward = True
+        # The running backward is differentiable: what it saves are views of full parameters, which a later one reads.
+        self.creates_graph = False
         self.post_optim_event: torch.Event | None = None
         self._end_queued = False
         self._partial_end_queued = False

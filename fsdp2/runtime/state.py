@@ -59,7 +59,7 @@ class FSDPState(ComposableState):
         first = len(self.modules) == 1 or not self.members_to_run
         if first:
             self.members_to_run.update(self.modules)
-            if self.root.begin_forward(self):
+            if not in_backward and self.root.begin_forward(self):
                 args, kwargs = self._move_inputs(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
         entering = [group for group in self.groups if group.pre_forward()]
@@ -115,6 +115,7 @@ class FSDPState(ComposableState):
         """Gather for backward, and start the gather of the groups backward meets next."""
         root = self.root
         root.queue_end()
+        root.creates_graph = torch.is_grad_enabled()
         for group in self.groups:
             if not group.pre_backward(not self.backward_prefetch) or self.backward_prefetch:
                 continue

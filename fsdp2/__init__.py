@@ -1,6 +1,7 @@
 """fsdp2: composable per-module parameter sharding on DTensor; a drop-in ``fully_shard`` for PyTorch."""
 
 from fsdp2.fully_shard import fully_shard
+from fsdp2.install import install, uninstall
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.policies import (
     CPUOffloadPolicy,
@@ -20,6 +21,8 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
+    "install",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "uninstall",
 ]

@@ -11,6 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+
+# install() routes what torch's test helpers replace in this module.
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group_module
 from torch import nn
 from torch.autograd import Variable
 
@@ -115,6 +119,7 @@ __all__ = [
     "root_modules",
     "set_local_tensor",
     "torch_fully_shard",
+    "torch_group_module",
     "version_of",
     "will_execute",
 ]
@@ -128,6 +133,9 @@ group_all_gather_coalesced = (
 group_reduce_scatter = getattr(_group, "reduce_scatter_single", None) or _group._reduce_scatter_base
 group_all_to_all = _group.alltoall_base
 group_all_reduce = _group.allreduce
+
+# The function under whose name torch keeps a module's state; taken now, since install() replaces the public one.
+torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 TORCH_COMMS = (
     ProcessGroupAllocAllGather,
@@ -245,8 +253,3 @@ def outside_functorch(method: _M) -> _M:
 def overrides_setattr(module: nn.Module) -> bool:
     """Whether the class watches its attributes (nn.LSTM keeps a list of its weights), so ``setattr`` must be used."""
     return type(module).__setattr__ is not nn.Module.__setattr__
-
-
-def torch_fully_shard() -> Callable[..., Any]:
-    """The function under whose name torch keeps a module's state."""
-    return dist.fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -230,14 +231,35 @@ def _make_group(
     return group
 
 
+class _Registry(dict):
+    """The composable APIs applied to a module; refuses torch's own fully_shard on a module above ours.
+
+    torch would take our shards for tensor-parallel parameters and shard them again. The only thing it asks of a module
+    it is about to manage is whether ``replicate`` is in here.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        if name == "replicate" and sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
+            raise ValueError(
+                "torch.distributed.fsdp.fully_shard: a module below is managed by fsdp2.fully_shard; one module tree "
+                "cannot mix them. Use fsdp2.fully_shard for the whole tree, or call fsdp2.install() first"
+            )
+        return super().__contains__(name)
+
+
 def _attach(state: FSDPState) -> None:
     """Make the state findable from its modules, by us and by torch, and register the hooks that drive it."""
     for module in state.modules:
         insert_composable_state(module, state)
-        module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard()] = state
-        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+        module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard] = state
+        registry = _Registry(module.__dict__.get(REGISTRY_KEY) or {})
+        registry["fully_shard"] = RegistryItem()
+        module.__dict__[REGISTRY_KEY] = registry
     handles = hook_forward(state.modules, state.pre_forward, state.post_forward)
     state._pre_forward_hook_handle, state._post_forward_hook_handle = handles[0]
     for group in state.groups:
         owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
         hook_state_dict(owners, group.before_save, group.after_save, group.before_load, group.after_load)
+
+
+fully_shard.state = get_state  # type: ignore[attr-defined]  # torch's function has it too; pipelining asks for it

@@ -1,0 +1,194 @@
+"""``install()``: libraries that import torch's ``fully_shard`` themselves get ours, until ``uninstall()``."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch.distributed.fsdp as torch_fsdp
+
+from fsdp2._torch import torch_group_module
+from fsdp2.comm.gather import GatherBuffers
+from fsdp2.fully_shard import fully_shard
+from fsdp2.module import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.runtime import gradients, param_group
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.sharding.packing import RowPlan
+
+__all__ = ["Installation", "install", "uninstall"]
+
+logger = logging.getLogger("fsdp2")
+
+_OURS = {
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+}
+_THEIRS = {name: getattr(torch_fsdp, name) for name in _OURS}
+_PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+# Helpers of torch that patch the class of groups by name; torch's own replicate goes on using torch's class.
+_GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
+_TORCH_GROUP = torch_group_module.FSDPParamGroup
+
+
+class Installation:
+    """What an ``install()`` replaced; as a context manager it undoes that at the end of the block."""
+
+    def __init__(self) -> None:
+        self.replaced: list[str] = []
+        self._undo: list[tuple[ModuleType, str, Any]] = []
+        self._finder = _Finder(self)
+
+    def __str__(self) -> str:
+        return "fsdp2 replaced " + ", ".join(self.replaced)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        uninstall()
+
+    def set(self, module: ModuleType, name: str, value: Any) -> None:
+        """Replace ``module.name`` and remember what it was."""
+        if getattr(module, name, None) is value:
+            return
+        self._undo.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
+        self.replaced.append(f"{module.__name__}.{name}")
+
+    def adopt(self, module: ModuleType) -> None:
+        """Replace in one of torch's modules whatever of torch's own it imported."""
+        for name, theirs in _THEIRS.items():
+            if getattr(module, name, None) is theirs:
+                self.set(module, name, _OURS[name])
+        if module.__name__ in _GROUP_USERS and getattr(module, "FSDPParamGroup", None) is _TORCH_GROUP:
+            self.set(module, "FSDPParamGroup", FSDPParamGroup)
+
+    def undo(self) -> None:
+        """Put everything back, latest first."""
+        sys.meta_path.remove(self._finder)
+        for module, name, value in reversed(self._undo):
+            setattr(module, name, value)
+        self._undo.clear()
+
+    def start(self) -> None:
+        """Replace torch's names where they are already, and where they will be imported."""
+        for name in _PUBLIC:
+            importlib.import_module(name)
+        for name, module in list(sys.modules.items()):
+            if module is not None and (name in _PUBLIC or name in _GROUP_USERS or _is_test_helper(name)):
+                self.adopt(module)
+        self._route_collectives()
+        sys.meta_path.insert(0, self._finder)
+
+    def _route_collectives(self) -> None:
+        """Let those who replace torch's collective functions of a group, to slow or count them, reach ours."""
+        for name, owner, attribute, index, mark in (
+            ("foreach_all_gather", param_group, "start_gather", 0, GatherBuffers),
+            ("foreach_reduce", gradients, "reduce_chunk", 1, RowPlan),
+        ):
+            theirs, ours = getattr(torch_group_module, name), getattr(owner, attribute)
+
+            def shared(
+                *args: Any, _ours: Any = ours, _theirs: Any = theirs, _at: Any = (index, mark), **kw: Any
+            ) -> Any:
+                at, kind = _at
+                return (_ours if len(args) > at and isinstance(args[at], kind) else _theirs)(*args, **kw)
+
+            def through(*args: Any, _name: str = name, **kwargs: Any) -> Any:
+                return getattr(torch_group_module, _name)(*args, **kwargs)
+
+            self.set(torch_group_module, name, shared)
+            self.set(owner, attribute, through)
+
+
+def _is_test_helper(name: str) -> bool:
+    return name.startswith("torch.testing._internal.")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Adopts torch's helper modules when they are imported later."""
+
+    def __init__(self, installation: Installation) -> None:
+        self._installation = installation
+        self._searching = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec others find, with a loader that adopts the module once it has run."""
+        if self._searching or fullname not in _GROUP_USERS:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AdoptingLoader(spec.loader, self._installation)
+        return spec
+
+
+class _AdoptingLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any, installation: Installation) -> None:
+        self._loader, self._installation = loader, installation
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._installation.adopt(module)
+
+
+_installed: Installation | None = None
+
+
+def install() -> Installation:
+    """Make ``torch.distributed.fsdp.fully_shard`` (and ``torch.distributed._composable.fsdp``'s) ours.
+
+    Call it before importing libraries that use torch's: one that imported the old function before keeps it, which is
+    warned about. ``isinstance`` with torch's ``FSDPModule`` and its policy classes holds without it.
+
+    Returns:
+        What was replaced, by name; usable as a context manager. Installing twice changes nothing.
+    """
+    global _installed
+    if _installed is not None:
+        return _installed
+    _installed = Installation()
+    _installed.start()
+    early = sorted(set(_early_importers()))
+    if early:
+        warnings.warn(
+            f"fsdp2.install(): {', '.join(early)} imported torch's own before and will go on using it; call "
+            "fsdp2.install() before importing them",
+            stacklevel=2,
+        )
+    logger.info("%s", _installed)
+    return _installed
+
+
+def uninstall() -> None:
+    """Give torch its own functions back; nothing happens if ``install`` was not called."""
+    global _installed
+    if _installed is not None:
+        _installed.undo()
+        _installed = None
+
+
+def _early_importers() -> Iterator[str]:
+    """Names in modules outside torch and fsdp2 that hold torch's functions."""
+    for name, module in list(sys.modules.items()):
+        if module is None or name.split(".")[0] in ("torch", "fsdp2"):
+            continue
+        for attribute, theirs in _THEIRS.items():
+            if getattr(module, "__dict__", {}).get(attribute) is theirs:
+                yield f"{name}.{attribute}"

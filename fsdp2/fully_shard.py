@@ -41,6 +41,7 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh, default_mesh, regroup
 from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.ties import join_ties, remember_managed
 
 __all__ = ["fully_shard"]
 
@@ -97,12 +98,12 @@ def fully_shard(
         mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard_after_forward
     )
     managed = collect(modules, ignored_params or set())
-    placed = [_place(found, shard_placement_fn, dp_mesh) for found in managed.params]
-    offloads = isinstance(offload_policy, CPUOffloadPolicy)
-    move_to(dp_mesh.device, [] if offloads else managed.params, managed.buffers)
-
     state = FSDPState(modules, dp_mesh.device, mp_policy)
-    state.groups += [_make_group(part, modules, options, state) for part in _by_mesh(placed, options)]
+    own = join_ties(managed.params, dp_mesh, state)
+    placed = [_place(found, shard_placement_fn, dp_mesh) for found in own]
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    move_to(dp_mesh.device, [] if offloads else own, managed.buffers)
+    state.groups[:0] = [_make_group(part, modules, options, state) for part in _by_mesh(placed, options)]
     _attach(state)
     for submodule in managed.modules:  # Dynamo guards on these
         submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -227,7 +228,9 @@ def _make_group(
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
     group = FSDPParamGroup(params, pieces, modules, mesh, options, state.root)
-    follow_parameters([p.found.param for p in placed], params)
+    originals = [p.found.param for p in placed]
+    follow_parameters(originals, params)
+    remember_managed(originals, group)
     return group
 
 

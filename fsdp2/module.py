@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from fsdp2._torch import (
     SymmMemReduceScatter,
 )
 from fsdp2.comm.streams import Lane
+from fsdp2.copying import deepcopy_module
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
@@ -339,12 +340,8 @@ def make_fsdp_module(module: nn.Module) -> None:
     """Give ``module`` the class that is both its own and ``FSDPModule``; names and attributes do not change."""
     cls = type(module)
     if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": deepcopy_module})
     module.__class__ = _classes[cls]
-
-
-def _refuse_deepcopy(*unused: Any) -> NoReturn:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
 def _bool(name: str, value: Any) -> bool:

@@ -52,15 +52,21 @@ def hook_state_dict(
     after_load: Callable[..., None],
 ) -> None:
     """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself."""
-
-    def saved(*args: Any) -> None:  # torch marks the hook by an attribute, which a bound method cannot carry
-        after_save(*args)
-
     for module in modules:
         module.register_state_dict_pre_hook(before_save)
-        module.register_state_dict_post_hook(saved)
+        module.register_state_dict_post_hook(_Marked(after_save))
         module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(after_load)
+
+
+class _Marked:
+    """A hook that torch can mark by an attribute, which a bound method does not take; copied along with its method."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        self._method(*args)
 
 
 def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> None:

@@ -71,8 +71,7 @@ class FSDPParam:
     def __init__(self, original: nn.Parameter, spec: ShardedSpec, slots: list[Slot], name: str) -> None:
         self.name = name
         self.spec = spec
-        self.slots = slots
-        self.module, self.attribute = slots[0].module, slots[0].name
+        self.set_slots(slots)
         self.attributes = python_attributes(original)
         self.hooks = gradient_hooks(original)
         self.sharded: nn.Parameter | None = None
@@ -81,7 +80,6 @@ class FSDPParam:
         self.requires_grad = original.requires_grad
         # The gradient of backwards that did not reduce, in the reduce dtype where that differs from autograd's.
         self._unreduced: torch.Tensor | None = None
-        self.direct_slots = not any(overrides_setattr(slot.module) for slot in slots)
 
     def __repr__(self) -> str:
         layout = self.spec.layout
@@ -99,6 +97,16 @@ class FSDPParam:
     def local(self) -> torch.Tensor:
         """This rank's piece as a plain tensor."""
         return local_tensor(self.sharded)
+
+    def set_slots(self, slots: list[Slot]) -> None:
+        """Show the parameter in these places."""
+        self.slots = slots
+        self.direct_slots = not any(overrides_setattr(slot.module) for slot in slots)
+
+    @property
+    def module(self) -> nn.Module:
+        """The first module that shows the parameter."""
+        return self.slots[0].module
 
     def set_shard(self, local: torch.Tensor) -> None:
         """Keep the piece in ``local`` from now on; an existing DTensor keeps its identity, hooks and attributes."""

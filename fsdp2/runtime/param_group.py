@@ -48,6 +48,8 @@ class FSDPParamGroup:
         self.lifecycle = Lifecycle()
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
         self.in_root = False
+        self.shared = False  # several calls drive it, because they tie its parameter
+        self._users: set[object] = set()
         # Gradients travel on the shard axis, or on one of the same ranks with a communicator of its own.
         self.reduce_axis = mesh.shard
         self.store = ShardStore(params, mesh, pieces, options)
@@ -214,6 +216,12 @@ class FSDPParamGroup:
         self._show_shards()
         self.lifecycle.move("abandon")
 
+    def drop(self, param: FSDPParam) -> None:
+        """Give ``param`` up to a group of its own; the group must be sharded."""
+        self.params = [p for p in self.params if p is not param]
+        self.store = ShardStore(self.params, self.mesh, [p.local for p in self.params], self.options)
+        self.gradients = GroupGradients(self)
+
     # ---- state dicts ----
 
     def before_save(self, *unused: object) -> None:
@@ -258,8 +266,13 @@ class FSDPParamGroup:
 
     # ---- forward and backward ----
 
-    def pre_forward(self) -> bool:
-        """Gather; whether this forward pass starts here (a grouped call enters once per member)."""
+    def begin_iteration(self) -> None:
+        """The outermost forward starts: nobody is inside, whatever became of the last one."""
+        self._users.clear()
+
+    def pre_forward(self, user: object) -> bool:
+        """Gather for ``user``; whether this forward pass starts here (a grouped call enters once per member)."""
+        self._users.add(user)
         entering = len(self.modules) == 1 or self.lifecycle.phase is not Phase.FORWARD
         if self.lifecycle.residency is Residency.UNSHARDED:
             self._drop_stale()
@@ -273,8 +286,11 @@ class FSDPParamGroup:
         emit("pre_forward", self.name)
         return entering
 
-    def post_forward(self, *, reshard: bool) -> None:
-        """The forward is over; free the parameters if asked to, here and by the options."""
+    def post_forward(self, user: object, *, reshard: bool) -> None:
+        """The forward of ``user`` is over; after the last one's, free the parameters as asked, here and by options."""
+        self._users.discard(user)
+        if self._users:
+            return
         self.lifecycle.enter("post_forward")
         emit("post_forward", self.name)
         after = self.after_forward

@@ -69,6 +69,7 @@ class RootContext:
                     f"{group.name or 'the root'}: forward starts, but its last backward did not end (it raised?); "
                     "call reset_iter_state() on the root module first; that backward's gradients are discarded"
                 )
+            group.begin_iteration()
         refresh()
         self.forward_root = state
         self._end_queued = self._partial_end_queued = False

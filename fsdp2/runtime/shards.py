@@ -110,7 +110,8 @@ class ShardStore:
         """
         changed = False
         for param, placed in self._placed.items():
-            shown = param.module._parameters.get(param.attribute)
+            slot = param.slots[0]
+            shown = slot.module._parameters.get(slot.name)
             if shown is param.sharded and local_tensor(shown) is placed:
                 continue
             _check_replacement(param, shown)
@@ -125,7 +126,8 @@ class ShardStore:
         """Whether a module shows another parameter than the shard it was given: cheap, for every gather."""
         try:
             for param in self.params:
-                if param.module._parameters[param.attribute] is not param.sharded:
+                slot = param.slots[0]
+                if slot.module._parameters[slot.name] is not param.sharded:
                     return True
         except KeyError:
             return True

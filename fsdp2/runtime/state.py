@@ -62,12 +62,12 @@ class FSDPState(ComposableState):
             if not in_backward and self.root.begin_forward(self):
                 args, kwargs = self._move_inputs(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
-        entering = [group for group in self.groups if group.pre_forward()]
+        entering = [group for group in self.groups if group.pre_forward(self)]
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
             for group in entering:
                 (args, kwargs), watched = watch_inputs(args, kwargs, group.post_backward)
-                group.counts_parameters = not watched
+                group.counts_parameters |= not watched
         if first and not in_backward:
             self._prefetch_forward()
         return args, kwargs
@@ -92,7 +92,7 @@ class FSDPState(ComposableState):
         """What ends the forward of all members, run or not."""
         in_backward = graph_task_id() != -1
         for group in self.groups:
-            group.post_forward(reshard=not in_backward)
+            group.post_forward(self, reshard=not in_backward)
         if torch.is_grad_enabled() and self.groups:
             watched = watch_outputs(output, self.pre_backward, self._first_node)
             for group in self.groups if watched and not in_backward else ():
@@ -157,7 +157,7 @@ class FSDPState(ComposableState):
         self.root.limit_reductions()
         for state in states:
             for group in state.groups:
-                group.lazy_init(in_root=state is self)
+                group.lazy_init(in_root=group in self.groups)
 
     def _name_groups(self) -> None:
         names: dict[nn.Parameter, str] = {}

@@ -1,0 +1,70 @@
+"""Deep copies of sharded modules (an averaged model, say), sharded like the original and independent of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2._torch import insert_composable_state
+from fsdp2.runtime.param import FSDPParam, Slot
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.state import FSDPState, get_state
+
+__all__ = ["deepcopy_module"]
+
+
+def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What ``module.__deepcopy__`` returns.
+
+    New states, groups and shards are put into ``memo`` first, so that whatever refers to the old ones (hooks do) comes
+    to refer to the new ones by the ordinary rules of ``copy.deepcopy``. They start like freshly sharded: resharded,
+    outside any iteration, the root not yet known.
+    """
+    states = list(dict.fromkeys(s for s in map(get_state, module.modules()) if s is not None and id(s) not in memo))
+    for state in states:
+        memo[id(state)] = FSDPState.__new__(FSDPState)
+        for group in state.groups:
+            if id(group) not in memo:
+                memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
+                group.reshard()
+                for param in group.params:
+                    _copy_shard(param, memo)
+    clone = nn.Module.__new__(type(module))
+    memo[id(module)] = clone
+    clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in module.__dict__.items()})
+    for state in states:
+        _finish_state(state, memo)
+    return clone
+
+
+@torch.no_grad()
+def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
+    assert param.sharded is not None
+    clone = FSDPParam(param.sharded, param.spec, [], param.name)
+    clone.set_shard(param.local.detach().clone())
+    memo[id(param)], memo[id(param.sharded)] = clone, clone.sharded
+
+
+def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
+    """Bring the new state and its groups to life, now that the modules they drive are copied."""
+    clone: FSDPState = memo[id(state)]
+    modules = tuple(copy.deepcopy(module, memo) for module in state.modules)
+    clone.__init__(modules, state.device, state.mp_policy)  # type: ignore[misc]
+    for module in modules:
+        insert_composable_state(module, clone)
+    for group in state.groups:
+        new: FSDPParamGroup = memo[id(group)]
+        if not new.__dict__:
+            params = [memo[id(param)] for param in group.params]
+            for old, param in zip(group.params, params):
+                param.set_slots([Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in old.slots])
+            inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
+            pieces = [param.local for param in params]
+            new.__init__(params, pieces, inside, group.mesh, group.options, clone.root)  # type: ignore[misc]
+            new.shared = group.shared
+        clone.groups.append(new)
+    for name in ("forward_prefetch", "backward_prefetch"):
+        setattr(clone, name, [memo.get(id(other), other) for other in getattr(state, name)])

@@ -6,6 +6,7 @@ Nothing else in the package may import a private torch name, so that a new torch
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -111,6 +112,7 @@ __all__ = [
     "insert_composable_state",
     "local_tensor",
     "node_sequence_number",
+    "outside_dynamo",
     "outside_functorch",
     "overrides_setattr",
     "profiler_running",
@@ -247,6 +249,27 @@ def outside_functorch(method: _M) -> _M:
         with torch._C._DisableFuncTorch():
             return method(*args, **kwargs)
 
+    return run  # type: ignore[return-value]
+
+
+def outside_dynamo(method: _M) -> _M:
+    """``method`` with compilation off while it runs: torch.compile breaks its graph there instead of tracing hooks.
+
+    Dynamo is not imported for it. Where nobody compiles, a call costs one look at ``sys.modules``.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None:
+            return method(*args, **kwargs)
+        if not disabled:
+            disabled.append(dynamo.disable(method, recursive=True, reason="fsdp2's hooks are not compiled"))
+            dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]
+        return disabled[0](*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id
+from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.hooks import Arguments, watch_inputs, watch_outputs
 from fsdp2.runtime.lifecycle import Phase
@@ -47,6 +47,7 @@ class FSDPState(ComposableState):
 
     # ---- forward ----
 
+    @outside_dynamo
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Gather, cast inputs, and arrange for backward to tell when it is through with them."""
         if self.is_root is None:
@@ -72,6 +73,7 @@ class FSDPState(ComposableState):
             self._prefetch_forward()
         return args, kwargs
 
+    @outside_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, arrange for backward to gather first, cast outputs; a grouped call does so with its last member."""
         if graph_task_id() != -1 and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
@@ -111,6 +113,7 @@ class FSDPState(ComposableState):
 
     # ---- backward ----
 
+    @outside_dynamo
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Gather for backward, and start the gather of the groups backward meets next."""
         root = self.root

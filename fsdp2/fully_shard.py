@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch import (
     REGISTRY_KEY,
     STATE_KEY,
     RegistryItem,
-    TorchShardPlacementResult,
     insert_composable_state,
-    local_tensor,
     root_modules,
     torch_fully_shard,
 )
-from fsdp2.collect import Found, collect, move_to
+from fsdp2.collect import collect
+from fsdp2.grouping import PlacementFn, Unit
 from fsdp2.module import make_fsdp_module
-from fsdp2.optimizers import follow_parameters
-from fsdp2.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
-from fsdp2.runtime.extension import has_extension
-from fsdp2.runtime.hooks import hook_forward, hook_state_dict
+from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.runtime.hooks import hook_forward
 from fsdp2.runtime.options import GroupOptions
-from fsdp2.runtime.param import FSDPParam
-from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
-from fsdp2.sharding.mesh import DataParallelMesh, default_mesh, regroup
-from fsdp2.sharding.spec import ShardedSpec
-from fsdp2.ties import join_ties, remember_managed
+from fsdp2.sharding.mesh import DataParallelMesh, default_mesh
 
 __all__ = ["fully_shard"]
-
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def fully_shard(
@@ -97,17 +78,13 @@ def fully_shard(
     options = GroupOptions(
         mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard_after_forward
     )
-    managed = collect(modules, ignored_params or set())
+    ignored = set(ignored_params or ())
+    managed = collect(modules, ignored)
     state = FSDPState(modules, dp_mesh.device, mp_policy)
-    own = join_ties(managed.params, dp_mesh, state)
-    placed = [_place(found, shard_placement_fn, dp_mesh) for found in own]
-    offloads = isinstance(offload_policy, CPUOffloadPolicy)
-    move_to(dp_mesh.device, [] if offloads else own, managed.buffers)
-    state.groups[:0] = [_make_group(part, modules, options, state) for part in _by_mesh(placed, options)]
+    unit = Unit(state, dp_mesh, options, shard_placement_fn, ignored)
+    unit.manage(managed)
+    state.adopt_added = unit.adopt_added
     _attach(state)
-    for submodule in managed.modules:  # Dynamo guards on these
-        submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
-        submodule._fsdp_use_orig_params = True  # type: ignore[assignment]
     for submodule in modules:
         make_fsdp_module(submodule)
     return module
@@ -175,65 +152,6 @@ def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
     return True if value == size else value
 
 
-@dataclass
-class _Placed:
-    """A parameter to manage, its spec, and the mesh it is cut over."""
-
-    found: Found
-    spec: ShardedSpec
-    mesh: DataParallelMesh
-
-
-def _place(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh) -> _Placed:
-    result = None if placement_fn is None else placement_fn(found.param)
-    if result is None or isinstance(result, Shard):
-        placement = result
-    elif isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
-        placement = result.placement
-        own = getattr(result.mesh_info, "mesh", result.mesh_info)
-        if own is not mesh.mesh and own != mesh.mesh:
-            mesh = DataParallelMesh.from_mesh(own)
-    else:
-        raise ValueError(
-            f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
-            "None"
-        )
-    return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh)
-
-
-def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]]:
-    """Parameters that communicate together: those of one mesh. What a subgroup cannot keep makes a group of its own."""
-    subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
-    groups: dict[object, list[_Placed]] = {}
-    for entry in placed:
-        alone = subgroup and has_extension(entry.spec.cut(_plain(entry.found.param)))
-        groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
-    return list(groups.values())
-
-
-def _plain(param: nn.Parameter) -> torch.Tensor:
-    return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
-
-
-@torch.no_grad()
-def _make_group(
-    placed: list[_Placed], modules: tuple[nn.Module, ...], options: GroupOptions, state: FSDPState
-) -> FSDPParamGroup:
-    mesh = placed[0].mesh
-    params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name) for p in placed]
-    pieces = [p.spec.cut(_plain(p.found.param)) for p in placed]
-    size = options.reshard_after_forward
-    if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
-        options = replace(options, reshard_after_forward=True)
-    elif not isinstance(size, (bool, type(None))):
-        regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
-    group = FSDPParamGroup(params, pieces, modules, mesh, options, state.root)
-    originals = [p.found.param for p in placed]
-    follow_parameters(originals, params)
-    remember_managed(originals, group)
-    return group
-
-
 class _Registry(dict):
     """The composable APIs applied to a module; refuses torch's own fully_shard on a module above ours.
 
@@ -260,9 +178,6 @@ def _attach(state: FSDPState) -> None:
         module.__dict__[REGISTRY_KEY] = registry
     handles = hook_forward(state.modules, state.pre_forward, state.post_forward)
     state._pre_forward_hook_handle, state._post_forward_hook_handle = handles[0]
-    for group in state.groups:
-        owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
-        hook_state_dict(owners, group.before_save, group.after_save, group.before_load, group.after_load)
 
 
 fully_shard.state = get_state  # type: ignore[attr-defined]  # torch's function has it too; pipelining asks for it

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2.runtime.hooks import hook_optimizers
-from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.hooks import hook_optimizers, hook_registrations
+from fsdp2.runtime.param import FSDPParam, is_managed_tensor
 from fsdp2.runtime.shards import note_optimizer_step
 
 __all__ = ["follow_parameters"]
@@ -28,6 +28,7 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
     global _hooked
     if not _hooked:
         hook_optimizers(_repair, note_optimizer_step)
+        hook_registrations(is_managed_tensor)
         _hooked = True
     for original, param in zip(originals, params):
         _replaced[original] = weakref.ref(param)

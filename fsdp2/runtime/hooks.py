@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -21,7 +25,9 @@ __all__ = [
     "hook_forward",
     "hook_gradient",
     "hook_optimizers",
+    "hook_registrations",
     "hook_state_dict",
+    "registrations",
     "watch_inputs",
     "watch_outputs",
 ]
@@ -72,6 +78,26 @@ class _Marked:
 def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> None:
     """Call ``ready(full)`` whenever a backward has added to ``full.grad``."""
     full.register_post_accumulate_grad_hook(ready)
+
+
+_registrations = 0
+
+
+def registrations() -> int:
+    """How often, up to now, a parameter or module was registered on a managed module by somebody else."""
+    return _registrations
+
+
+def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
+    """Count registrations on managed modules, except of tensors that ``is_ours`` knows. Costs nothing per step."""
+
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        global _registrations
+        if module.__dict__.get("_is_fsdp_managed_module") and value is not None and not is_ours(value):
+            _registrations += 1
+
+    register_module_parameter_registration_hook(registered)
+    register_module_module_registration_hook(registered)
 
 
 def carry_hooks(

@@ -22,7 +22,7 @@ from fsdp2._torch import (
 from fsdp2.runtime.hooks import carry_hooks
 from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["FSDPParam", "Slot", "show"]
+__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "show"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Slot:
             setattr(self.module, self.name, param)
         else:
             self.module._parameters[self.name] = param
+
+
+def is_managed_tensor(value: object) -> bool:
+    """Whether ``value`` is a shard, a full parameter or a piece kept after forward."""
+    return getattr(value, "_fsdp2_managed", False)
 
 
 def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:
@@ -115,7 +120,7 @@ class FSDPParam:
             return
         sharded = nn.Parameter(self.spec.shard(local), requires_grad=self.requires_grad)
         set_local_tensor(sharded, local)  # nn.Parameter made an alias of it
-        sharded.__dict__.update(self.attributes)
+        sharded.__dict__.update(self.attributes, _fsdp2_managed=True)
         if self.hooks is not None:
             carry_hooks(sharded, *self.hooks)
         self.sharded = sharded
@@ -138,7 +143,7 @@ class FSDPParam:
         layout = self.spec.layout
         full = self.spec.wrap_full(tensor.as_strided(layout.shape, layout.stride))
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
-        self.full.__dict__.update(self.attributes)
+        self.full.__dict__.update(self.attributes, _fsdp2_managed=True)
 
     # ---- what the module shows ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
-from fsdp2.runtime.hooks import Arguments, watch_inputs, watch_outputs
+from fsdp2.runtime.hooks import Arguments, registrations, watch_inputs, watch_outputs
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
@@ -44,6 +45,9 @@ class FSDPState(ComposableState):
         self._pre_forward_hook_handle: RemovableHandle | None = None
         self._post_forward_hook_handle: RemovableHandle | None = None
         self._first_node = 0
+        # Takes in parameters added since; looked at when the process has seen registrations this state has not.
+        self.adopt_added: Callable[[], None] = lambda: None
+        self._registrations = registrations()
 
     # ---- forward ----
 
@@ -53,6 +57,9 @@ class FSDPState(ComposableState):
         if self.is_root is None:
             self.init_root()
         in_backward = graph_task_id() != -1
+        if self._registrations != registrations() and not in_backward:
+            self._registrations = registrations()
+            self.adopt_added()
         if in_backward and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now()

@@ -1,0 +1,136 @@
+"""From parameters to groups: which mesh each is cut over, which communicate together, and what is added later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2._torch import TorchShardPlacementResult, local_tensor
+from fsdp2.collect import Found, Managed, collect, move_to
+from fsdp2.optimizers import follow_parameters
+from fsdp2.policies import CPUOffloadPolicy, ShardPlacementResult
+from fsdp2.runtime.extension import has_extension
+from fsdp2.runtime.hooks import hook_state_dict
+from fsdp2.runtime.options import GroupOptions
+from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.state import FSDPState
+from fsdp2.sharding.mesh import DataParallelMesh, regroup
+from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.ties import join_ties, remember_managed
+
+__all__ = ["PlacementFn", "Unit"]
+
+logger = logging.getLogger("fsdp2")
+
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+@dataclass
+class Unit:
+    """What one call asked for; makes the groups of its state, now and when parameters are added later."""
+
+    state: FSDPState
+    mesh: DataParallelMesh
+    options: GroupOptions
+    placement_fn: PlacementFn | None
+    ignored: set[nn.Parameter]
+
+    def manage(self, managed: Managed) -> None:
+        """Put ``managed`` parameters into groups of the state; those that other calls manage are shared with them."""
+        state = self.state
+        hooked = list(state.groups)
+        own = join_ties(managed.params, self.mesh, state)
+        placed = [_place(found, self.placement_fn, self.mesh) for found in own]
+        offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
+        move_to(self.mesh.device, [] if offloads else own, managed.buffers)
+        state.groups[:0] = [_make_group(part, self.options, state) for part in _by_mesh(placed, self.options)]
+        for module in managed.modules:  # Dynamo guards on these; registrations on such modules are noticed
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        for group in state.groups:
+            if group in hooked:
+                continue
+            owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+            hook_state_dict(owners, group.before_save, group.after_save, group.before_load, group.after_load)
+
+    def adopt_added(self) -> None:
+        """Manage parameters that appeared below the unit's modules since (LoRA adapters, say)."""
+        state = self.state
+        managed = collect(state.modules, self.ignored)
+        params = [param for group in state.groups for param in group.params]
+        known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
+        places = {slot for param in params for slot in param.slots}
+        added = [f for f in managed.params if f.param not in known and not places.intersection(f.slots)]
+        if not added:
+            return
+        names = ", ".join(found.name for found in added)
+        logger.info("%s: adopted parameters added after fully_shard: %s", state.name or "the root", names)
+        before = len(state.groups)
+        self.manage(Managed(managed.modules, added, managed.buffers))
+        for group in state.groups[: len(state.groups) - before]:
+            group.root, group.in_root = state.root, bool(state.is_root)
+            group.set_names(state.name, {})
+
+
+@dataclass
+class _Placed:
+    """A parameter to manage, its spec, and the mesh it is cut over."""
+
+    found: Found
+    spec: ShardedSpec
+    mesh: DataParallelMesh
+
+
+def _place(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh) -> _Placed:
+    result = None if placement_fn is None else placement_fn(found.param)
+    if result is None or isinstance(result, Shard):
+        placement = result
+    elif isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
+        placement = result.placement
+        own = getattr(result.mesh_info, "mesh", result.mesh_info)
+        if own is not mesh.mesh and own != mesh.mesh:
+            mesh = DataParallelMesh.from_mesh(own)
+    else:
+        raise ValueError(
+            f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
+            "None"
+        )
+    return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh)
+
+
+def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]]:
+    """Parameters that communicate together: those of one mesh. What a subgroup cannot keep makes a group of its own."""
+    subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
+    groups: dict[object, list[_Placed]] = {}
+    for entry in placed:
+        alone = subgroup and has_extension(entry.spec.cut(_plain(entry.found.param)))
+        groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
+    return list(groups.values())
+
+
+def _plain(param: nn.Parameter) -> torch.Tensor:
+    return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
+
+
+@torch.no_grad()
+def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
+    mesh = placed[0].mesh
+    params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name) for p in placed]
+    pieces = [p.spec.cut(_plain(p.found.param)) for p in placed]
+    size = options.reshard_after_forward
+    if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
+        options = replace(options, reshard_after_forward=True)
+    elif not isinstance(size, (bool, type(None))):
+        regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
+    group = FSDPParamGroup(params, pieces, state.modules, mesh, options, state.root)
+    originals = [p.found.param for p in placed]
+    follow_parameters(originals, params)
+    remember_managed(originals, group)
+    return group

@@ -14,29 +14,32 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.collect import Found
-from fsdp2.runtime.param import FSDPParam, show
+from fsdp2.runtime.param import FSDPParam, is_managed_tensor, show
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh
 
 __all__ = ["join_ties", "remember_managed"]
 
-_managed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original or sharded parameter -> (weak FSDPParam, weak group)
+_groups: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FSDPParamGroup]] = weakref.WeakKeyDictionary()
+# Originals only: torch cannot swap a tensor that has a weak reference, and Module.to swaps the sharded ones.
+_originals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
 
 
 def remember_managed(originals: list[nn.Parameter], group: FSDPParamGroup) -> None:
     """Note that ``group`` took the place of ``originals``, in the order of its parameters."""
     for original, param in zip(originals, group.params):
-        for tensor in (original, param.sharded):
-            _managed[tensor] = (weakref.ref(param), weakref.ref(group))
+        _originals[original] = weakref.ref(param)
+        _groups[param] = weakref.ref(group)
 
 
 def _find(found: Found) -> tuple[FSDPParam, FSDPParamGroup] | None:
     """The managed parameter that ``found`` is a tie to, and its group."""
-    references = _managed.get(found.param)
-    if references is None:
-        return None
-    param, group = references[0](), references[1]()
+    if is_managed_tensor(found.param):
+        param = next((p for p in _groups if p.sharded is found.param), None)
+    else:
+        param = _originals.get(found.param, lambda: None)()
+    group = _groups[param]() if param in _groups else None
     if param is None or group is None or get_state(group.modules[0]) is None:
         return None
     return param, group
@@ -94,6 +97,5 @@ def _group_of_its_own(param: FSDPParam, group: FSDPParamGroup) -> FSDPParamGroup
         group.drop(param)
     else:
         owner.groups.remove(group)
-    for tensor in [key for key, references in _managed.items() if references[0]() is param]:
-        _managed[tensor] = (weakref.ref(param), weakref.ref(alone))
+    _groups[param] = weakref.ref(alone)
     return alone

@@ -103,8 +103,9 @@ class GatherBuffers:
         return copies
 
     def allocate(self, *, staging: bool) -> None:
-        """Make the full and wire memory exist, and the staging memory if it is used."""
-        self.full.allocate()
+        """Make what collectives read and write exist; without direct gathers the full memory can wait until then."""
+        if self.plan.direct:
+            self.full.allocate()
         if self.wire is not None:
             self.wire.allocate()
         if staging and self.staging is not None:
@@ -212,6 +213,7 @@ def finish_gather(gathering: InFlight[Gathering], lane: Lane, compute: ComputeLa
     copies = buffers.copies if rows is None else buffers.unpack_copies(rows)
     if copies[0] or buffers.wire is not None:
         with lane.after() as done:
+            buffers.full.allocate()
             if copies[0]:
                 foreach_copy(*copies)
             buffers.free_temporaries()

@@ -228,12 +228,9 @@ class ShardStore:
     def subgroup(self, size: int) -> SubgroupShards:
         """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""
         if self._subgroup is None or self._subgroup.axis.size != size:
-            assert self._full is not None and self._plan is not None
+            gather, sizes = self.gather_buffers(), self._sizes(self.options)
             with torch.inference_mode(False), torch.no_grad():
-                sizes = self._sizes(self.options)
-                self._subgroup = SubgroupShards(
-                    self._plain, self._items, self._fulls, self.mesh, size, sizes, self._full, self._plan
-                )
+                self._subgroup = SubgroupShards(self._plain, gather, self._fulls, self.mesh, size, sizes)
         return self._subgroup
 
 

@@ -12,7 +12,7 @@ from fsdp2._torch import foreach_copy, set_local_tensor
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.runtime.param import FSDPParam, show
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
-from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.packing import TransferSizes, plan_flat
 
 __all__ = ["SubgroupShards"]
 
@@ -26,19 +26,18 @@ class SubgroupShards:
     def __init__(
         self,
         params: list[FSDPParam],
-        items: Sequence[Item],
+        gather: GatherBuffers,
         fulls: Sequence[torch.Tensor],
         mesh: DataParallelMesh,
         size: int,
         sizes: TransferSizes,
-        full: Buffer,
-        places: FlatPlan,
     ) -> None:
-        """``fulls`` are the plain full tensors in ``full``, where ``places`` put them."""
+        """``gather`` is the group's usual gather; ``fulls`` are the plain full tensors in its full buffer."""
+        full, places = gather.full, gather.plan
         self.params = params
         self.axis = Axis.of(regroup(mesh.mesh, mesh.mesh.ndim, size), 1)
         specs = [param.spec.on_subgroup(mesh, size) for param in params]
-        kept = [replace(item, layout=spec.layout, dtype=item.wire_dtype) for item, spec in zip(items, specs)]
+        kept = [replace(item, layout=spec.layout, dtype=item.wire_dtype) for item, spec in zip(gather.items, specs)]
         plan = replace(plan_flat(kept, sizes), full_offset=places.full_offset, full_bytes=places.full_bytes)
         self._flat = Buffer(plan.shard_bytes, full.bytes.device)
         self.gather = GatherBuffers(kept, plan, self._flat.bytes, size, full)

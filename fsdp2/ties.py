@@ -39,7 +39,7 @@ def _find(found: Found) -> tuple[FSDPParam, FSDPParamGroup] | None:
         param = next((p for p in _groups if p.sharded is found.param), None)
     else:
         param = _originals.get(found.param, lambda: None)()
-    group = _groups[param]() if param in _groups else None
+    group = None if param is None or param not in _groups else _groups[param]()
     if param is None or group is None or get_state(group.modules[0]) is None:
         return None
     return param, group

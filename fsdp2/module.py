@@ -72,7 +72,9 @@ class FSDPModule(TorchFSDPModule):
         groups = self._get_fsdp_state().groups
         for group in groups:
             group.lazy_init(in_root=group.in_root)
-            group.unshard()
+            lanes = group.root.comm.lanes
+            with lanes.gather.after(lanes.compute.event()):  # the caller may just have changed the shards
+                group.unshard()
         handle = _Unsharding(groups)
         if async_op:
             return handle

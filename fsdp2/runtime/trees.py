@@ -20,6 +20,7 @@ __all__ = ["find_tensors", "map_tensors"]
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, torch.dtype, torch.device, torch.Size)
 _MAX_DEPTH = 64
+_MAX_OBJECT_DEPTH = 8  # attributes of attributes may lead anywhere
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -87,7 +88,7 @@ class _Mapper:
             new = [self.map(leaf, depth) for leaf in leaves]
             return tree if all(a is b for a, b in zip(new, leaves)) else pytree.tree_unflatten(new, spec)
         attributes = getattr(tree, "__dict__", None)
-        if not self.objects or attributes is None or callable(tree):
+        if not self.objects or attributes is None or callable(tree) or depth > _MAX_OBJECT_DEPTH:
             return tree
         return self._rebuild_attributes(tree, dict(attributes), depth)
 

@@ -159,10 +159,10 @@ autograd_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_n
 profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
-# One call copies (and casts) a whole list of tensors; there is no public form of it.
 # One kernel packs gradients into one row per rank, padded and cast.
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
+# One call copies (and casts) a whole list of tensors; there is no public form of it.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
@@ -235,8 +235,9 @@ def python_attributes(param: torch.Tensor) -> dict[str, Any]:
     """What users stored on ``param``, without what tensor subclasses keep there to be tensors."""
     if type(param) is nn.Parameter:
         return dict(param.__dict__)
-    own = ("_spec", "_is_param")
-    return {k: v for k, v in param.__dict__.items() if k not in own and not isinstance(v, torch.Tensor)}
+    inner = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
+    own = {"_spec", "_is_param", *inner}
+    return {name: value for name, value in param.__dict__.items() if name not in own}
 
 
 def outside_functorch(method: _M) -> _M:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -148,7 +149,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ValueError(f"factor must be a positive number, got {factor!r}")
         self._set(False, divide_factor=float(factor))
 
@@ -236,7 +237,7 @@ class FSDPModule(TorchFSDPModule):
                         own = group.reduce_axis.group is not axis.group
                         made[axis.group] = group.reduce_axis if own else axis.with_own_group()
                     axis = made[axis.group]
-                group.reduce_axis = axis
+                group.use_reduce_axis(axis)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the process group's own allocator, if it has one, provide the buffers that communicate.

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp2._torch import local_tensor
 from fsdp2.runtime.hooks import hook_optimizers, hook_registrations
 from fsdp2.runtime.param import FSDPParam, is_managed_tensor
 from fsdp2.runtime.shards import note_optimizer_step
@@ -58,10 +60,12 @@ def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam
     spec = managed.spec
     cut = {}
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != original.shape):
+        tensor = isinstance(value, torch.Tensor) and key != "step"
+        if not tensor or (value.numel() == 1 and value.shape != original.shape):
             cut[key] = value
         elif value.shape == original.shape:
-            local = spec.cut(value.detach()).clone()
+            plain = local_tensor(value) if isinstance(value, DTensor) else value
+            local = spec.cut(plain.detach()).clone()
             cut[key] = spec.shard(local) if value.dtype == managed.dtype else spec.shard_as(local)
         else:
             raise RuntimeError(

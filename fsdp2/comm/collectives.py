@@ -98,6 +98,11 @@ def _works(work: dist.Work | None, async_op: bool) -> list[dist.Work]:
     return []
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as twice as many real numbers, which is what backends add."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
 def _op(average: bool) -> Any:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
@@ -131,6 +136,7 @@ def reduce_scatter(
         output.copy_(rows)
         return []
     assert axis.group is not None
+    output, rows = _real(output), _real(rows)
     if custom is not None:
         work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
         return [] if work is None else [work]
@@ -140,6 +146,7 @@ def reduce_scatter(
 def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op: bool) -> list[dist.Work]:
     """Fill ``output`` with this rank's row of every rank's ``rows``, in rank order (both 1D)."""
     assert axis.group is not None
+    output, rows = _real(output), _real(rows)
     options = AllToAllOptions()
     options.asyncOp = async_op
     return _works(group_all_to_all(axis.group, output, rows, [], [], options), async_op)
@@ -153,4 +160,4 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: boo
     options = AllreduceOptions()
     options.asyncOp = async_op
     options.reduceOp = _op(average)
-    return _works(group_all_reduce(axis.group, [tensor], options), async_op)
+    return _works(group_all_reduce(axis.group, [_real(tensor)], options), async_op)

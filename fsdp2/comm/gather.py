@@ -210,10 +210,10 @@ def finish_gather(gathering: InFlight[Gathering], lane: Lane, compute: ComputeLa
     """
     done_gathering = gathering.wait(compute)
     buffers, rows = done_gathering.buffers, done_gathering.rows
-    copies = buffers.copies if rows is None else buffers.unpack_copies(rows)
-    if copies[0] or buffers.wire is not None:
+    if buffers.plan.packed or buffers.wire is not None:
         with lane.after() as done:
             buffers.full.allocate()
+            copies = buffers.copies if rows is None else buffers.unpack_copies(rows)
             if copies[0]:
                 foreach_copy(*copies)
             buffers.free_temporaries()

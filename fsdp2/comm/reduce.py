@@ -28,7 +28,8 @@ class ReducePlan:
     """What is the same for every chunk of a group and dtype.
 
     ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
-    ``offload`` the shards are delivered on the CPU.
+    ``offload`` the shards are delivered on the CPU. ``wire_dtype`` may be narrower than ``reduce_dtype``; it must be
+    the same on every rank, so it cannot depend on which gradients a rank happens to have.
     """
 
     shard: Axis
@@ -36,6 +37,7 @@ class ReducePlan:
     reduce_dtype: torch.dtype
     out_dtype: torch.dtype
     scaling: Scaling
+    wire_dtype: torch.dtype | None = None
     custom: ReduceScatter | None = None
     hook: Callable[[torch.Tensor], None] | None = None
     hook_lane: Lane | None = None
@@ -54,16 +56,20 @@ def sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) 
 def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) -> None:
     """Write ``grads`` into ``rows`` (1D, one row per rank), cast to its dtype; padding becomes zero."""
     table = rows.view(-1, row.numel) if row.numel else rows.view(row.layouts[0].ranks, 0)
-    if row.chunk_cat and all(grad.is_contiguous() for grad in grads):
+    dtype = grads[0].dtype
+    if row.chunk_cat and all(grad.is_contiguous() and grad.dtype == dtype for grad in grads):
         chunk_cat(grads, 0, table.shape[0], out=table)
         return
+    if row.padding:
+        table[:, -row.padding :].zero_()  # an all-reduce hook may look at it
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for grad, layout, offset in zip(grads, row.layouts, row.offsets):
         for dst, src in _pack_pairs(table[:, offset : offset + layout.slot_numel], grad, layout):
             targets.append(dst)
             sources.append(src)
-    foreach_copy(targets, sources)
+    if targets:
+        foreach_copy(targets, sources)
 
 
 def _pack_pairs(rows: torch.Tensor, grad: torch.Tensor, layout: ShardLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,7 +101,11 @@ def reduce_chunk(
     says whether to go on to the replicate axis (True) or has kept them for a later backward.
     """
     rows, exchanged = _start_scatter(grads, row, plan, lanes)
-    yield
+    try:
+        yield
+    except GeneratorExit:  # abandoned: the memory must not be used again before communication is through with it
+        exchanged.wait(lanes.compute)
+        raise
     out = exchanged.wait(lanes.compute)
     exchange = out.numel() == rows.numel() and plan.shard.size > 1
     del rows, exchanged  # compute has waited for the reduce lane, so their memory may be used again
@@ -141,10 +151,10 @@ def _start_scatter(
 ) -> tuple[torch.Tensor, InFlight[torch.Tensor]]:
     """(What was sent, the reduction in flight): this rank's row of every rank, or their sum already."""
     device, custom, ranks = grads[0].device, plan.custom, plan.shard.size
-    # What each rank sums itself may travel as it is: widening commutes with sending.
     exchange = custom is None and prefers_all_to_all(plan.shard, row.numel * ranks * plan.reduce_dtype.itemsize)
-    narrow = exchange and plan.scaling.pre == 1.0 and all(grad.dtype == grads[0].dtype for grad in grads)
-    wire_dtype = grads[0].dtype if narrow else plan.reduce_dtype
+    # What each rank sums itself may travel as it is: widening commutes with sending.
+    narrow = exchange and plan.scaling.pre == 1.0
+    wire_dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
     # A division before the sum needs memory of our own: the user may hold the gradient itself.
     if plan.scaling.pre == 1.0 and custom is None and sends_as_it_is(grads, row, wire_dtype):
         rows = grads[0].as_strided((grads[0].numel(),), (1,))
@@ -174,7 +184,7 @@ def _allocate(numel: int, dtype: torch.dtype, device: torch.device, custom: Redu
 
 def _sum_rows(rows: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
     """The sum (or mean) of one row per rank, in float32 at least."""
-    wide = torch.float32 if rows.dtype.itemsize < 4 else rows.dtype
+    wide = torch.float32 if plan.reduce_dtype.itemsize < 4 else plan.reduce_dtype
     total = rows.view(plan.shard.size, -1).sum(0, dtype=wide)
     if plan.scaling.average:
         total /= plan.shard.size
@@ -199,4 +209,5 @@ def _slots(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
 
 def _cut(out: torch.Tensor, row: RowPlan, rank: int) -> list[torch.Tensor]:
     """This rank's piece of every gradient in the reduced row."""
-    return [out.as_strided(shape, stride, offset) for shape, stride, offset in row.pieces(rank)]
+    start = out.storage_offset()  # custom collectives may bring memory that is part of a larger buffer
+    return [out.as_strided(shape, stride, start + offset) for shape, stride, offset in row.pieces(rank)]

@@ -8,7 +8,7 @@ import torch
 
 __all__ = ["Scaling", "choose_scaling"]
 
-_SAFE_RANGE = (torch.float32, torch.bfloat16, torch.float64)
+_SAFE_RANGE = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)

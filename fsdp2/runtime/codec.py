@@ -17,5 +17,7 @@ def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dty
 
 
 def reduce_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype gradients are summed in: ``reduce_dtype``, else that of the gradient itself."""
+    """The dtype gradients are summed in: ``reduce_dtype`` for floating-point ones, else that of the gradient itself."""
+    if not dtype.is_floating_point:
+        return dtype
     return policy.reduce_dtype or compute_dtype(dtype, policy)

@@ -19,7 +19,7 @@ from fsdp2.runtime.options import GroupOptions
 from fsdp2.runtime.param import FSDPParam, show
 from fsdp2.runtime.shards import ShardStore
 from fsdp2.runtime.subgroup import SubgroupShards
-from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.mesh import Axis, DataParallelMesh
 
 if TYPE_CHECKING:
     from fsdp2.runtime.root import RootContext
@@ -54,8 +54,9 @@ class FSDPParamGroup:
         self.reduce_axis = mesh.shard
         self.store = ShardStore(params, mesh, pieces, options)
         self.gradients = GroupGradients(self)
-        # Whether post-backward must count gradients, because no input of the forward needed one.
-        self.counts_parameters = False
+        # Whether forwards yet to be gone back through tell when backward is through with their inputs, or cannot.
+        self._told: set[bool] = set()
+        self.has_units_below = False
         self._gathering: InFlight[Gathering] | None = None
         self._subgroup: SubgroupShards | None = None
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
@@ -216,6 +217,11 @@ class FSDPParamGroup:
         self._show_shards()
         self.lifecycle.move("abandon")
 
+    def use_reduce_axis(self, axis: Axis) -> None:
+        """Send gradients over ``axis`` from now on, the same ranks as the shard axis."""
+        self.reduce_axis = axis
+        self.gradients.forget_plan()
+
     def drop(self, param: FSDPParam) -> None:
         """Give ``param`` up to a group of its own; the group must be sharded."""
         self.params = [p for p in self.params if p is not param]
@@ -286,6 +292,10 @@ class FSDPParamGroup:
         emit("pre_forward", self.name)
         return entering
 
+    def note_inputs(self, *, tell: bool) -> None:
+        """Whether the forward just entered tells when backward is through with its inputs."""
+        self._told.add(tell)
+
     def post_forward(self, user: object, *, reshard: bool) -> None:
         """The forward of ``user`` is over; after the last one's, free the parameters as asked, here and by options."""
         self._users.discard(user)
@@ -309,7 +319,9 @@ class FSDPParamGroup:
         emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
             self.unshard_now()
-        self.gradients.begin_backward(count=self.counts_parameters, watch_all=self.root.creates_graph)
+        # Below may be gradients that come through weights of this group after its own are finished.
+        count = self._told == {False} and not self.has_units_below and not self.shared
+        self.gradients.begin_backward(count=count, watch_all=self.root.creates_graph)
         return True
 
     def post_backward(self) -> None:
@@ -333,13 +345,21 @@ class FSDPParamGroup:
         """The whole backward is over."""
         if drop_gather:
             self.abandon_gather()
+            self._told.clear()
         self.lifecycle.enter("end_backward")
 
     def reset(self) -> None:
         """Recovery: shards on the modules, nothing in flight, unreduced gradients dropped."""
         self.abandon_gather()
-        self.reshard()
+        if self.lifecycle.residency is Residency.GATHERING:  # the gather itself raised
+            self._free_full()
+            self._free_subgroup()
+            self._show_shards()
+        else:
+            self.reshard()
         self.gradients.reset()
+        self._told.clear()
+        self._users.clear()
         self.lifecycle.reset()
 
     # ---- names that other libraries read ----
@@ -377,9 +397,4 @@ class FSDPParamGroup:
         return self.lifecycle.residency in (Residency.SHARDED, Residency.GATHERING)
 
 
-_TORCH_STATES = {
-    Phase.IDLE: "IDLE",
-    Phase.FORWARD: "FORWARD",
-    Phase.BACKWARD: "PRE_BACKWARD",
-    Phase.REDUCED: "POST_BACKWARD",
-}
+_TORCH_STATES = ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD")  # by Phase

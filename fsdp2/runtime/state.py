@@ -75,7 +75,7 @@ class FSDPState(ComposableState):
             self._first_node = autograd_sequence_number()
             for group in entering:
                 (args, kwargs), watched = watch_inputs(args, kwargs, group.post_backward)
-                group.counts_parameters |= not watched
+                group.note_inputs(tell=watched)
         if first and not in_backward:
             self._prefetch_forward()
         return args, kwargs
@@ -166,7 +166,10 @@ class FSDPState(ComposableState):
         self._name_groups()
         self.root.limit_reductions()
         for state in states:
+            below = (get_state(module) for top in state.modules for module in top.modules())
+            nested = any(other is not None and other is not state for other in below)
             for group in state.groups:
+                group.has_units_below = nested
                 group.lazy_init(in_root=group in self.groups)
 
     def _name_groups(self) -> None:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 __all__ = ["find_tensors", "map_tensors"]
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_LEAVES = (*_PLAIN, type, ModuleType, nn.Module, torch.dtype, torch.device, torch.Size)
 _MAX_DEPTH = 64
 _MAX_OBJECT_DEPTH = 8  # attributes of attributes may lead anywhere
 
@@ -58,7 +61,8 @@ class _Mapper:
     def __init__(self, function: Function, objects: bool) -> None:
         self.function = function
         self.objects = objects
-        self.seen: dict[int, Any] = {}
+        # What was walked and what became of it, by id; kept alive, or another object could get the id.
+        self.seen: dict[int, tuple[Any, Any]] = {}
 
     def map(self, tree: Any, depth: int) -> Any:
         if isinstance(tree, torch.Tensor):
@@ -66,23 +70,29 @@ class _Mapper:
         if isinstance(tree, _LEAVES):
             return tree
         if id(tree) in self.seen:
-            return self.seen[id(tree)]
+            return self.seen[id(tree)][1]
         if depth >= _MAX_DEPTH:
             raise RuntimeError(f"forward's inputs or outputs are nested deeper than {_MAX_DEPTH} levels ({type(tree)})")
-        self.seen[id(tree)] = tree
-        result = self.seen[id(tree)] = self._rebuild(tree, depth + 1)
+        self.seen[id(tree)] = (tree, tree)
+        result = self._rebuild(tree, depth + 1)
+        self.seen[id(tree)] = (tree, result)
         return result
 
     def _rebuild(self, tree: Any, depth: int) -> Any:
         kind = type(tree)
+        if isinstance(tree, PackedSequence):  # its batch sizes stay where and what they are
+            parts = {
+                name: self.map(getattr(tree, name), depth) for name in ("data", "sorted_indices", "unsorted_indices")
+            }
+            return tree if all(getattr(tree, name) is part for name, part in parts.items()) else tree._replace(**parts)
         if isinstance(tree, (list, tuple)):
             new = [self.map(item, depth) for item in tree]
             return tree if all(a is b for a, b in zip(new, tree)) else _rebuild_sequence(tree, new)
+        if isinstance(tree, dict):
+            return self._rebuild_dict(tree, depth)
         if dataclasses.is_dataclass(tree):
             fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
             return self._rebuild_attributes(tree, fields, depth)
-        if isinstance(tree, dict):
-            return self._rebuild_dict(tree, depth)
         if kind in pytree.SUPPORTED_NODES:
             leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
             new = [self.map(leaf, depth) for leaf in leaves]
@@ -93,15 +103,22 @@ class _Mapper:
         return self._rebuild_attributes(tree, dict(attributes), depth)
 
     def _rebuild_dict(self, tree: Any, depth: int) -> Any:
+        originals = list(tree.values())
         items = {key: self.map(value, depth) for key, value in tree.items()}
-        if all(items[key] is value for key, value in tree.items()):
-            return tree
+        changed = any(items[key] is not value for key, value in tree.items())
         if type(tree) is dict:
-            return items
-        clone = copy.copy(tree)
-        for key, value in items.items():
-            clone[key] = value
-        return clone
+            return items if changed else tree
+        clone = tree
+        if changed:
+            clone = copy.copy(tree)
+            for key, value in items.items():
+                clone[key] = value
+        if not dataclasses.is_dataclass(tree):
+            return clone
+        # A model output shows its items as fields too; others have fields that are no items.
+        known = set(map(id, originals))
+        fields = {f.name: getattr(tree, f.name, None) for f in dataclasses.fields(tree)}
+        return self._rebuild_attributes(clone, {k: v for k, v in fields.items() if id(v) not in known}, depth)
 
     def _rebuild_attributes(self, tree: Any, attributes: dict[str, Any], depth: int) -> Any:
         """A copy with changed attributes; ``__init__`` is not run again."""
@@ -111,10 +128,7 @@ class _Mapper:
             return tree
         clone = copy.copy(tree)
         for name, value in changed.items():
-            if isinstance(tree, dict):  # a model output is a dict and a dataclass at once
-                clone[name] = value
-            else:
-                object.__setattr__(clone, name, value)  # also where the dataclass is frozen
+            object.__setattr__(clone, name, value)  # also where the dataclass is frozen
         return clone
 
 
@@ -122,13 +136,16 @@ def _rebuild_sequence(old: Any, new: list[Any]) -> Any:
     kind = type(old)
     if kind is list or kind is tuple:
         return kind(new)
-    if hasattr(old, "_fields"):  # a named tuple takes its items one by one
-        return kind(*new)
+    if hasattr(old, "_make"):  # a named tuple; its class may want other arguments
+        return kind._make(new)
     if isinstance(old, list):
         clone = copy.copy(old)
         clone[:] = new
         return clone
     try:
+        clone = tuple.__new__(kind, new)
+    except TypeError:  # what torch.max and its like return is built in C
         return kind(new)
-    except TypeError:
-        return tuple(new)
+    if hasattr(old, "__dict__"):
+        clone.__dict__.update(old.__dict__)
+    return clone

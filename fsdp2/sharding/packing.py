@@ -94,7 +94,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _gathered_in_place(item: Item, group_bytes: int, sizes: TransferSizes) -> bool:
     layout = item.layout
-    if item.must_pack or layout.dim is None or not layout.rank_major:
+    if item.must_pack or layout.dim is None or not layout.rank_major or not layout.numel:
         return False
     if layout.ranks == 1:
         return True
@@ -106,7 +106,8 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes) -> FlatPlan:
     """Lay out a group's parameters in its shard, wire and full buffers."""
     group_bytes = sum(item.full_bytes for item in items)
     direct = [i for i, item in enumerate(items) if _gathered_in_place(item, group_bytes, sizes)]
-    packed = [i for i in range(len(items)) if i not in set(direct)]
+    # An empty parameter takes no part: there is nothing to send and nothing to allocate.
+    packed = [i for i in range(len(items)) if i not in set(direct) and items[i].layout.numel]
 
     dtypes: dict[tuple[torch.dtype, torch.dtype], int] = {}
     for item in items:
@@ -116,7 +117,8 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes) -> FlatPlan:
         return dtypes[items[i].dtype, items[i].wire_dtype]
 
     # Direct items by dtype ascending, packed ones descending: the dtype in the middle is cast in one run.
-    order = sorted(direct, key=rank_of) + sorted(packed, key=lambda i: -rank_of(i))
+    empty = [i for i in range(len(items)) if i not in set(direct) and not items[i].layout.numel]
+    order = sorted(direct + empty, key=rank_of) + sorted(packed, key=lambda i: -rank_of(i))
     shard_offset, wire_offset, full_offset = [0] * len(items), [0] * len(items), [0] * len(items)
     runs: list[CastRun] = []
     shard_end = wire_end = full_end = 0
@@ -136,7 +138,7 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes) -> FlatPlan:
         full_end += _round_up(item.layout.full_storage_numel * item.wire_dtype.itemsize, _FULL_ALIGN_BYTES)
     return FlatPlan(
         direct=tuple(sorted(direct)),
-        packed=tuple(i for i in order if i not in set(direct)),
+        packed=tuple(i for i in order if i in set(packed)),
         shard_offset=tuple(shard_offset),
         wire_offset=tuple(wire_offset),
         full_offset=tuple(full_offset),
@@ -190,18 +192,19 @@ class RowPlan:
     """How the gradients of one chunk lie in a row: one row per rank, each gradient's slot behind the other's.
 
     ``offsets`` are where they start, ``numel`` is a row's length, both in elements. ``chunk_cat``: one kernel can pack
-    them all, because every layout cuts the slowest dimension.
+    them all, because every layout cuts the slowest dimension. Rows are padded to a multiple of ``pad_to`` elements.
     """
 
-    def __init__(self, layouts: Sequence[ShardLayout]) -> None:
+    def __init__(self, layouts: Sequence[ShardLayout], pad_to: int = 1) -> None:
         self.layouts = tuple(layouts)
         offsets, end = [], 0
         for layout in layouts:
             offsets.append(end)
             end += layout.slot_numel
         self.offsets = tuple(offsets)
-        self.numel = end
-        self.chunk_cat = all(
+        self.numel = _round_up(end, pad_to)
+        self.padding = self.numel - end
+        self.chunk_cat = not self.padding and all(
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0
             for layout in layouts
         )

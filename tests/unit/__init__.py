@@ -1,0 +1,1 @@
+"""Tests of single files, in one process and without communication."""

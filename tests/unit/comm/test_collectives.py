@@ -1,0 +1,164 @@
+"""Which collective is called and with what; that they move the right bytes is for tests with several processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.comm import collectives
+from fsdp2.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    chunks_in_flight,
+    prefers_all_to_all,
+    reduce_scatter,
+    wire_view,
+)
+from fsdp2.sharding.mesh import Axis
+from tests.unit.meshes import fake_mesh
+
+ALONE = Axis(None, 1, 0, "none")
+CARRIED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8)
+AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int16, torch.uint8, torch.complex64)
+
+
+class Custom:
+    """A collective of the user's own that notes its calls."""
+
+    def __init__(self, *works: Any) -> None:
+        self.works = list(works)
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """Note the call."""
+        self.calls.append(kwargs)
+        return self.works.pop(0)
+
+
+# ---- one rank ----
+
+
+def test_one_rank_gathers_by_copying() -> None:
+    outputs, inputs = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    assert all_gather(outputs, inputs, ALONE, async_op=True) == []
+    assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_one_rank_reduces_to_itself(average: bool) -> None:
+    output, rows = torch.zeros(3, dtype=torch.float32), torch.ones(3, dtype=torch.bfloat16)
+    assert reduce_scatter(output, rows, ALONE, average=average, async_op=True) == []
+    assert output.tolist() == [1.0] * 3
+    assert all_reduce(output, ALONE, average=average, async_op=True) == []
+    assert output.tolist() == [1.0] * 3
+
+
+# ---- what travels ----
+
+
+@pytest.mark.parametrize("dtype", CARRIED)
+def test_what_backends_carry_travels_as_it_is(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(4, dtype=dtype)
+    assert wire_view(tensor) is tensor
+
+
+@pytest.mark.parametrize("dtype", AS_BYTES)
+def test_other_dtypes_travel_as_bytes(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(4, dtype=dtype)
+    view = wire_view(tensor)
+    assert view.dtype is torch.uint8 and view.numel() == tensor.nbytes and view.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("backend", "preferred"), [("gloo", [False, True]), ("nccl", [False] * 2), ("none", [False] * 2)]
+)
+def test_gloo_alone_exchanges_large_rows(backend: str, preferred: list[bool]) -> None:
+    axis = replace(ALONE, backend=backend)
+    assert [prefers_all_to_all(axis, nbytes) for nbytes in (1 << 10, 1 << 20)] == preferred
+
+
+def test_streams_need_one_chunk_in_flight_and_gloo_more() -> None:
+    assert chunks_in_flight(replace(ALONE, backend="nccl")) == 1 < chunks_in_flight(replace(ALONE, backend="gloo"))
+
+
+# ---- several ranks ----
+
+
+@pytest.mark.parametrize(("async_op", "works"), [(True, 2), (False, 0)])
+def test_every_large_parameter_is_a_collective_of_its_own(async_op: bool, works: int) -> None:
+    with fake_mesh((2,)) as mesh:
+        outputs, inputs = [torch.zeros(4), torch.zeros(8)], [torch.ones(2), torch.ones(4)]
+        assert len(all_gather(outputs, inputs, Axis.of(mesh, 0), async_op=async_op)) == works
+
+
+@pytest.mark.parametrize(("count", "calls"), [(1, 0), (3, 1)])
+def test_nccl_gathers_several_in_one_launch(count: int, calls: int) -> None:
+    with fake_mesh((2,)) as mesh:
+        axis = replace(Axis.of(mesh, 0), backend="nccl")
+        with mock.patch.object(collectives, "group_all_gather_coalesced") as coalesced:
+            all_gather([torch.zeros(4)] * count, [torch.ones(2)] * count, axis, async_op=False)
+        assert coalesced.call_count == calls
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(("average", "op"), [(False, dist.ReduceOp.SUM), (True, dist.ReduceOp.AVG)])
+def test_a_mean_is_the_backends(async_op: bool, average: bool, op: Any) -> None:
+    axis = Axis("group", 2, 0, "gloo")
+    with (
+        mock.patch.object(collectives, "group_reduce_scatter") as scatter,
+        mock.patch.object(collectives, "group_all_reduce") as reduce,
+    ):
+        works = reduce_scatter(torch.zeros(2), torch.zeros(4), axis, average=average, async_op=async_op)
+        works += all_reduce(torch.zeros(2), axis, average=average, async_op=async_op)
+    for call in (scatter, reduce):
+        options = call.call_args.args[-1]
+        assert call.call_args.args[0] == "group" and options.reduceOp == op and options.asyncOp == async_op
+        assert call.return_value.wait.called == (not async_op)  # what is not asynchronous is waited for here
+    assert works == ([scatter.return_value, reduce.return_value] if async_op else [])
+
+
+def test_an_exchange_is_one_work() -> None:
+    with fake_mesh((2,)) as mesh:
+        axis = Axis.of(mesh, 0)
+        assert len(all_to_all(torch.zeros(4), torch.ones(4), axis, async_op=True)) == 1
+        assert all_to_all(torch.zeros(4), torch.ones(4), axis, async_op=False) == []
+
+
+# ---- the user's own ----
+
+
+def test_a_custom_gather_is_called_as_torch_calls_it() -> None:
+    axis, work = Axis("group", 2, 0, "gloo"), object()
+    custom, outputs, inputs = Custom(work, None), [torch.zeros(4)] * 2, [torch.ones(2)] * 2
+    assert all_gather(outputs, inputs, axis, async_op=True, custom=custom) == [work]
+    for call, output, sent in zip(custom.calls, outputs, inputs):
+        assert call == {"output_tensor": output, "input_tensor": sent, "group": "group", "async_op": True}
+
+
+@pytest.mark.parametrize("work", [None, "work"])
+def test_a_custom_reduce_scatter_is_called_as_torch_calls_it(work: Any) -> None:
+    custom, output, rows = Custom(work), torch.zeros(2), torch.ones(4)
+    axis = Axis("group", 2, 0, "gloo")
+    works = reduce_scatter(output, rows, axis, average=True, async_op=False, custom=custom)
+    assert works == ([] if work is None else [work])
+    (call,) = custom.calls
+    assert call == {
+        "output_tensor": output,
+        "input_tensor": rows,
+        "group": "group",
+        "op": dist.ReduceOp.AVG,
+        "async_op": False,
+    }
+
+
+def test_a_custom_collective_is_not_needed_on_one_rank() -> None:
+    output: Tensor = torch.zeros(2)
+    all_gather([output], [torch.ones(2)], ALONE, async_op=True, custom=Custom())
+    assert output.tolist() == [1.0, 1.0]

@@ -1,0 +1,285 @@
+"""Gathering on simulated ranks: whatever the plan, every rank gets every parameter, and memory comes and goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fsdp2.comm.gather import Buffer, GatherBuffers, finish_gather, start_gather
+from fsdp2.comm.streams import Lanes
+from fsdp2.sharding.layout import ShardLayout
+from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
+from tests.unit.comm.ranks import axes, sent, simulated
+from tests.unit.strategies import chunk, counted, dense_strides, layouts
+
+CPU = torch.device("cpu")
+LANES = Lanes(CPU)
+DIRECT = TransferSizes(direct_param_bytes=0, direct_group_bytes=0)
+PACKED = TransferSizes(direct_group_bytes=1 << 62)
+CASTS = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.float64, torch.float64),
+    (torch.int16, torch.int16),
+    (torch.bool, torch.bool),
+    (torch.complex64, torch.complex64),
+]
+
+
+@dataclass
+class Rank:
+    """One rank's side of a group."""
+
+    axis: Axis
+    shards: Tensor
+    buffers: GatherBuffers
+
+    def fulls(self) -> list[Tensor]:
+        """Return the full parameters as forward sees them."""
+        plan, found = self.buffers.plan, []
+        for item, offset in zip(self.buffers.items, plan.full_offset):
+            layout = item.layout
+            flat = self.buffers.full.view(offset, layout.full_storage_numel, item.wire_dtype)
+            found.append(flat.as_strided(layout.shape, layout.stride))
+        return found
+
+
+def write_shards(shards: Tensor, plan: FlatPlan, items: list[Item], wholes: list[Tensor], rank: int) -> None:
+    """Put this rank's pieces into its shard buffer."""
+    for item, whole, start in zip(items, wholes, plan.shard_offset):
+        layout, numel = item.layout, item.layout.shard_numel(rank)
+        flat = shards[start : start + numel * item.dtype.itemsize].view(item.dtype)
+        flat.as_strided(layout.shard_shape(rank), layout.shard_stride(rank)).copy_(chunk(whole, layout, rank))
+
+
+def make_ranks(items: list[Item], sizes: TransferSizes, wholes: list[Tensor]) -> list[Rank]:
+    """Return every rank's side of a group with these parameters."""
+    plan, made = plan_flat(items, sizes), []
+    for axis in axes(items[0].layout.ranks):
+        shards = torch.zeros(plan.shard_bytes, dtype=torch.uint8)
+        write_shards(shards, plan, items, wholes, axis.rank)
+        full = Buffer(plan.full_bytes, CPU)
+        made.append(Rank(axis, shards, GatherBuffers(items, plan, shards, axis.size, full)))
+        full.free()
+    return made
+
+
+def gather(ranks: list[Rank], **options: object) -> list[list[Tensor]]:
+    """Gather on every rank and return the extras each got."""
+    with simulated():
+        flights = [start_gather(r.buffers, r.axis, LANES.gather, **options) for r in ranks]
+        return [finish_gather(flight, LANES.gather, LANES.compute) for flight in flights]
+
+
+def numbered(items: list[Item], first: int = 0) -> list[Tensor]:
+    """Return whole parameters with small numbers that every dtype can hold."""
+    return [(counted(item.layout, torch.int64) % 5 + first + i % 3).to(item.dtype) for i, item in enumerate(items)]
+
+
+def assert_gathered(ranks: list[Rank], wholes: list[Tensor]) -> None:
+    """Assert that every rank has every parameter, cast as sent."""
+    for rank in ranks:
+        for item, full, whole in zip(rank.buffers.items, rank.fulls(), wholes):
+            assert full.dtype == item.wire_dtype and full.stride() == item.layout.stride
+            assert torch.equal(full.to(whole.dtype), whole.to(item.wire_dtype).to(whole.dtype))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[list[Item], TransferSizes]:
+    """Up to four parameters of mixed layouts and dtypes, gathered in any way; empty ones only next to a scalar."""
+    ranks, scalar = draw(st.integers(1, 4)), draw(st.booleans())
+    item = st.builds(
+        lambda layout, cast, pack: Item(layout, *cast, pack),
+        layouts(ranks=ranks, nonempty=not scalar),
+        st.sampled_from(CASTS),
+        st.booleans(),
+    )
+    items = draw(st.lists(item, min_size=0 if scalar else 1, max_size=3))
+    if scalar:
+        one = Item(ShardLayout((), (), None, ranks), torch.float32, torch.float32)
+        items.insert(draw(st.integers(0, len(items))), one)
+    return items, draw(st.sampled_from([DIRECT, PACKED, TransferSizes(64, 100)]))
+
+
+@settings(max_examples=50)
+@given(groups())
+def test_every_rank_has_every_parameter(drawn: tuple[list[Item], TransferSizes]) -> None:
+    items, sizes = drawn
+    wholes = numbered(items)
+    ranks = make_ranks(items, sizes, wholes)
+    gather(ranks)
+    assert_gathered(ranks, wholes)
+
+
+@settings(max_examples=50)
+@given(groups())
+def test_the_same_tensors_are_filled_again_after_they_were_freed(drawn: tuple[list[Item], TransferSizes]) -> None:
+    items, sizes = drawn
+    ranks = make_ranks(items, sizes, numbered(items))
+    gather(ranks)
+    views = [rank.fulls() for rank in ranks]
+    versions = [view._version for rank in views for view in rank]
+    changed = numbered(items, first=2)
+    for rank in ranks:
+        rank.buffers.full.free()
+        assert rank.buffers.full.bytes.untyped_storage().size() == 0
+        write_shards(rank.shards, rank.buffers.plan, items, changed, rank.axis.rank)
+    gather(ranks)
+    for rank, seen in zip(ranks, views):
+        assert all(torch.equal(a.to(torch.complex64), b.to(torch.complex64)) for a, b in zip(seen, rank.fulls()))
+    assert_gathered(ranks, changed)
+    assert [view._version for rank in views for view in rank] == versions  # autograd must not see a change
+
+
+@settings(max_examples=50)
+@given(groups())
+def test_only_the_full_parameters_take_memory_afterwards(drawn: tuple[list[Item], TransferSizes]) -> None:
+    items, sizes = drawn
+    ranks = make_ranks(items, sizes, numbered(items))
+
+    def sizes_of(rank: Rank) -> list[int]:
+        kept = (rank.buffers.full, rank.buffers.wire, rank.buffers.staging)
+        return [0 if buffer is None else buffer.bytes.untyped_storage().size() for buffer in kept]
+
+    assert all(sizes_of(rank) == [0, 0, 0] for rank in ranks)
+    gather(ranks)
+    assert all(sizes_of(rank) == [rank.buffers.plan.full_bytes, 0, 0] for rank in ranks)
+
+
+def matrix(rows: int, columns: int, ranks: int = 2, order: tuple[int, int] = (0, 1), dim: int = 0) -> Item:
+    """Return a float32 parameter."""
+    stride = dense_strides((rows, columns), order)
+    return Item(ShardLayout((rows, columns), stride, dim, ranks), torch.float32, torch.float32)
+
+
+def test_a_large_parameter_is_gathered_from_its_shard_into_its_place() -> None:
+    items = [matrix(8, 16), matrix(8, 16)]
+    ranks = make_ranks(items, DIRECT, numbered(items))
+    gather(ranks)
+    for rank in ranks:
+        first, second = sent(rank.axis)
+        assert first.sent.data_ptr() == rank.shards.data_ptr()
+        assert [first.output.data_ptr(), second.output.data_ptr()] == [full.data_ptr() for full in rank.fulls()]
+        assert rank.buffers.staging is None and rank.buffers.wire is None
+
+
+def test_what_is_small_travels_together_without_a_copy_before_it() -> None:
+    items = [matrix(8, 16), matrix(3, 2), matrix(4, 4, order=(1, 0)), matrix(4, 4, dim=1)]
+    ranks = make_ranks(items, TransferSizes(direct_param_bytes=256, direct_group_bytes=0), numbered(items))
+    gather(ranks)
+    for rank in ranks:
+        large, small = sent(rank.axis)
+        assert large.output.data_ptr() == rank.fulls()[0].data_ptr()
+        assert small.sent.data_ptr() == rank.shards.data_ptr() + rank.buffers.plan.packed_start
+        assert small.sent.nbytes == rank.buffers.plan.wire_bytes - rank.buffers.plan.packed_start
+
+
+def test_a_group_of_one_dtype_is_cast_by_one_kernel() -> None:
+    items = [Item(matrix(8, 16).layout, torch.float32, torch.bfloat16) for _ in range(5)]
+    ranks = make_ranks(items, TransferSizes(direct_param_bytes=64, direct_group_bytes=0), numbered(items))
+    assert [len(rank.buffers.casts) for rank in ranks] == [1, 1]
+
+
+def test_one_rank_communicates_nothing() -> None:
+    items = [matrix(3, 5, ranks=1), matrix(4, 4, ranks=1, order=(1, 0), dim=1)]
+    wholes = numbered(items)
+    ranks = make_ranks(items, PACKED, wholes)
+    gather(ranks)
+    assert ranks[0].axis.group is None
+    assert_gathered(ranks, wholes)
+
+
+# ---- custom collectives and extras ----
+
+
+class Arena:
+    """An all-gather of the user's own, whose buffers are parts of one allocation."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(1 << 14, dtype=torch.uint8)
+        self.taken = 64
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the next part."""
+        numel = torch.Size(size).numel()
+        start, self.taken = self.taken, self.taken + -(-numel * dtype.itemsize // 16) * 16
+        return self.memory[start : start + numel * dtype.itemsize].view(dtype).view(size)
+
+
+@settings(max_examples=50)
+@given(groups())
+def test_a_custom_collective_gets_one_buffer_that_it_allocated(drawn: tuple[list[Item], TransferSizes]) -> None:
+    items, _ = drawn
+    wholes = numbered(items)
+    ranks = make_ranks(items, PACKED, wholes)
+    arena = Arena()
+    gather(ranks, custom=arena)
+    assert_gathered(ranks, wholes)
+    memory = range(arena.memory.data_ptr() + 64, arena.memory.data_ptr() + arena.taken)
+    for rank in ranks if len(ranks) > 1 else ():
+        assert all(message.output.data_ptr() in memory or not message.output.numel() for message in sent(rank.axis))
+
+
+@settings(max_examples=50)
+@given(groups(), st.lists(st.sampled_from([torch.float32, torch.uint8, torch.bfloat16]), min_size=1, max_size=3))
+def test_extras_travel_along(drawn: tuple[list[Item], TransferSizes], dtypes: list[torch.dtype]) -> None:
+    items, sizes = drawn
+    wholes = numbered(items)
+    ranks = make_ranks(items, sizes, wholes)
+    extras = [[torch.full((3 + i,), r + i).to(dtype) for i, dtype in enumerate(dtypes)] for r in range(len(ranks))]
+    with simulated():
+        flights = [start_gather(r.buffers, r.axis, LANES.gather, extras=own) for r, own in zip(ranks, extras)]
+        got = [finish_gather(flight, LANES.gather, LANES.compute) for flight in flights]
+    assert_gathered(ranks, wholes)
+    for gathered in got:
+        assert len(gathered) == len(dtypes)
+        for i, rows in enumerate(gathered):
+            assert torch.equal(rows, torch.stack([own[i] for own in extras]))
+
+
+# ---- memory ----
+
+
+def test_a_buffer_keeps_its_storage_while_its_memory_comes_and_goes() -> None:
+    buffer = Buffer(64, CPU)
+    view, storage = buffer.view(16, 4, torch.float32), buffer.bytes.untyped_storage()
+    buffer.free()
+    buffer.free()
+    assert storage.size() == 0
+    buffer.allocate()
+    view.fill_(3.0)
+    buffer.allocate()  # what is there stays
+    assert storage.size() == 64 and view.tolist() == [3.0] * 4
+    assert buffer.view(16, 4, torch.float32).tolist() == [3.0] * 4
+    assert view.untyped_storage().data_ptr() == storage.data_ptr()
+
+
+def test_views_of_a_buffer_have_version_counters_of_their_own() -> None:
+    buffer = Buffer(64, CPU)
+    parameter, place = buffer.view(0, 4, torch.float32), buffer.view(0, 4, torch.float32)
+    place.fill_(1.0)
+    assert (parameter._version, place._version) == (0, 1)
+    assert parameter.tolist() == [1.0] * 4
+
+
+def test_an_empty_buffer_is_harmless() -> None:
+    buffer = Buffer(0, CPU)
+    buffer.free()
+    buffer.allocate()
+    assert buffer.view(0, 0, torch.float32).shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_a_group_of_empty_parameters_is_gathered(shape: tuple[int, int]) -> None:
+    items = [matrix(*shape)]
+    ranks = make_ranks(items, PACKED, numbered(items))
+    gather(ranks)
+    assert [tuple(full.shape) for rank in ranks for full in rank.fulls()] == [shape] * 2

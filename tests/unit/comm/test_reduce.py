@@ -1,0 +1,387 @@
+"""Reducing on simulated ranks: every rank gets its piece of the mean, and nothing that is the user's is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp2.comm.reduce import ReducePlan, pack_gradients, reduce_chunk
+from fsdp2.comm.scaling import choose_scaling
+from fsdp2.comm.streams import Lanes
+from fsdp2.sharding.layout import ShardLayout
+from fsdp2.sharding.packing import RowPlan
+from tests.unit.comm.ranks import Message, axes, sent, simulated
+from tests.unit.strategies import chunk, dense_strides, layouts
+
+LANES = Lanes(torch.device("cpu"))
+DTYPES = [  # of gradients, of the reduction, of the result
+    (torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.float16, torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16, torch.float32),
+    (torch.float64, torch.float64, torch.float64),
+]
+FP32 = (torch.float32,) * 3
+
+
+@dataclass
+class Chunk:
+    """One chunk on every rank of a (replicate, shard) mesh: plans, and what each rank was delivered."""
+
+    layouts: list[ShardLayout]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = FP32
+    replicas: int = 1
+    factor: float | None = None
+    force_sum: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ranks = self.layouts[0].ranks
+        self.row = RowPlan(self.layouts)
+        scaling = choose_scaling(
+            self.dtypes[1], self.ranks, self.replicas, factor=self.factor, force_sum=self.force_sum
+        )
+        shards = [axes(self.ranks) for _ in range(self.replicas)]
+        replicates = [axes(self.replicas) for _ in range(self.ranks)]
+        self.plans = [
+            ReducePlan(shards[i][j], replicates[j][i], self.dtypes[1], self.dtypes[2], scaling, **self.options)
+            for i in range(self.replicas)
+            for j in range(self.ranks)
+        ]
+        self.delivered: list[list[Tensor]] = [[] for _ in self.plans]
+
+    def start(
+        self, grads: list[list[Tensor]], settle: Callable[[int], Callable[..., bool]] | None = None
+    ) -> list[Generator[None, None, None]]:
+        """Return the operations of all ranks, not started; the lists of gradients are theirs."""
+        return [
+            reduce_chunk(g, self.row, p, LANES, d.extend, settle(i) if settle else None)
+            for i, (g, p, d) in enumerate(zip(grads, self.plans, self.delivered))
+        ]
+
+    def run(self, grads: list[list[Tensor]], **options: Any) -> list[list[Tensor]]:
+        """Reduce and return what each rank was delivered."""
+        drive(self.start([list(own) for own in grads], **options))
+        return self.delivered
+
+    def sent(self, rank: int = 0) -> Message:
+        """Return the first message of a rank on its shard axis."""
+        return sent(self.plans[rank].shard)[0]
+
+
+def drive(operations: list[Generator[None, None, None]]) -> int:
+    """Carry operations on in turn until all have ended, and return how often each waited."""
+    waits = 0
+    while operations:
+        operations = [operation for operation in operations if next(operation, "ended") is None]
+        waits += bool(operations)
+    return waits
+
+
+def gradients(made: Chunk, seed: int = 0, contiguous: bool = False) -> list[list[Tensor]]:
+    """Return whole numbers that every dtype can sum, for every rank, in the layouts' strides or contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(layout: ShardLayout) -> Tensor:
+        values = torch.randint(-8, 9, (layout.numel,), generator=generator).to(made.dtypes[0])
+        return values.view(layout.shape) if contiguous else values.as_strided(layout.shape, layout.stride)
+
+    return [[one(layout) for layout in made.layouts] for _ in made.plans]
+
+
+def assert_means(made: Chunk, grads: list[list[Tensor]]) -> None:
+    """Assert that every rank was delivered its pieces of the sums over all ranks, divided."""
+    divisor = len(grads) if made.factor is None else made.factor
+    for i, layout in enumerate(made.layouts):
+        total = torch.stack([own[i].double() for own in grads]).sum(0) / divisor
+        for rank, pieces in enumerate(made.delivered):
+            piece, expected = pieces[i], chunk(total, layout, rank % made.ranks)
+            assert piece.dtype == made.dtypes[2] and piece.shape == expected.shape
+            assert piece.stride() == layout.shard_stride(rank % made.ranks)
+            assert torch.allclose(piece.double(), expected, rtol=2 * torch.finfo(made.dtypes[1]).eps + 2**-7, atol=0)
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> Chunk:
+    """Up to three gradients, one of them with elements, on up to 4x2 ranks."""
+    ranks = draw(st.integers(1, 4))
+    some = [draw(layouts(ranks=ranks, nonempty=True))]
+    some += draw(st.lists(layouts(ranks=ranks), max_size=2))
+    return Chunk(
+        draw(st.permutations(some)),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([None, 3.0, 0.5])),
+        draw(st.booleans()),
+    )
+
+
+@settings(max_examples=100)
+@given(chunks(), st.booleans(), st.booleans())
+def test_every_rank_gets_its_piece_of_the_mean(made: Chunk, contiguous: bool, exchange: bool) -> None:
+    grads = gradients(made, contiguous=contiguous)
+    with simulated(exchange=exchange):
+        made.run(grads)
+    assert_means(made, grads)
+
+
+@settings(max_examples=50)
+@given(chunks(), st.booleans())
+def test_the_users_gradients_are_not_changed(made: Chunk, exchange: bool) -> None:
+    grads = gradients(made)
+    before = [[grad.clone() for grad in own] for own in grads]
+    with simulated(exchange=exchange):
+        made.run(grads)
+    assert all(torch.equal(a, b) for own, kept in zip(grads, before) for a, b in zip(own, kept))
+
+
+@settings(max_examples=50)
+@given(chunks(), st.booleans())
+def test_what_was_delivered_is_no_part_of_a_gradient(made: Chunk, exchange: bool) -> None:
+    grads = gradients(made)
+    with simulated(exchange=exchange):
+        made.run(grads)
+    held = {grad.untyped_storage().data_ptr() for own in grads for grad in own}
+    assert not held & {piece.untyped_storage().data_ptr() for own in made.delivered for piece in own if piece.numel()}
+
+
+# ---- packing ----
+
+
+@settings(max_examples=50)
+@given(chunks(), st.booleans())
+def test_a_row_holds_every_piece_and_its_padding_is_zero(made: Chunk, contiguous: bool) -> None:
+    grads, row = gradients(made, contiguous=contiguous)[0], made.row
+    rows = torch.full((made.ranks * row.numel,), float("nan"), dtype=made.dtypes[1])
+    pack_gradients(grads, row, rows)
+    table = rows.view(made.ranks, row.numel)
+    for grad, layout, start in zip(grads, made.layouts, row.offsets):
+        for rank in range(made.ranks):
+            slot, numel = table[rank, start : start + layout.slot_numel], layout.shard_numel(rank)
+            piece = slot[:numel].as_strided(layout.shard_shape(rank), layout.shard_stride(rank))
+            assert torch.equal(piece.double(), chunk(grad, layout, rank).double())
+            assert not slot[numel:].any()
+
+
+def weight(rows: int, columns: int = 4, ranks: int = 2, order: tuple[int, int] = (0, 1), dim: int = 0) -> ShardLayout:
+    """Return the layout of a matrix."""
+    return ShardLayout((rows, columns), dense_strides((rows, columns), order), dim, ranks)
+
+
+@pytest.mark.parametrize("layout", [weight(8), weight(4, 8, order=(1, 0), dim=1)], ids=["rows", "columns"])
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_single_even_gradient_is_sent_as_it_is(layout: ShardLayout, exchange: bool) -> None:
+    made = Chunk([layout])
+    grads = gradients(made)
+    with simulated(exchange=exchange):
+        made.run(grads)
+    assert made.sent().sent.data_ptr() == grads[0][0].data_ptr()
+    assert_means(made, grads)
+
+
+@pytest.mark.parametrize("layout", [weight(7), weight(8, dim=1), weight(8, order=(1, 0))], ids=str)
+def test_other_gradients_are_packed(layout: ShardLayout) -> None:
+    made = Chunk([layout])
+    grads = gradients(made)
+    with simulated():
+        made.run(grads)
+    assert made.sent().sent.untyped_storage().data_ptr() != grads[0][0].untyped_storage().data_ptr()
+    assert_means(made, grads)
+
+
+def test_half_precision_is_divided_before_the_sum_in_memory_of_its_own() -> None:
+    made = Chunk([weight(8)], (torch.float16, torch.float16, torch.float32))
+    grads = [[torch.full((8, 4), 60000.0, dtype=torch.float16)] for _ in range(2)]
+    with simulated():
+        made.run(grads)
+    assert torch.equal(made.delivered[0][0], torch.full((4, 4), 60000.0))
+    assert torch.equal(grads[0][0], torch.full((8, 4), 60000.0, dtype=torch.float16))
+
+
+def test_an_exchange_sums_in_fp32_what_travelled_in_less() -> None:
+    made = Chunk([weight(8)], (torch.bfloat16, torch.bfloat16, torch.float32))
+    with simulated(exchange=True):
+        made.run([[torch.full((8, 4), value, dtype=torch.bfloat16)] for value in (256.0, 1.0)])
+    assert made.sent().sent.dtype is torch.bfloat16
+    assert torch.equal(made.delivered[0][0], torch.full((4, 4), 128.5))
+
+
+# ---- waiting, memory ----
+
+
+def test_a_chunk_waits_once_per_axis_and_once_for_the_host() -> None:
+    def waits(replicas: int, **options: Any) -> int:
+        made = Chunk([weight(8)], replicas=replicas, options=options)
+        with simulated():
+            return drive(made.start(gradients(made)))
+
+    assert (waits(1), waits(2)) == (1, 2)
+    assert (waits(1, offload=True), waits(2, offload=True)) == (2, 3)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("layout", [weight(8), weight(7)], ids=["as it is", "packed"])
+def test_what_was_sent_and_received_is_freed_before_the_next_wait(layout: ShardLayout, exchange: bool) -> None:
+    made = Chunk([layout], replicas=2)
+    with simulated(exchange=exchange):
+        operations = made.start(gradients(made))
+        for operation in operations:
+            next(operation)
+        messages = [message for plan in made.plans for message in sent(plan.shard)]
+        refs = [StorageWeakRef(message.sent.untyped_storage()) for message in messages]
+        refs += [StorageWeakRef(message.output.untyped_storage()) for message in messages if exchange]
+        del messages
+        for operation in operations:
+            next(operation)  # to the wait for the replicate axis
+        for plan in made.plans:
+            sent(plan.shard).clear()
+        assert all(ref.expired() for ref in refs)
+        drive(operations)
+
+
+def test_gradients_leave_the_callers_list() -> None:
+    made = Chunk([weight(8), weight(3)])
+    grads = gradients(made)
+    with simulated():
+        operations = made.start(grads)
+        for operation in operations:
+            next(operation)
+        assert grads == [[], []]
+        drive(operations)
+
+
+# ---- the replicate axis, hooks, memory of the user's ----
+
+
+def test_sums_that_are_kept_go_no_further_until_they_are_settled() -> None:
+    """Two backwards, the first without an all-reduce: its sums join those of the second."""
+    made = Chunk([weight(8), weight(3)], replicas=2)
+    first, second = gradients(made, seed=1), gradients(made, seed=2)
+    kept: list[list[Tensor]] = [[] for _ in made.plans]
+
+    def keep(rank: int) -> Callable[..., bool]:
+        def settle(slots: list[Tensor]) -> bool:
+            kept[rank] = slots
+            return False
+
+        return settle
+
+    def join(rank: int) -> Callable[..., bool]:
+        def settle(slots: list[Tensor]) -> bool:
+            for slot, earlier in zip(slots, kept[rank]):
+                slot += earlier
+            return True
+
+        return settle
+
+    with simulated():
+        made.run(first, settle=keep)
+        assert made.delivered == [[]] * 4
+        assert [len(sent(plan.replicate)) for plan in made.plans] == [0] * 4
+        made.run(second, settle=join)
+    assert_means(made, [[a + b for a, b in zip(*pair)] for pair in zip(first, second)])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_hook_sees_each_reduced_chunk_before_division_and_cast(replicas: int) -> None:
+    seen: list[Tensor] = []
+
+    def hook(reduced: Tensor) -> None:
+        seen.append(reduced.clone())
+        reduced.mul_(10)
+
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
+    made = Chunk([weight(8)], dtypes, replicas, factor=3.0, options={"hook": hook})
+    with simulated():
+        made.run([[torch.full((8, 4), 6.0, dtype=torch.bfloat16)] for _ in made.plans])
+    assert len(seen) == len(made.plans)
+    assert all(torch.equal(one, torch.full((16,), 12.0 * replicas)) for one in seen)
+    assert torch.equal(made.delivered[0][0], torch.full((4, 4), 40.0 * replicas, dtype=torch.bfloat16))
+
+
+class Arena:
+    """A reduce-scatter of the user's own whose buffers are parts of one allocation, behind ``skip`` elements."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.allocated: list[tuple[int, torch.dtype]] = []
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory."""
+        numel = torch.Size(size).numel()
+        self.allocated.append((numel, dtype))
+        return torch.full((numel + self.skip,), -1.0, dtype=dtype)[self.skip :].view(size)
+
+
+def test_a_custom_collective_gets_memory_that_it_allocated() -> None:
+    arena = Arena(0)
+    made = Chunk([weight(8)], (torch.bfloat16, torch.float32, torch.float32), options={"custom": arena})
+    grads = gradients(made)
+    with simulated(exchange=True):
+        made.run(grads)
+    assert arena.allocated == [(32, torch.float32), (16, torch.float32)] * 2
+    assert made.sent().kind == "reduce_scatter"
+    assert_means(made, grads)
+
+
+# ---- defects there were ----
+
+
+def test_memory_of_a_custom_collective_may_be_part_of_something_larger() -> None:
+    made = Chunk([weight(8), weight(3)], options={"custom": Arena(skip=16)})
+    grads = gradients(made)
+    with simulated():
+        made.run(grads)
+    assert_means(made, grads)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_chunk_of_empty_gradients_is_delivered(count: int) -> None:
+    made = Chunk([weight(0)] * count)
+    with simulated():
+        made.run(gradients(made))
+    assert [[tuple(piece.shape) for piece in own] for own in made.delivered] == [[(0, 4)] * count] * 2
+
+
+def test_gradients_of_two_dtypes_are_packed() -> None:
+    """One was kept by a backward without reduction (so in the reduce dtype), the other was unused in it."""
+    made = Chunk([weight(8), weight(4)], FP32)
+    grads = [[first, second.bfloat16()] for first, second in gradients(made)]
+    with simulated():
+        made.run(grads)
+    assert_means(made, grads)
+
+
+def test_ranks_agree_on_the_wire_whatever_they_kept() -> None:
+    """Rank 0 kept a gradient (in the reduce dtype) where rank 1 did not use the parameter: gloo aborts the process."""
+    made = Chunk([weight(8)], (torch.bfloat16, torch.float32, torch.float32))
+    grads = gradients(made)
+    grads[0] = [grad.float() for grad in grads[0]]
+    with simulated(exchange=True):
+        made.run(grads)
+    assert_means(made, grads)
+
+
+def test_an_exchange_sends_no_more_than_the_reduce_dtype_takes() -> None:
+    made = Chunk([weight(8)], (torch.float32, torch.bfloat16, torch.float32))
+    with simulated(exchange=True):
+        made.run(gradients(made))
+    assert made.sent().sent.dtype is torch.bfloat16
+
+
+def test_an_exchange_sums_in_the_reduce_dtype() -> None:
+    dtypes = (torch.float32, torch.float64, torch.float32)
+    made = Chunk([weight(8, ranks=4)], dtypes)
+    with simulated(exchange=True):
+        made.run([[torch.full((8, 4), value)] for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)])
+    assert made.delivered[0][0][0, 0].item() * 4 == pytest.approx(1 + 3 * 2.0**-24, rel=2**-23)

@@ -1,0 +1,209 @@
+"""Lanes, values in flight and the bounded set of operations, on a CPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp2.comm.streams import ComputeLane, InFlight, Lane, Lanes, Retained
+
+CPU = torch.device("cpu")
+
+
+class Work:
+    """A collective that notes when it is waited for."""
+
+    def __init__(self, log: list[str], name: str = "work") -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> bool:
+        """Note it."""
+        self.log.append(self.name)
+        return True
+
+
+class Operations:
+    """Makes operations that log their steps as (name, step), and counts those in flight."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[int, int]] = []
+        self.alive: set[int] = set()
+        self.most = 0
+
+    def make(self, name: int, waits: int) -> Generator[None, None, None]:
+        """Return an operation that waits so many times."""
+        self.alive.add(name)
+        self.most = max(self.most, len(self.alive))
+        try:
+            for step in range(waits):
+                self.log.append((name, step))
+                yield
+            self.log.append((name, waits))
+        finally:
+            self.alive.discard(name)
+
+
+# ---- lanes ----
+
+
+def test_a_cpu_lane_is_program_order() -> None:
+    lane = Lane(CPU, priority=-1)
+    log = []
+    with lane.after(None, None) as done:
+        log.append("inside")
+    log.append("behind")
+    assert log == ["inside", "behind"]
+    assert done.event is None
+    assert lane.async_op
+
+
+def test_cpu_lanes_nest() -> None:
+    lanes = Lanes(CPU)
+    with lanes.gather.after() as outer, lanes.reduce.after(outer.event) as inner:
+        pass
+    assert outer.event is None and inner.event is None
+
+
+def test_an_error_leaves_a_cpu_lane_usable() -> None:
+    lane = Lane(CPU)
+    with pytest.raises(KeyError), lane.after():
+        raise KeyError("inside")
+    with lane.after() as done:
+        assert done.event is None
+
+
+def test_a_cpu_lane_ignores_a_given_stream() -> None:
+    assert Lane(CPU, stream=object()).async_op
+
+
+def test_the_compute_lane_of_a_cpu_has_no_events() -> None:
+    compute = ComputeLane(CPU)
+    assert compute.event() is None
+    assert compute.wait(None) is None
+
+
+# ---- values in flight ----
+
+
+def test_a_value_in_flight_is_waited_for_once() -> None:
+    log: list[str] = []
+    value = torch.ones(2)
+    flight = InFlight(value, [Work(log, "first"), Work(log, "second")], None)
+    assert log == []
+    assert flight.wait(ComputeLane(CPU)) is value
+    assert flight.wait(ComputeLane(CPU)) is value
+    assert log == ["first", "second"]
+
+
+def test_waiting_lets_go_of_the_works() -> None:
+    work = Work([])
+    reference = weakref.ref(work)
+    flight = InFlight(1, [work], None)
+    del work
+    flight.wait(ComputeLane(CPU))
+    assert reference() is None
+
+
+# ---- operations in flight ----
+
+
+def test_an_operation_starts_at_once_and_ends_when_asked() -> None:
+    operations, retained = Operations(), Retained(2)
+    retained.add(operations.make(0, 1))
+    assert operations.log == [(0, 0)]
+    retained.finish()
+    assert operations.log == [(0, 0), (0, 1)]
+    assert not operations.alive
+
+
+def test_one_more_than_the_limit_carries_the_oldest_on() -> None:
+    operations, retained = Operations(), Retained(2)
+    for name in range(3):
+        retained.add(operations.make(name, 1))
+    assert operations.log == [(0, 0), (1, 0), (0, 1), (2, 0)]
+
+
+def test_a_second_wait_does_not_hold_up_the_first_of_others() -> None:
+    operations, retained = Operations(), Retained(1)
+    for name in range(4):
+        retained.add(operations.make(name, 2))
+    # Operation 0 ends when operation 2 waits for the second time: one more than the limit.
+    assert operations.log == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (2, 1), (1, 2), (3, 0)]
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=12))
+def test_operations_end_in_order_within_their_limit(limit: int, waits: list[int]) -> None:
+    operations, retained = Operations(), Retained(limit)
+    for name, count in enumerate(waits):
+        retained.add(operations.make(name, count))
+        assert len(operations.alive) <= 2 * limit  # as many again between their first wait and their last
+    retained.finish()
+    assert not operations.alive
+    assert sorted(operations.log) == [(n, step) for n, count in enumerate(waits) for step in range(count + 1)]
+    for count in set(waits):
+        ends = [n for n, step in operations.log if waits[n] == count and step == count]
+        assert ends == sorted(ends)
+
+
+@given(st.integers(1, 4), st.integers(0, 12))
+def test_operations_with_one_wait_are_never_more_than_the_limit(limit: int, count: int) -> None:
+    operations, retained = Operations(), Retained(limit)
+    for name in range(count):
+        retained.add(operations.make(name, 1))
+        assert len(operations.alive) <= limit
+    assert len(operations.alive) == min(limit, count)
+
+
+def test_a_lower_limit_holds_from_the_next_operation_on() -> None:
+    operations, retained = Operations(), Retained(4)
+    for name in range(4):
+        retained.add(operations.make(name, 1))
+    retained.limit = 1
+    retained.add(operations.make(4, 1))
+    assert operations.alive == {4}
+
+
+def test_finishing_twice_or_nothing_is_harmless() -> None:
+    operations, retained = Operations(), Retained(2)
+    retained.finish()
+    retained.add(operations.make(0, 2))
+    retained.finish()
+    retained.finish()
+    assert operations.log == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_an_operation_that_raises_is_dropped_and_the_others_go_on() -> None:
+    def failing() -> Generator[None, None, None]:
+        yield
+        raise RuntimeError("lost connection")
+
+    operations, retained = Operations(), Retained(2)
+    retained.add(failing())
+    retained.add(operations.make(1, 1))
+    with pytest.raises(RuntimeError, match="lost connection"):
+        retained.finish()
+    retained.finish()
+    assert operations.log == [(1, 0), (1, 1)]
+
+
+def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
+    operations, retained = Operations(), Retained(1)
+    inputs = torch.ones(3)
+    reference = weakref.ref(inputs)
+
+    def holding(held: torch.Tensor) -> Generator[None, None, None]:
+        yield
+        held.add_(1)
+
+    retained.add(operations.make(0, 2))
+    retained.add(holding(inputs))
+    del inputs
+    retained.abandon()
+    assert not operations.alive and reference() is None
+    retained.finish()
+    assert operations.log == [(0, 0), (0, 1)]

@@ -1,0 +1,113 @@
+"""Which chunk of a group's gradients leaves when, on a mesh whose collectives move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2 import fully_shard
+from fsdp2._trace import listening
+from tests.unit.meshes import fake_mesh
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks."""
+    with fake_mesh((2,), ("dp",)) as mesh:
+        yield mesh
+
+
+class Branch(nn.Module):
+    """Two units; the second's result may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+        hidden = self.trunk(x)
+        branched = self.branch(hidden)
+        return branched if use else hidden
+
+
+def shard_units(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Make a unit of every child and of the model."""
+    for child in model.children():
+        fully_shard(child, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def backward_events(model: nn.Module, *args: object, requires_grad: bool = True) -> list[tuple[str, str]]:
+    """Return what happens in a backward, without gathers."""
+    output = model(torch.ones(2, 4, requires_grad=requires_grad), *args)
+    events: list[tuple[str, str]] = []
+    with listening(lambda event, name: events.append((event, name))):
+        output.sum().backward()
+    return [event for event in events if event[0] in ("pre_backward", "post_backward", "reduce", "end_backward")]
+
+
+def test_large_gradients_leave_while_backward_is_still_inside(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=mesh)
+    model.set_transfer_sizes(chunk_bytes=1)
+    events = [event for event, _ in backward_events(model)]
+    inside = events[events.index("pre_backward") : events.index("post_backward")]
+    assert inside.count("reduce") >= 3
+    assert events[-1] == "end_backward"
+
+
+def test_small_gradients_leave_together_at_the_end(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=mesh)
+    events = [event for event, _ in backward_events(model)]
+    assert events == ["pre_backward", "post_backward", "reduce", "end_backward"]
+
+
+def test_units_reduce_in_the_order_of_backward(mesh: DeviceMesh) -> None:
+    model = shard_units(Branch(), mesh)
+    reduced = [name for event, name in backward_events(model) if event == "reduce"]
+    assert reduced == ["branch", "trunk"]
+
+
+def test_without_inputs_that_need_gradients_the_last_parameter_ends_the_unit(mesh: DeviceMesh) -> None:
+    model = shard_units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
+    events = backward_events(model, requires_grad=False)
+    first = [event for event, name in events if name == "0"]
+    assert first == ["pre_backward", "post_backward", "reduce"]
+    assert events[-1] == ("end_backward", "")
+
+
+def test_nothing_leaves_without_gradient_sync(mesh: DeviceMesh) -> None:
+    model = shard_units(Branch(), mesh)
+    model.set_requires_gradient_sync(False)
+    assert not [event for event, _ in backward_events(model) if event == "reduce"]
+    model.set_requires_gradient_sync(True)
+    assert [name for event, name in backward_events(model) if event == "reduce"] == ["branch", "trunk"]
+
+
+def test_a_unit_without_gradients_reduces_nothing(mesh: DeviceMesh) -> None:
+    model = shard_units(Branch(), mesh)
+    for _ in range(2):
+        assert [name for event, name in backward_events(model, False) if event == "reduce"] == ["trunk"]
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_unit_without_gradients_reduces_zeros_if_asked_to(mesh: DeviceMesh, earlier: int) -> None:
+    """Other ranks may have used it: they wait for this one."""
+    model = shard_units(Branch(), mesh)
+    model.set_reduce_scatter_unused_params(True)
+    for _ in range(earlier):
+        backward_events(model)
+    reduced = [name for event, name in backward_events(model, False) if event == "reduce"]
+    assert sorted(reduced) == ["branch", "trunk"]
+
+
+def test_a_communicator_of_their_own_is_used_from_the_next_backward_on(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    backward_events(model)
+    model.set_separate_reduce_scatter_group()
+    backward_events(model)
+    (group,) = model._get_fsdp_state().groups
+    assert [plan.shard for plan in group.gradients._plans.values()] == [group.reduce_axis]

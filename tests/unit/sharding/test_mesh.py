@@ -1,0 +1,196 @@
+"""The data-parallel mesh of one call: its axes, what it refuses, default and regrouped meshes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp2.policies import DataParallelMeshDims
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup
+from tests.unit.meshes import fake_mesh, gloo_mesh
+
+NAMES = ("pp", "dp", "cp", "tp")
+
+
+def ranks_of(axis: Axis) -> list[int]:
+    """Return the global ranks of an axis."""
+    assert axis.group is not None
+    return dist.get_process_group_ranks(axis.group)
+
+
+def assert_absent(axis: Axis) -> None:
+    """Assert that an axis communicates nothing."""
+    assert (axis.group, axis.size, axis.rank) == (None, 1, 0)
+
+
+# ---- axes ----
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_an_axis_is_one_dimension_as_this_rank_sees_it(rank: int) -> None:
+    with fake_mesh((2, 3), ("a", "b"), rank) as mesh:
+        first, second = Axis.of(mesh, 0), Axis.of(mesh, 1)
+        assert (first.size, first.rank, first.backend) == (2, rank // 3, "fake")
+        assert (second.size, second.rank, second.backend) == (3, rank % 3, "fake")
+        assert ranks_of(first) == [rank % 3, rank % 3 + 3]
+        assert ranks_of(second) == [rank // 3 * 3 + i for i in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
+def test_the_backend_is_that_of_the_meshs_device(backend: str) -> None:
+    with gloo_mesh(backend) as mesh:
+        assert Axis.of(mesh, 0).backend == "gloo"
+
+
+def test_an_axis_can_have_a_communicator_of_its_own() -> None:
+    with gloo_mesh() as mesh:
+        axis = Axis.of(mesh, 0)
+        own = axis.with_own_group()
+        assert own.group is not axis.group
+        assert (own.size, own.rank, own.backend) == (axis.size, axis.rank, axis.backend)
+        assert ranks_of(own) == ranks_of(axis)
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=own.group)
+        assert tensor.tolist() == [1.0, 1.0]
+
+
+# ---- positional dimensions ----
+
+
+def test_a_mesh_of_one_dimension_shards() -> None:
+    with fake_mesh((4,), rank=3) as mesh:
+        dp = DataParallelMesh.from_mesh(mesh)
+        assert (dp.shard.size, dp.shard.rank) == (4, 3)
+        assert_absent(dp.replicate)
+        assert dp.roles == ("shard",)
+        assert dp.mesh is mesh and dp.shard_mesh is mesh
+        assert dp.device == torch.device("cpu")
+
+
+def test_a_mesh_of_two_dimensions_replicates_and_shards() -> None:
+    with fake_mesh((2, 4), ("replicas", "shards"), rank=6) as mesh:
+        dp = DataParallelMesh.from_mesh(mesh)
+        assert (dp.replicate.size, dp.replicate.rank, ranks_of(dp.replicate)) == (2, 1, [2, 6])
+        assert (dp.shard.size, dp.shard.rank, ranks_of(dp.shard)) == (4, 2, [4, 5, 6, 7])
+        assert dp.roles == ("replicate", "shard")
+        assert dp.shard_mesh.mesh.tolist() == [4, 5, 6, 7]
+
+
+def test_anything_but_a_mesh_is_refused() -> None:
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got int; make one with"):
+        DataParallelMesh.from_mesh(2)
+
+
+def test_more_than_two_dimensions_need_names() -> None:
+    with fake_mesh((2, 2, 2), NAMES[:3]) as mesh, pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh"):
+        DataParallelMesh.from_mesh(mesh)
+
+
+def test_two_dimensions_need_names() -> None:
+    with fake_mesh((2, 2)) as mesh, pytest.raises(AssertionError, match="with mesh_dim_names specified"):
+        DataParallelMesh.from_mesh(mesh)
+
+
+def test_a_mesh_without_this_rank_is_refused() -> None:
+    with fake_mesh((4,), rank=3):
+        others = DeviceMesh("cpu", [0, 1])
+        with pytest.raises(ValueError, match="rank 3 is not part of the mesh"):
+            DataParallelMesh.from_mesh(others)
+
+
+# ---- named dimensions ----
+
+
+def test_one_named_dimension_shards() -> None:
+    with fake_mesh((2, 2), ("dp", "tp"), rank=3) as mesh:
+        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="dp"))
+        assert (dp.shard.size, dp.shard.rank, ranks_of(dp.shard)) == (2, 1, [1, 3])
+        assert_absent(dp.replicate)
+        assert dp.roles == ("shard",) and dp.mesh.mesh.tolist() == [1, 3]
+        assert dp.spmd is mesh and dp.dims == DataParallelMeshDims(shard="dp")
+
+
+def test_one_named_dimension_replicates() -> None:
+    with fake_mesh((2, 2), ("dp", "tp"), rank=3) as mesh:
+        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(replicate="dp"))
+        assert_absent(dp.shard)
+        assert (dp.replicate.size, dp.replicate.rank, ranks_of(dp.replicate)) == (2, 1, [1, 3])
+        assert dp.roles == ("replicate",)
+
+
+def test_named_dimensions_both_ways_in_any_order_of_the_mesh() -> None:
+    with fake_mesh((2, 2, 2), ("shards", "tp", "replicas"), rank=5) as mesh:
+        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="shards", replicate="replicas"))
+        assert ranks_of(dp.shard) == [1, 5] and ranks_of(dp.replicate) == [4, 5]
+        assert dp.roles == ("replicate", "shard")
+        assert dp.mesh.ndim == 2
+
+
+def test_several_names_are_one_axis() -> None:
+    with fake_mesh((2, 2, 2, 2), NAMES, rank=15) as mesh:
+        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=("dp", "cp"), replicate="pp"))
+        assert (dp.shard.size, dp.shard.rank) == (4, 3)
+        assert ranks_of(dp.shard) == [9, 11, 13, 15]
+        assert ranks_of(dp.replicate) == [7, 15]
+        again = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=("dp", "cp"), replicate="pp"))
+        assert again.shard.group is dp.shard.group  # one communicator for all calls
+
+
+def test_a_name_that_the_mesh_lacks_is_refused() -> None:
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh, pytest.raises(ValueError, match="'cp' not found in"):
+        DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="cp"))
+
+
+def test_names_need_a_mesh_with_names() -> None:
+    with fake_mesh((4,)) as mesh, pytest.raises(ValueError, match="must have mesh_dim_names when dp_mesh_dims"):
+        DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="dp"))
+
+
+def test_empty_names_are_refused() -> None:
+    with fake_mesh((4,), ("dp",)) as mesh, pytest.raises(ValueError, match="At least one of shard or replicate"):
+        DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=()))
+
+
+# ---- default and regrouped meshes ----
+
+
+def test_the_default_mesh_is_one_per_process_group() -> None:
+    with fake_mesh((4,)):
+        first = default_mesh()
+        assert first.mesh.tolist() == [0, 1, 2, 3] and first.device_type == "cpu"
+        assert default_mesh() is first
+    with fake_mesh((2,)):
+        assert default_mesh().mesh.tolist() == [0, 1]
+
+
+def test_the_default_mesh_makes_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda: init("fake", store=FakeStore(), rank=1, world_size=2))
+    try:
+        assert not dist.is_initialized()
+        assert default_mesh().get_local_rank() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_neighbours_are_grouped(size: int, rank: int) -> None:
+    with fake_mesh((8,), rank=rank) as mesh:
+        grouped = regroup(mesh, 1, size)
+        assert grouped.mesh.tolist() == [list(range(start, start + size)) for start in range(0, 8, size)]
+        assert ranks_of(Axis.of(grouped, 1)) == list(range(rank // size * size, (rank // size + 1) * size))
+        assert regroup(mesh, 1, size) is grouped  # process groups are made once
+
+
+def test_neighbours_on_the_shard_axis_are_grouped_within_their_replica() -> None:
+    with fake_mesh((2, 4), ("replicas", "shards")) as mesh:
+        assert regroup(mesh, 2, 2).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_later_dimensions_stay_as_they_are() -> None:
+    with fake_mesh((4, 2), ("dp", "tp")) as mesh:
+        assert regroup(mesh, 1, 2).mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]

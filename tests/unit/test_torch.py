@@ -1,0 +1,389 @@
+"""Every private torch symbol that fsdp2 leans on still means what fsdp2 takes it to mean."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp2 import _torch
+from tests.unit.meshes import fake_mesh, gloo_mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+PROBED: set[str] = set()
+
+
+def probes(*names: str) -> Callable[[F], F]:
+    """Note which symbols a test is for."""
+    PROBED.update(names)
+    return lambda function: function
+
+
+def test_every_symbol_has_a_probe() -> None:
+    assert sorted(PROBED) == sorted(_torch.__all__)
+
+
+# ---- composable APIs ----
+
+
+@probes("REGISTRY_KEY", "STATE_KEY", "RegistryItem", "TorchFSDPState", "torch_fully_shard")
+def test_torch_keeps_state_and_registry_of_a_module_under_these_keys() -> None:
+    module = nn.Linear(2, 2)
+    with fake_mesh((2,)) as mesh:
+        torch_fsdp.fully_shard(module, mesh=mesh)
+    registry = module.__dict__[_torch.REGISTRY_KEY]
+    assert isinstance(registry["fully_shard"], _torch.RegistryItem)
+    state = module.__dict__[_torch.STATE_KEY][_torch.torch_fully_shard]
+    assert isinstance(state, _torch.TorchFSDPState)
+    assert torch_fsdp.fully_shard.state(module) is state is _torch.composable_state(module)
+
+
+@pytest.mark.parametrize("api", [torch_fsdp.fully_shard, replicate], ids=["fully_shard", "replicate"])
+def test_torch_refuses_a_module_with_our_entry_in_the_registry(api: Callable[..., Any]) -> None:
+    module = nn.Linear(2, 2)
+    module.__dict__[_torch.REGISTRY_KEY] = {"fully_shard": _torch.RegistryItem()}
+    with fake_mesh((2,)), pytest.raises((AssertionError, RuntimeError), match=r"fully_shard|distributed API"):
+        api(module)
+
+
+@probes("composable_state", "insert_composable_state", "ComposableState")
+def test_a_state_is_found_by_its_module_and_kept_weakly() -> None:
+    module, state = nn.Linear(2, 2), _torch.ComposableState()
+    assert _torch.composable_state(module) is None
+    _torch.insert_composable_state(module, state)
+    assert _torch.composable_state(module) is state
+    with pytest.raises(AssertionError, match="more than once"):
+        _torch.insert_composable_state(module, state)
+    del state
+    gc.collect()
+    with pytest.raises(AssertionError, match="garbage collected"):
+        _torch.composable_state(module)
+
+
+@probes("TrainingState")
+def test_phases_have_names() -> None:
+    assert {state.name for state in _torch.TrainingState} == {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"}
+
+
+@probes("torch_group_module")
+def test_torchs_groups_look_their_collectives_up_where_install_replaces_them() -> None:
+    group = _torch.torch_group_module.FSDPParamGroup
+    for name, method in (("foreach_all_gather", group.unshard), ("foreach_reduce", group.post_backward)):
+        function = inspect.unwrap(method)
+        assert name in function.__code__.co_names
+        assert function.__globals__[name] is vars(_torch.torch_group_module)[name]
+
+
+@probes("root_modules")
+def test_root_modules_are_those_below_no_other() -> None:
+    inner = nn.Linear(2, 2)
+    outer, other = nn.Sequential(nn.Sequential(inner)), nn.Linear(2, 2)
+    assert _torch.root_modules([inner, other, outer]) == [other, outer]
+
+
+# ---- collectives ----
+
+
+@probes("AsyncCollectiveTensor")
+def test_a_gradient_may_still_be_travelling() -> None:
+    with gloo_mesh() as mesh:
+        pending = all_reduce(torch.ones(2), "sum", mesh)
+        assert isinstance(pending, _torch.AsyncCollectiveTensor)
+        waited = pending.wait()
+        assert type(waited) is Tensor and waited.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@probes("AllgatherOptions", "AllreduceOptions", "ReduceScatterOptions", "AllToAllOptions")
+@probes("group_all_gather", "group_all_reduce", "group_reduce_scatter", "group_all_to_all")
+def test_a_groups_own_collectives_fill_their_first_tensor(async_op: bool) -> None:
+    def options(kind: Any, op: Any = None) -> Any:
+        made = kind()
+        made.asyncOp = async_op
+        if op is not None:
+            made.reduceOp = op
+        return made
+
+    with gloo_mesh() as mesh:
+        group, sent = mesh.get_group(), torch.arange(4.0)
+        outputs = [torch.zeros(4) for _ in range(3)] + [sent.clone()]
+        works = [
+            _torch.group_all_gather(group, outputs[0], sent, options(_torch.AllgatherOptions)),
+            _torch.group_reduce_scatter(
+                group, outputs[1], sent, options(_torch.ReduceScatterOptions, dist.ReduceOp.AVG)
+            ),
+            _torch.group_all_to_all(group, outputs[2], sent, [], [], options(_torch.AllToAllOptions)),
+            _torch.group_all_reduce(group, [outputs[3]], options(_torch.AllreduceOptions, dist.ReduceOp.SUM)),
+        ]
+        for work in works:
+            work.wait()
+    assert all(torch.equal(output, sent) for output in outputs)
+
+
+@probes("group_all_gather_coalesced")
+def test_several_gathers_can_be_one_call() -> None:
+    with gloo_mesh() as mesh:
+        outputs, options = [torch.zeros(2), torch.zeros(3)], _torch.AllgatherOptions()
+        inputs = [torch.ones(2), torch.full((3,), 2.0)]
+        _torch.group_all_gather_coalesced(mesh.get_group(), outputs, inputs, options).wait()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
+
+
+@probes("AllGather", "ReduceScatter")
+def test_custom_collectives_are_called_as_we_call_them() -> None:
+    assert list(inspect.signature(_torch.AllGather.__call__).parameters)[1:] == [
+        "output_tensor",
+        "input_tensor",
+        "group",
+        "async_op",
+    ]
+    assert list(inspect.signature(_torch.ReduceScatter.__call__).parameters)[1:] == [
+        "output_tensor",
+        "input_tensor",
+        "group",
+        "op",
+        "async_op",
+    ]
+    for interface in (_torch.AllGather, _torch.ReduceScatter):
+        assert list(inspect.signature(interface.allocate).parameters)[1:] == ["size", "dtype", "device"]
+        assert interface.__abstractmethods__ == {"__call__", "allocate"}
+
+
+@probes("TORCH_COMMS", "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter")
+def test_torchs_collectives_with_memory_of_the_group_do_as_others() -> None:
+    with gloo_mesh() as mesh:
+        group, cpu = mesh.get_group(), torch.device("cpu")
+        gather, scatter = _torch.ProcessGroupAllocAllGather(group), _torch.ProcessGroupAllocReduceScatter(group)
+        assert isinstance(gather, _torch.AllGather) and isinstance(scatter, _torch.ReduceScatter)
+        assert type(gather) in _torch.TORCH_COMMS and type(scatter) in _torch.TORCH_COMMS
+        outputs = [comm.allocate((3,), dtype=torch.float32, device=cpu) for comm in (gather, scatter)]
+        gather(output_tensor=outputs[0], input_tensor=torch.ones(3), group=group, async_op=True).wait()
+        op = dist.ReduceOp.AVG
+        scatter(output_tensor=outputs[1], input_tensor=torch.ones(3), group=group, op=op, async_op=True).wait()
+    assert [output.tolist() for output in outputs] == [[1.0] * 3] * 2
+
+
+@probes("SymmMemAllGather", "SymmMemReduceScatter")
+def test_torchs_collectives_with_symmetric_memory_are_made_of_group_and_backend() -> None:
+    kinds = {_torch.SymmMemAllGather: _torch.AllGather, _torch.SymmMemReduceScatter: _torch.ReduceScatter}
+    for kind, interface in kinds.items():
+        assert issubclass(kind, interface) and kind in _torch.TORCH_COMMS and not kind.__abstractmethods__
+        assert list(inspect.signature(kind.__init__).parameters)[1:] == ["group", "backend"]
+
+
+# ---- meshes and DTensors ----
+
+
+@probes("concatenate_meshes", "flatten_mesh")
+def test_meshes_are_put_together_and_flattened() -> None:
+    with fake_mesh((2, 2, 2), ("dp", "cp", "tp"), rank=5) as mesh:
+        flat = _torch.flatten_mesh(mesh["dp", "cp"], "dp_cp")
+        assert flat.mesh.tolist() == [1, 3, 5, 7] and flat.get_group().size() == 4
+        both = _torch.concatenate_meshes([flat, mesh["tp"]])
+        assert both.mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and both.get_coordinate() == (2, 1)
+        assert both.get_group(0).name() == flat.get_group().name()
+
+
+@probes("TorchShardPlacementResult")
+def test_torchs_placement_result_knows_its_mesh() -> None:
+    with fake_mesh((2,)) as mesh:
+        result = _torch.TorchShardPlacementResult(Shard(1), FSDPMeshInfo(mesh, shard_mesh_dim=0))
+        assert result.placement == Shard(1) and result.mesh_info.mesh is mesh
+
+
+@probes("DTensorSpec", "TensorMeta", "dtensor_from_local", "local_tensor", "set_local_tensor", "dtensor_spec")
+def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        meta = _torch.TensorMeta(torch.Size((8, 3)), (3, 1), torch.float32)
+        spec = _torch.DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta)
+        assert spec.num_shards_map == [4, -1] or spec.num_shards_map == [4, 1]
+        local, other = torch.zeros(2, 3), torch.ones(2, 3)
+        made = _torch.dtensor_from_local(local, spec)
+        assert _torch.local_tensor(made) is local and _torch.dtensor_spec(made) is spec
+        assert (made.shape, made.stride(), made.dtype, made.requires_grad) == ((8, 3), (3, 1), torch.float32, False)
+        _torch.set_local_tensor(made, other)
+        assert _torch.local_tensor(made) is other and torch.equal(made.to_local(), other)
+        double = replace(spec, tensor_meta=_torch.TensorMeta(meta.shape, meta.stride, torch.float64))
+        assert _torch.dtensor_from_local(local.double(), double).dtype is torch.float64
+        assert spec == _torch.DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta) and spec != double
+
+
+def test_a_parameter_around_a_dtensor_keeps_spec_and_identity_of_a_new_local_tensor() -> None:
+    with fake_mesh((2,)) as mesh:
+        param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
+        local = torch.ones(2)
+        _torch.set_local_tensor(param, local)
+        assert _torch.local_tensor(param) is local and param.data.to_local().tolist() == [1.0, 1.0]
+
+
+@probes("StridedShard")
+def test_a_strided_shard_is_cut_after_the_dimensions_to_its_right() -> None:
+    starts = {}
+    for rank in range(4):
+        with fake_mesh((2, 2), ("dp", "tp"), rank) as mesh:
+            placements = (_torch.StridedShard(0, split_factor=2), Shard(0))
+            (rows, _), (start, _) = compute_local_shape_and_global_offset((8, 3), mesh, placements)
+            starts[tuple(mesh.get_coordinate())] = (rows, start)
+    assert starts == {(0, 0): (2, 0), (1, 0): (2, 2), (0, 1): (2, 4), (1, 1): (2, 6)}
+    one = _torch.StridedShard(1, split_factor=4)
+    assert (one.dim, one.split_factor) == (1, 4) and one != Shard(1) and not isinstance(one, Replicate)
+
+
+# ---- autograd ----
+
+
+@probes("graph_task_id", "queue_end_of_backward")
+def test_a_running_backward_has_an_id_and_an_end() -> None:
+    log, leaf = [], torch.ones(2, requires_grad=True)
+
+    def inside(grad: Tensor) -> None:
+        log.append(_torch.graph_task_id())
+        _torch.queue_end_of_backward(lambda: log.append(leaf.grad.tolist()))
+
+    output = leaf * 2
+    output.register_hook(inside)
+    assert _torch.graph_task_id() == -1
+    output.sum().backward()
+    assert _torch.graph_task_id() == -1
+    assert log[0] >= 0 and log[1:] == [[2.0, 2.0]]
+
+
+@probes("will_execute", "accumulate_grad_node")
+def test_a_running_backward_knows_which_leaves_it_reaches() -> None:
+    log, leaves = {}, [torch.ones(2, requires_grad=True) for _ in range(2)]
+    nodes = [_torch.accumulate_grad_node(leaf) for leaf in leaves]
+    assert [node.variable is leaf for node, leaf in zip(nodes, leaves)] == [True, True]
+    with torch.no_grad():
+        assert _torch.accumulate_grad_node(leaves[0]) is nodes[0]
+    output = leaves[0] * 2
+    output.register_hook(lambda grad: log.update({i: _torch.will_execute(node) for i, node in enumerate(nodes)}))
+    output.sum().backward()
+    assert log == {0: True, 1: False}
+
+
+@probes("autograd_sequence_number", "node_sequence_number")
+def test_nodes_are_numbered_in_the_order_of_their_making() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    before = leaf * 2
+    since = _torch.autograd_sequence_number()
+    after = before * 2
+    numbers = [_torch.node_sequence_number(tensor.grad_fn) for tensor in (before, after)]
+    assert numbers[0] < since <= numbers[1]
+
+
+@probes("gradient_hooks")
+def test_the_hooks_of_a_tensor_are_found_in_order() -> None:
+    tensor, hooks = torch.ones(2, requires_grad=True), [lambda t: None for _ in range(4)]
+    assert _torch.gradient_hooks(tensor) is None
+    handles = [tensor.register_hook(hook) for hook in hooks[:2]]
+    handles += [tensor.register_post_accumulate_grad_hook(hook) for hook in hooks[2:]]
+    assert _torch.gradient_hooks(tensor) == (hooks[:2], hooks[2:])
+    for handle in handles:
+        handle.remove()
+    assert _torch.gradient_hooks(tensor) is None
+
+
+@probes("version_of")
+def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
+    tensor = torch.zeros(4)
+    tensor[:2].add_(1)
+    assert _torch.version_of(tensor) == 1
+    with torch.no_grad():
+        tensor.mul_(2)
+    assert _torch.version_of(tensor) == 2 and _torch.version_of(tensor.data) == 0
+    with torch.inference_mode():
+        assert _torch.version_of(torch.zeros(1)) == -1
+    with fake_mesh((2,)) as mesh:
+        param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
+        before = _torch.version_of(param)
+        with torch.no_grad():
+            param.add_(1)
+        assert _torch.version_of(param) > before
+
+
+@probes("python_attributes")
+def test_what_users_stored_is_told_from_what_a_dtensor_needs() -> None:
+    with fake_mesh((2,)) as mesh:
+        sharded = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
+        for param in (nn.Parameter(torch.zeros(2)), sharded):
+            assert _torch.python_attributes(param) == {}
+            param.tag = "kept"
+            assert _torch.python_attributes(param) == {"tag": "kept"}
+
+
+@probes("profiler_running")
+def test_a_running_profiler_is_noticed() -> None:
+    assert not _torch.profiler_running()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.profiler_running()
+    assert not _torch.profiler_running()
+
+
+# ---- kernels, transforms, compilation, modules ----
+
+
+@probes("foreach_copy")
+def test_a_list_of_tensors_is_copied_and_cast_at_once() -> None:
+    targets = [torch.zeros(2), torch.zeros(2, 2).t(), torch.zeros(2, 3)[:, :1]]
+    sources = [torch.ones(2, dtype=torch.bfloat16), torch.arange(4.0).view(2, 2), torch.ones(1, 1).expand(2, 1)]
+    _torch.foreach_copy(targets, sources)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(targets, sources))
+
+
+@probes("chunk_cat")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_chunks_of_several_tensors_make_rows_padded_with_zeros_and_cast(dtype: torch.dtype) -> None:
+    out = torch.full((4, 6), 9.0, dtype=dtype)
+    _torch.chunk_cat([torch.arange(1.0, 11).view(5, 2), torch.arange(1.0, 6)], 0, 4, out=out)
+    assert out.tolist() == [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 3, 4], [9, 10, 0, 0, 5, 0], [0, 0, 0, 0, 0, 0]]
+
+
+@probes("outside_functorch")
+def test_functorch_is_off_inside_and_on_again_behind() -> None:
+    def look() -> bool:
+        made = torch.zeros(2)
+        made.untyped_storage().resize_(0)  # refused for a wrapped tensor
+        return torch._C._functorch.is_functorch_wrapped_tensor(made)
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(outside())
+        seen.append(torch._C._functorch.is_functorch_wrapped_tensor(torch.zeros(2)))
+        return x.square().sum()
+
+    seen, outside = [], _torch.outside_functorch(look)
+    torch.func.grad(function)(torch.ones(2))
+    assert seen == [False, True] and not outside()
+
+
+@probes("outside_dynamo")
+def test_compilation_breaks_at_what_is_outside() -> None:
+    compiling: list[bool] = []
+    outside = _torch.outside_dynamo(lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1)
+    assert outside(1) == 2 and outside._torchdynamo_disable
+    assert sys.modules.get("torch._dynamo") is None or outside(2) == 3
+
+    @torch.compile(backend="eager")
+    def function(x: Tensor) -> Tensor:
+        return outside(x * 2) * 3
+
+    assert function(torch.ones(2)).tolist() == [9.0, 9.0]
+    assert compiling and not any(compiling)
+
+
+@probes("overrides_setattr")
+def test_modules_that_watch_their_attributes_are_told_from_others() -> None:
+    assert _torch.overrides_setattr(nn.LSTM(2, 2)) and not _torch.overrides_setattr(nn.Linear(2, 2))

@@ -1,0 +1,90 @@
+"""Events reach listeners and the debug log, and profiler ranges exist while a profiler runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+
+from fsdp2._trace import emit, listening, refresh, span
+
+
+class Listener:
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def __call__(self, event: str, name: str) -> None:
+        """Keep one event."""
+        self.heard.append((event, name))
+
+
+def test_a_listener_hears_what_happens_inside_its_block() -> None:
+    listener = Listener()
+    emit("unshard", "before")
+    with listening(listener):
+        emit("unshard", "layers.0")
+        emit("reshard", "layers.0")
+    emit("unshard", "after")
+    assert listener.heard == [("unshard", "layers.0"), ("reshard", "layers.0")]
+
+
+def test_listeners_nest() -> None:
+    outer, inner = Listener(), Listener()
+    with listening(outer):
+        emit("a", "")
+        with listening(inner):
+            emit("b", "")
+        emit("c", "")
+    assert [event for event, _ in outer.heard] == ["a", "b", "c"]
+    assert [event for event, _ in inner.heard] == ["b"]
+
+
+def test_an_error_inside_the_block_ends_listening() -> None:
+    listener = Listener()
+    with pytest.raises(KeyError), listening(listener):
+        raise KeyError("inside")
+    emit("late", "")
+    assert listener.heard == []
+
+
+def test_one_listener_may_listen_twice() -> None:
+    listener = Listener()
+    with listening(listener):
+        with listening(listener):
+            emit("both", "")
+        emit("one", "")
+    assert [event for event, _ in listener.heard] == ["both", "both", "one"]
+
+
+def test_the_debug_log_names_event_and_group(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="fsdp2"):
+        refresh()
+        emit("unshard", "layers.0")
+    refresh()
+    assert caplog.messages == ["unshard layers.0"]
+
+
+def test_a_level_takes_effect_with_the_next_iteration(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="fsdp2"):
+        emit("unshard", "before refresh")
+        refresh()
+    with caplog.at_level(logging.INFO, logger="fsdp2"):
+        refresh()
+        emit("unshard", "above debug")
+    assert caplog.messages == []
+
+
+def test_without_a_profiler_a_span_is_nothing() -> None:
+    assert isinstance(span("all_gather", "layers.0"), contextlib.nullcontext)
+
+
+def test_a_profiler_sees_spans_by_name() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with span("all_gather", "layers.0"), span("root_post_backward", ""):
+            torch.ones(1)
+    names = {event.name for event in profile.events()}
+    assert {"FSDP::all_gather (layers.0)", "FSDP::root_post_backward"} <= names

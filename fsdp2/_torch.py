@@ -70,6 +70,9 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 # Grouped calls manage the root-most modules of the list, by torch's definition of root-most.
 from torch.distributed.utils import _get_root_modules as root_modules
 
+# User-registered containers are walked the way torch walks them.
+from torch.utils import _pytree as pytree
+
 __all__ = [
     "REGISTRY_KEY",
     "STATE_KEY",
@@ -117,12 +120,14 @@ __all__ = [
     "overrides_setattr",
     "profiler_running",
     "python_attributes",
+    "pytree",
     "queue_end_of_backward",
     "root_modules",
     "set_local_tensor",
     "torch_fully_shard",
     "torch_group_module",
     "version_of",
+    "view_base",
     "will_execute",
 ]
 
@@ -224,6 +229,11 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list
     if not on_gradient and not after:
         return None
     return list((on_gradient or {}).values()), list((after or {}).values())
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is a view of; changing a view in place goes through its base in autograd."""
+    return tensor._base
 
 
 def version_of(tensor: Any) -> int:

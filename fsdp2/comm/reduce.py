@@ -45,7 +45,7 @@ class ReducePlan:
     pin_memory: bool = False
 
 
-def sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
+def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
     """Whether the memory of a single gradient already is one row per rank in ``dtype``."""
     if len(grads) != 1:
         return False
@@ -103,12 +103,10 @@ def reduce_chunk(
     rows, exchanged = _start_scatter(grads, row, plan, lanes)
     try:
         yield
-    except GeneratorExit:  # abandoned: the memory must not be used again before communication is through with it
-        exchanged.wait(lanes.compute)
-        raise
-    out = exchanged.wait(lanes.compute)
+    finally:  # also when abandoned: memory must not be used again before communication is through with it
+        out = exchanged.wait(lanes.compute)
     exchange = out.numel() == rows.numel() and plan.shard.size > 1
-    del rows, exchanged  # compute has waited for the reduce lane, so their memory may be used again
+    del rows, exchanged
     lane = lanes.reduce
     simple = settle is None and plan.replicate.size == 1 and plan.hook is None and not plan.offload
     with lane.after() as done:
@@ -156,7 +154,7 @@ def _start_scatter(
     narrow = exchange and plan.scaling.pre == 1.0
     wire_dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
     # A division before the sum needs memory of our own: the user may hold the gradient itself.
-    if plan.scaling.pre == 1.0 and custom is None and sends_as_it_is(grads, row, wire_dtype):
+    if plan.scaling.pre == 1.0 and custom is None and _sends_as_it_is(grads, row, wire_dtype):
         rows = grads[0].as_strided((grads[0].numel(),), (1,))
     else:
         rows = _allocate(row.numel * ranks, wire_dtype, device, custom)

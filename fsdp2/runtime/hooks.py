@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import node_sequence_number
+from fsdp2._torch import node_sequence_number, view_base
 from fsdp2.runtime.trees import find_tensors, map_tensors
 
 __all__ = [
@@ -192,7 +192,7 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
         if tensor.is_leaf:  # nothing in the module computed it
             continue
         tensor.register_hook(starting)
-        base = tensor._base
+        base = view_base(tensor)
         if base is not None and base.grad_fn is not None and node_sequence_number(base.grad_fn) >= since:
             base.grad_fn.register_prehook(lambda grads: starting(grads[0]))
     return watched

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+
+from fsdp2._torch import pytree
 
 __all__ = ["find_tensors", "map_tensors"]
 
@@ -81,10 +82,11 @@ class _Mapper:
     def _rebuild(self, tree: Any, depth: int) -> Any:
         kind = type(tree)
         if isinstance(tree, PackedSequence):  # its batch sizes stay where and what they are
-            parts = {
-                name: self.map(getattr(tree, name), depth) for name in ("data", "sorted_indices", "unsorted_indices")
-            }
-            return tree if all(getattr(tree, name) is part for name, part in parts.items()) else tree._replace(**parts)
+            names = ("data", "sorted_indices", "unsorted_indices")
+            parts = {name: self.map(getattr(tree, name), depth) for name in names}
+            if all(getattr(tree, name) is part for name, part in parts.items()):
+                return tree
+            return PackedSequence(batch_sizes=tree.batch_sizes, **parts)
         if isinstance(tree, (list, tuple)):
             new = [self.map(item, depth) for item in tree]
             return tree if all(a is b for a, b in zip(new, tree)) else _rebuild_sequence(tree, new)
@@ -136,14 +138,12 @@ def _rebuild_sequence(old: Any, new: list[Any]) -> Any:
     kind = type(old)
     if kind is list or kind is tuple:
         return kind(new)
-    if hasattr(old, "_make"):  # a named tuple; its class may want other arguments
-        return kind._make(new)
     if isinstance(old, list):
         clone = copy.copy(old)
         clone[:] = new
         return clone
     try:
-        clone = tuple.__new__(kind, new)
+        clone = tuple.__new__(kind, new)  # a class of its own may want other arguments
     except TypeError:  # what torch.max and its like return is built in C
         return kind(new)
     if hasattr(old, "__dict__"):

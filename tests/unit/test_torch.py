@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -387,3 +388,18 @@ def test_compilation_breaks_at_what_is_outside() -> None:
 @probes("overrides_setattr")
 def test_modules_that_watch_their_attributes_are_told_from_others() -> None:
     assert _torch.overrides_setattr(nn.LSTM(2, 2)) and not _torch.overrides_setattr(nn.Linear(2, 2))
+
+
+@probes("view_base")
+def test_a_view_knows_its_base() -> None:
+    base = torch.zeros(4)
+    assert _torch.view_base(base[1:]) is base
+    assert _torch.view_base(base) is None
+
+
+@probes("pytree")
+def test_registered_containers_are_taken_apart_and_put_together() -> None:
+    tree = OrderedDict(a=1, b=2)
+    leaves, spec = _torch.pytree.tree_flatten(tree)
+    assert (leaves, _torch.pytree.tree_unflatten(leaves, spec)) == ([1, 2], tree)
+    assert OrderedDict in _torch.pytree.SUPPORTED_NODES and int not in _torch.pytree.SUPPORTED_NODES

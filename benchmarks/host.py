@@ -1,0 +1,312 @@
+"""Python calls, dispatcher calls and microseconds that sharding adds per unit and training step.
+
+A unit is a llama-shaped block of 9 parameters; the process group is `fake`, so nothing is sent and what remains is host
+work. Every figure is a slope between two depths, minus the same slope of the model that is not sharded: what one more
+unit costs, with the root and other constants cancelled. Times are processor time of the one thread that works, medians
+of many steps in which the candidates take turns; calls are exact counts of a step after the third one (forward and
+backward, no optimizer).
+
+The fake group copies its input once per pretended rank. Those operators are not counted, times are taken on 2 ranks
+where they weigh least, and the rows over ranks have the growth of that copying subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _common import (
+    FullyShard,
+    Row,
+    arguments,
+    candidates,
+    collect_garbage,
+    fake_mesh,
+    finish,
+    median,
+    quiet_profiler,
+    shard_units,
+)
+from _models import Block, Columns
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WORLD, WIDTH, LARGE_WIDTH, WARM_STEPS = 2, 64, 1024, 3
+SHALLOW, DEEP = 4, 16
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Step = Callable[[], object]
+KINDS = {  # what is counted: (its title, what is asked of ours / torch's)
+    "python": ("Python calls (of Python and of C functions)", 0.33),
+    "functions": ("of these, Python functions", None),
+    "operators": ("dispatcher calls (nested ones included)", 0.5),
+    "dispatched": ("of these, seen by a dispatch mode", None),
+}
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts every operator that reaches the dispatcher below autograd, collectives included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model to step: how many units of which width, and in which precision."""
+
+    units: int
+    width: int = WIDTH
+    mixed: bool = False
+
+    def step_of(self, fully_shard: FullyShard | None, mesh: DeviceMesh) -> Step:
+        """A warmed-up function that runs one forward and backward; gradients are dropped outside of it."""
+        model: nn.Module = nn.Sequential(*(Block(self.width) for _ in range(self.units)))
+        data = torch.randn(1, self.width)
+        if fully_shard is None and self.mixed:
+            model, data = model.bfloat16(), data.bfloat16()
+        shard_units(model, model.children(), fully_shard, mesh, MIXED if self.mixed else None)
+        return warm(model, data)
+
+
+def warm(model: nn.Module, data: Tensor) -> Step:
+    """One training step of the model as a function, after the steps in which it learns its order."""
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        model(data).sum().backward()
+
+    for _ in range(WARM_STEPS):
+        step()
+        clear(parameters)
+    step.clear = lambda: clear(parameters)  # type: ignore[attr-defined]
+    return step
+
+
+def clear(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def count(step: Step) -> dict[str, int]:
+    """Calls in one step, by the keys of `KINDS`."""
+    events = {"call": 0, "c_call": 0}
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event in events:
+            events[event] += 1
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    step.clear()  # type: ignore[attr-defined]
+    with Dispatches() as dispatches:
+        step()
+    step.clear()  # type: ignore[attr-defined]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    step.clear()  # type: ignore[attr-defined]
+    operators = sum(_is_operator(event) for event in profiler.events())
+    python = sum(events.values())
+    return {
+        "python": python,
+        "functions": events["call"],
+        "operators": operators,
+        "dispatched": dispatches.count,
+    }
+
+
+def _is_operator(event: Any) -> bool:
+    """Whether a profiler event is a dispatched operator that does not run inside a collective of the fake group."""
+    if not event.name.startswith(("aten::", "c10d::", "fsdp::", "fsdp2::")):
+        return False
+    outer = event.cpu_parent
+    while outer is not None and not outer.name.startswith("c10d::"):
+        outer = outer.cpu_parent
+    return outer is None
+
+
+def counts(sides: dict[str, FullyShard], mesh: DeviceMesh, width: int, mixed: bool) -> dict[str, dict[str, float]]:
+    """Added calls per unit of every side: {side: {kind: calls}}."""
+    found = {}
+    for side, fully_shard in {"plain": None, **sides}.items():
+        few, many = (count(Case(units, width, mixed).step_of(fully_shard, mesh)) for units in (2, 6))
+        found[side] = {kind: (many[kind] - few[kind]) / 4 for kind in KINDS}
+        collect_garbage()
+    return {side: {kind: found[side][kind] - found["plain"][kind] for kind in KINDS} for side in sides}
+
+
+def alternate(steps: dict[Any, Step], rounds: int) -> dict[Any, float]:
+    """Median processor seconds of every step; they take turns, so that a slow moment of the machine meets them all."""
+    times: dict[Any, list[float]] = {key: [] for key in steps}
+    for turn in range(rounds):
+        keys = list(steps) if turn % 2 else list(reversed(steps))
+        for key in keys:
+            start = time.thread_time()
+            steps[key]()
+            times[key].append(time.thread_time() - start)
+            steps[key].clear()  # type: ignore[attr-defined]
+    return {key: median(values) for key, values in times.items()}
+
+
+def microseconds(sides: dict[str, FullyShard], mesh: DeviceMesh, mixed: bool, rounds: int) -> dict[str, float]:
+    """Added microseconds per unit and step of every side."""
+    everyone = {"plain": None, **sides}
+    steps = {
+        (side, units): Case(units, mixed=mixed).step_of(fully_shard, mesh)
+        for side, fully_shard in everyone.items()
+        for units in (SHALLOW, DEEP)
+    }
+    seconds = alternate(steps, rounds)
+    slope = {side: (seconds[side, DEEP] - seconds[side, SHALLOW]) / (DEEP - SHALLOW) for side in everyone}
+    return {side: 1e6 * (slope[side] - slope["plain"]) for side in sides}
+
+
+def wrap_seconds(fully_shard: FullyShard, mesh: DeviceMesh, units: int) -> float:
+    """Seconds from a built model of `units` units to the end of its first forward."""
+    collect_garbage()
+    model = nn.Sequential(*(Block(8) for _ in range(units)))
+    start = time.thread_time()
+    shard_units(model, model.children(), fully_shard, mesh)
+    model(torch.randn(1, 8))
+    return time.thread_time() - start
+
+
+def _wrapping(sides: dict[str, FullyShard], mesh: DeviceMesh, units: int, rounds: int) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, fully_shard in sides.items():
+            seconds[side].append(wrap_seconds(fully_shard, mesh, units))
+    return {side: median(values) for side, values in seconds.items()}
+
+
+def over_depth(sides: dict[str, FullyShard], mesh: DeviceMesh, depths: tuple[int, ...]) -> dict[str, dict[int, float]]:
+    """Added microseconds per unit at each depth, constants included."""
+    found: dict[str, dict[int, float]] = {side: {} for side in sides}
+    for units in depths:
+        steps = {side: Case(units).step_of(function, mesh) for side, function in {"plain": None, **sides}.items()}
+        seconds = alternate(steps, max(5, 400 // units))
+        for side in sides:
+            found[side][units] = 1e6 * (seconds[side] - seconds["plain"]) / units
+        del steps
+        collect_garbage()
+    return found
+
+
+def fake_seconds(world: int, rows: int) -> float:
+    """Seconds that the fake group itself spends on a unit's two gathers and one reduce-scatter."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    full = torch.empty(9 * max(rows, world))
+    piece = full[: full.numel() // world]
+    times = []
+    for _ in range(100):
+        start = time.thread_time()
+        gather(full, piece)
+        gather(full, piece)
+        scatter(piece, full)
+        times.append(time.thread_time() - start)
+    return median(times)
+
+
+def over_worlds(sides: dict[str, FullyShard], worlds: tuple[int, ...]) -> dict[str, dict[int, float]]:
+    """Added microseconds per unit at each world size, on units whose work and size do not depend on it."""
+    found: dict[str, dict[int, float]] = {side: {} for side in sides}
+    rows = max(worlds)
+    alone: dict[int, float] = {}
+    for world in worlds:
+        mesh, steps = fake_mesh(world), {}
+        alone[world] = fake_seconds(world, rows)
+        for side, fully_shard in {"plain": None, **sides}.items():
+            model = nn.Sequential(*(Columns(rows) for _ in range(SHALLOW)))
+            shard_units(model, model.children(), fully_shard, mesh)
+            steps[side] = warm(model, torch.randn(rows, 1))
+        seconds = alternate(steps, 60)
+        for side in sides:
+            added = (seconds[side] - seconds["plain"]) / SHALLOW
+            found[side][world] = 1e6 * (added - alone[world] + alone[worlds[0]])
+        del steps, model
+        collect_garbage()
+    return found
+
+
+def count_rows(sides: dict[str, FullyShard], mesh: DeviceMesh) -> list[Row]:
+    """The exact figures."""
+    rows = []
+    settings = (("fp32", WIDTH, False), ("mixed", WIDTH, True), ("fp32, width 1024", LARGE_WIDTH, False))
+    for name, width, mixed in settings:
+        found = counts(sides, mesh, width, mixed)
+        for kind, (title, limit) in KINDS.items():
+            rows.append(Row(f"{title}, {name}", found["ours"][kind], found["theirs"][kind], "", limit))
+    return rows
+
+
+def time_rows(sides: dict[str, FullyShard], mesh: DeviceMesh, options: argparse.Namespace) -> list[Row]:
+    """The measured figures."""
+    rows = []
+    for name, mixed in (("fp32", False), ("mixed", True)):
+        found = microseconds(sides, mesh, mixed, options.rounds)
+        rows.append(Row(f"host time per unit and step, {name}", found["ours"], found["theirs"], "us", 0.4))
+        collect_garbage()
+    wrapping = _wrapping(sides, mesh, options.units, 2)
+    title = f"wrapping {options.units} units, first forward included"
+    rows.append(Row(title, wrapping["ours"], wrapping["theirs"], "s", 1.0))
+    depths, worlds = (4, 16, 64, 256), (2, 64, 1024, 4096)
+    for word, found_over in (("units", over_depth(sides, mesh, depths)), ("ranks", over_worlds(sides, worlds))):
+        for size in found_over["ours"]:
+            title = f"added per unit, {size} {word}"
+            rows.append(Row(title, found_over["ours"][size], found_over["theirs"][size], "us"))
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=60, help="steps of every candidate and depth (default 60)")
+    parser.add_argument("--units", type=int, default=1000, help="units of the wrapping figure (default 1000)")
+    parser.add_argument("--counts", action="store_true", help="only the exact call counts")
+    parser.add_argument("--profile", action="store_true", help="print where our host time of a step goes")
+    options = parser.parse_args()
+    quiet_profiler()
+    torch.set_num_threads(1)
+    sides, mesh = candidates(options.ours), fake_mesh(WORLD)
+    if options.profile:
+        show_profile(Case(DEEP).step_of(sides["ours"], mesh))
+        return
+    rows = count_rows(sides, mesh)
+    if not options.counts:
+        rows += time_rows(sides, mesh, options)
+    finish("host", rows, __doc__ or "", options)
+
+
+def show_profile(step: Step) -> None:
+    """Print functions by own time over 30 steps of the deep model."""
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile()
+    for _ in range(30):
+        profiler.enable()
+        step()
+        profiler.disable()
+        step.clear()  # type: ignore[attr-defined]
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(45)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Peak live bytes of a training step above the sharded state, in units of one unsharded layer.
+
+Eight layers of six bias-free 1024x1024 matrices on a pretended world of 64 ranks (`fake` process group), one row of
+input, the third step and later. Every block that torch's CPU allocator handed out and has not got back is counted:
+storage resizes, buffers held inside asynchronous works, saved activations (below 0.01 B here) and the shards' gradients
+of the step. Only the local parameter shards are subtracted. B is one unsharded layer in its compute dtype: 24 MiB in
+fp32, 12 MiB in bf16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import (
+    FullyShard,
+    Row,
+    arguments,
+    candidates,
+    collect_garbage,
+    fake_mesh,
+    finish,
+    quiet_profiler,
+    shard_units,
+)
+from _models import chain
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity, profile, record_function
+
+LAYERS, WIDTH, MATRICES, WORLD, WARM_STEPS, STEPS = 8, 1024, 6, 64, 2, 4
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What one run uses; `keep` leaves every layer whole between forward and backward."""
+
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype | None = None
+    keep: bool = False
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy | None:
+        if self.compute is torch.float32:
+            return None
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
+
+    @property
+    def layer_bytes(self) -> int:
+        return MATRICES * WIDTH * WIDTH * self.compute.itemsize
+
+
+FP32, BF16 = Setting(), Setting(torch.bfloat16)
+BF16_FP32, KEPT = Setting(torch.bfloat16, torch.float32), Setting(keep=True)
+KEPT_BF16 = Setting(torch.bfloat16, torch.float32, keep=True)
+
+
+def trace(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, stacks: bool) -> tuple[list[Event], int]:
+    """The profiler's events of `STEPS` steps from before the model exists, and the bytes of the parameter shards."""
+    collect_garbage()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=stacks) as profiler:
+        model = chain(LAYERS, WIDTH, MATRICES)
+        options = {"reshard_after_forward": False} if setting.keep else {}
+        shard_units(model, model.children(), fully_shard, mesh, setting.policy, **options)
+        data = torch.randn(1, WIDTH)
+        for step in range(STEPS):
+            with record_function(f"measure:forward:{step}"):
+                loss = model(data).sum()
+            with record_function(f"measure:backward:{step}"):
+                loss.backward()
+            model.zero_grad()
+    state = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"], state
+
+
+def _window(event: Event) -> tuple[str, int] | None:
+    """The part and step that a marker stands for."""
+    if event.get("cat") != "user_annotation" or not event["name"].startswith("measure:"):
+        return None
+    _, part, step = event["name"].split(":")
+    return part, int(step)
+
+
+def peaks(events: Sequence[Event], state: int, layer_bytes: int) -> dict[str, float]:
+    """Peak of forward and of backward in layers, over the steps after the warm ones."""
+    memory = [e for e in events if e["name"] == "[memory]"]
+    blocks = sorted((e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in memory)
+    before = blocks[0][1] - blocks[0][2]
+    found = {"forward": 0.0, "backward": 0.0}
+    for event in events:
+        window = _window(event)
+        if window is None or window[1] < WARM_STEPS:
+            continue
+        start, end = event["ts"], event["ts"] + event["dur"]
+        inside = max(total for time, total, _ in blocks if start <= time <= end) - before - state
+        found[window[0]] = max(found[window[0]], inside / layer_bytes)
+    return found
+
+
+def measure(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh) -> dict[str, float]:
+    """Forward and backward peak in units of one layer."""
+    events, state = trace(fully_shard, setting, mesh, stacks=False)
+    return peaks(events, state, setting.layer_bytes)
+
+
+def rows(sides: dict[str, FullyShard], mesh: DeviceMesh) -> list[Row]:
+    """The figures of the table."""
+    settings = (FP32, BF16, BF16_FP32, KEPT, KEPT_BF16)
+    found = {s: {side: measure(function, s, mesh) for side, function in sides.items()} for s in settings}
+
+    def row(figure: str, setting: Setting, part: str, limit: float | None) -> Row:
+        ours, theirs = (found[setting][side][part] for side in ("ours", "theirs"))
+        return Row(figure, ours, theirs, "B", limit, relative=False)
+
+    return [
+        row("forward peak, fp32", FP32, "forward", 2.05),
+        row("forward peak, bf16", BF16, "forward", 2.05),
+        row("backward peak, fp32", FP32, "backward", 2.65),
+        row("backward peak, bf16", BF16, "backward", 2.65),
+        row("forward peak, bf16, fp32 reduce", BF16_FP32, "forward", 2.05),
+        row("backward peak, bf16, fp32 reduce", BF16_FP32, "backward", 3.0),
+        row("kept after forward, forward peak, fp32", KEPT, "forward", 8.1),
+        row("kept after forward, forward peak, bf16", KEPT_BF16, "forward", 8.1),
+        row("kept after forward, backward peak, fp32", KEPT, "backward", None),
+    ]
+
+
+def _caller(time: float, events: Sequence[Event], word: str) -> str:
+    """The innermost Python frames with `word` in their path that were running at `time`, else the operator."""
+    running = sorted((e for e in events if e["ts"] <= time <= e["ts"] + e["dur"]), key=lambda e: e["dur"])
+    frames = [e["name"] for e in running if e["cat"] == "python_function" and word in e["name"]][:3]
+    if frames:
+        return " < ".join("/".join(name.split("/")[-2:]) for name in frames)
+    return next((e["name"] for e in reversed(running) if e["cat"] == "cpu_op"), "elsewhere")
+
+
+def _alive(blocks: Sequence[Event], peak: Event) -> list[Event]:
+    """The allocations that are not given back when `peak` happens."""
+    alive: dict[int, Event] = {}
+    for block in blocks[: blocks.index(peak) + 1]:
+        if block["args"]["Bytes"] > 0:
+            alive[block["args"]["Addr"]] = block
+        else:
+            alive.pop(block["args"]["Addr"], None)
+    return list(alive.values())
+
+
+def explain(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, part: str, word: str) -> str:
+    """What lives at the peak of `part`: number and size of the blocks above 0.002 B by who allocated them."""
+    events, state = trace(fully_shard, setting, mesh, stacks=True)
+    blocks = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    marker = next(e for e in events if _window(e) == (part, STEPS - 1))
+    end = marker["ts"] + marker["dur"]
+    peak = max((e for e in blocks if marker["ts"] <= e["ts"] <= end), key=lambda e: e["args"]["Total Allocated"])
+    calls = [e for e in events if e.get("cat") in ("python_function", "cpu_op")]
+    first = min(e["ts"] for e in events if _window(e))
+    found: dict[str, list[float]] = {}
+    for block in _alive(blocks, peak):
+        when = "before the steps" if block["ts"] < first else "last" if block is peak else ""
+        size = block["args"]["Bytes"] / setting.layer_bytes
+        if size >= 0.002:
+            found.setdefault(f"{_caller(block['ts'], calls, word)} {when}", []).append(size)
+    lines = [f"{part} peak, {setting} (shards: {state / setting.layer_bytes:.3f} B)"]
+    for who, sizes in sorted(found.items(), key=lambda item: -sum(item[1])):
+        lines.append(f"  {sum(sizes):6.3f} B in {len(sizes):2d} blocks: {who}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--explain", action="store_true", help="list the blocks that live at each of our peaks")
+    options = parser.parse_args()
+    quiet_profiler()
+    torch.set_num_threads(1)
+    sides, mesh = candidates(options.ours), fake_mesh(WORLD)
+    if options.explain:
+        word = "fsdp" if options.ours == "torch" else "fsdp2/"
+        for setting in (FP32, BF16_FP32, KEPT):
+            for part in ("forward", "backward"):
+                print(explain(sides["ours"], setting, mesh, part, word))
+        return
+    finish("memory", rows(sides, mesh), __doc__ or "", options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Text from the model, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fsdp2 import FSDPModule
+from gpt.model import GPT
+from gpt.processes import Place
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: bytes, count: int, place: Place, temperature: float = 0.5, seed: int = 0) -> bytes:
+    """`count` bytes that continue `prompt`, the same on every rank; every rank must call this.
+
+    All ranks draw from equal generators, so each computes the whole text and none has to be told.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt)], device=place.device)
+    with _kept_whole(model):
+        for _ in range(count):
+            logits = model(tokens[:, -model.config.context :])[0, -1].float().cpu()
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, drawn[None].to(place.device)), dim=1)
+    return bytes(tokens[0, len(prompt) :].tolist())
+
+
+@contextmanager
+def _kept_whole(model: GPT) -> Iterator[None]:
+    """Blocks keep their full parameters from one forward to the next, so they are gathered once, not once a byte."""
+    blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
+    for block in blocks:
+        block.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True)
+            block.reshard()

@@ -1,0 +1,68 @@
+"""How many bytes of tensors are alive at the worst moment of one training step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_of(step: Callable[[], object], device: torch.device) -> int:
+    """The largest number of bytes that live tensors took on `device` while `step` ran, those before it included.
+
+    On a GPU the caching allocator counts. On the CPU the profiler reports every allocation and every release during
+    the step; their running sum starts from the storages that were alive before it. The process's resident set would
+    be no measure: it holds the interpreter and the libraries, and memory that the C allocator has not given back.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    before = live_bytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step()
+    return before + _highest_rise(record)
+
+
+def live_bytes() -> int:
+    """Bytes of all CPU storages that tensors known to Python hold, each storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        # A DTensor's own storage is a stand-in; the local tensor inside it is met on its own.
+        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), DTensor) and thing.is_cpu:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def process_memory(device: torch.device) -> str:
+    """The most memory this process has taken so far, short enough for a progress bar."""
+    if device.type == "cuda":
+        return f"GPU {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.2f} GB"
+
+
+def _highest_rise(record: profile) -> int:
+    """The highest running sum of the CPU allocations (positive) and releases (negative) in a profiler's record."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        record.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
+    changes = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+    level = highest = 0
+    for change in sorted(changes, key=lambda e: e["ts"]):
+        level += change["args"]["Bytes"]
+        highest = max(highest, level)
+    return highest

@@ -1,0 +1,100 @@
+"""What a job comes to: a table of every run side by side, and a picture of the loss."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gpt.processes import UserError
+from gpt.record import Progress, Run
+from gpt.screen import heading
+
+STATE_BYTES = 16  # a parameter's own: float32 value, gradient, and AdamW's two moments
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
+
+
+def table(progress: Progress) -> str:
+    """One column for each run of the job: sizes, memory, speed and losses."""
+    rows = [
+        ("", _title),
+        ("steps", lambda run: f"{run.first_step} to {run.last_step}"),
+        ("parameters, whole model", lambda run: f"{run.parameters:,}"),
+        ("parameters, one rank", lambda run: f"{run.parameters_per_rank:,}"),
+        ("parameters, gradients, AdamW, one rank", lambda run: _megabytes(run.parameters_per_rank * STATE_BYTES)),
+        ("  without sharding", lambda run: _megabytes(run.parameters * STATE_BYTES)),
+        ("peak memory of a step, one rank", lambda run: _megabytes(run.peak_bytes)),
+        ("  without sharding", lambda run: _megabytes(run.peak_bytes_unsharded)),
+        ("  ratio", _saving),
+        ("tokens a second, all ranks", lambda run: f"{run.tokens_per_second:,.0f}"),
+        ("held-out loss, first", lambda run: f"{run.held_out[0][1]:.4f}"),
+        ("held-out loss, last", lambda run: f"{run.held_out[-1][1]:.4f}"),
+    ]
+    lines = [[name, *(cell(run) for run in progress.runs)] for name, cell in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    body = [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    note = (
+        "Peak memory is the most bytes that live tensors took at once in a step: the line above it, activations and\n"
+        "what fully_shard gathers and sends. Without sharding: a rank's sequences through the whole float32 model\n"
+        "under bf16 autocast. The progress bar's figure is the whole process, Python and libraries included.\n"
+        "A loss is in nats a byte, over the same held-out text on any number of processes."
+    )
+    return "\n".join([heading("result"), *(f"  {line}".rstrip() for line in body), "", note])
+
+
+def picture(progress: Progress, path: Path) -> Path:
+    """`path`, where a PNG of the loss over all runs now is; one that was there is replaced when this one is done.
+
+    Raises UserError if it cannot be written.
+    """
+    from matplotlib.figure import Figure  # here, because only rank 0 ever draws
+
+    figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    losses = [loss for run in progress.runs for loss in run.losses]
+    smooth = _smooth(losses)
+    for number, run in enumerate(progress.runs):
+        color = COLORS[number % len(COLORS)]
+        steps = range(run.first_step + 1, run.last_step + 1)
+        axes.plot(steps, run.losses, color=color, alpha=0.25, linewidth=0.8)
+        mine = smooth[run.first_step : run.last_step]
+        axes.plot(steps, mine, color=color, linewidth=2, label=f"training on {_title(run)}")
+        if number:
+            axes.axvline(run.first_step, color="0.5", linestyle=":", linewidth=1.2)
+            text = f"saved by {progress.runs[number - 1].ranks}, resumed on {run.ranks} "
+            axes.annotate(text, (run.first_step, 0.62), xycoords=("data", "axes fraction"), ha="right", color="0.35")
+    seen = [point for run in progress.runs for point in run.held_out]
+    axes.plot(*zip(*seen, strict=True), "o--", color="0.15", markersize=4, linewidth=1, label="held-out text")
+    axes.annotate(f" {seen[-1][1]:.3f}", seen[-1], va="center", ha="left", color="0.15")
+    axes.margins(x=0.06)
+    axes.set(xlabel="step", ylabel="loss, nats a byte", title="A byte-level GPT, sharded by fsdp2.fully_shard")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper center")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"could not draw {path}: {error.strerror or error}; the checkpoints are saved") from error
+    return path
+
+
+def _smooth(values: list[float], reach: int = 8) -> list[float]:
+    """At each place the mean of its neighbours up to `reach` places away; near the steep start of fewer."""
+    windows = [values[at - min(reach, at) : at + min(reach, at) + 1] for at in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _title(run: Run) -> str:
+    return f"{run.ranks} process{'es' if run.ranks > 1 else ''} ({run.backend})"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+def _saving(run: Run) -> str:
+    return f"{run.peak_bytes / run.peak_bytes_unsharded:.2f}"

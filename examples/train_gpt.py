@@ -1,0 +1,52 @@
+"""Train a byte-level GPT with fsdp2.fully_shard on several processes: CPU with gloo, or GPUs with NCCL.
+
+    python examples/train_gpt.py                                   # starts two processes itself
+    torchrun --nproc-per-node 2 examples/train_gpt.py              # the same under torchrun
+    python examples/train_gpt.py --ranks 3 --resume runs/... --steps 600     # goes on, on another number of processes
+
+The use of fully_shard is in gpt/train.py (`build`, a dozen lines); the model in gpt/model.py knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported: the profiler would announce itself
+
+from gpt.options import parse
+from gpt.processes import UserError, complain, join, launch, leave, require, started_by_torchrun, take_place, together
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 0, or 2 after one line on stderr that says what was wrong with the input."""
+    try:
+        require("fsdp2", "matplotlib", "tqdm")
+        if started_by_torchrun():
+            work(arguments)
+        options = parse(arguments)
+        if options.resume is None:
+            options.settings(None).check(options.ranks)  # before so many processes are started
+        return launch(Path(__file__).resolve(), arguments, options.ranks)
+    except UserError as error:
+        return complain(error, "train_gpt.py")
+
+
+def work(arguments: list[str]) -> NoReturn:
+    """Nothing that comes back: one rank does its part and exits, with the status that `main` describes."""
+    from gpt.train import train  # here, because the process that only starts the ranks has no use for it
+
+    join()
+    try:
+        options = together(lambda: parse(arguments))
+        train(options, take_place(options.device))
+        status = 0
+    except UserError as error:
+        status = complain(error, "train_gpt.py")
+    leave(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

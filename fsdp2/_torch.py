@@ -40,19 +40,15 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+# Buffers from a process group's allocator or from symmetric memory; torch's own collectives for them serve as they are.
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
+
 # The interfaces of set_custom_all_gather and set_custom_reduce_scatter; torch exports them nowhere public.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-
-# Buffers from a process group's allocator or from symmetric memory; torch's own collectives for them serve as they are.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
 )
-
-# What code written for torch's fully_shard returns from shard_placement_fn; ours is built from a DeviceMesh.
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
 
 # The phase of a group under the name by which torch's test helpers and trackers ask for it.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -93,6 +89,7 @@ __all__ = [
     "SymmMemAllGather",
     "SymmMemReduceScatter",
     "TensorMeta",
+    "TorchDataParallelMeshDims",
     "TorchFSDPState",
     "TorchShardPlacementResult",
     "TrainingState",
@@ -131,6 +128,14 @@ __all__ = [
     "will_execute",
 ]
 
+# Newer than torch 2.11, where there is nothing to be mixed up with them: symmetric memory for collectives, what code
+# written for torch's fully_shard returns from shard_placement_fn (ours is built from a DeviceMesh), and names for the
+# data-parallel dimensions of a mesh.
+SymmMemAllGather: Any = getattr(_fsdp_collectives, "SymmMemAllGather", None)
+SymmMemReduceScatter: Any = getattr(_fsdp_collectives, "SymmMemReduceScatter", None)
+TorchShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+TorchDataParallelMeshDims: Any = getattr(torch_fsdp, "DataParallelMeshDims", None)
+
 # torch 2.13 renamed the first three.
 _group = dist.ProcessGroup
 group_all_gather = getattr(_group, "all_gather_single", None) or _group._allgather_base
@@ -144,11 +149,15 @@ group_all_reduce = _group.allreduce
 # The function under whose name torch keeps a module's state; taken now, since install() replaces the public one.
 torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
-TORCH_COMMS = (
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
+TORCH_COMMS = tuple(
+    comm
+    for comm in (
+        ProcessGroupAllocAllGather,
+        ProcessGroupAllocReduceScatter,
+        SymmMemAllGather,
+        SymmMemReduceScatter,
+    )
+    if comm is not None
 )
 
 # The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.

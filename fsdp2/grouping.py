@@ -92,7 +92,9 @@ def _place(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMes
     result = None if placement_fn is None else placement_fn(found.param)
     if result is None or isinstance(result, Shard):
         placement = result
-    elif isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
+    elif isinstance(result, ShardPlacementResult) or (
+        TorchShardPlacementResult is not None and isinstance(result, TorchShardPlacementResult)
+    ):
         placement = result.placement
         own = getattr(result.mesh_info, "mesh", result.mesh_info)
         if own is not mesh.mesh and own != mesh.mesh:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
 )
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch import AllGather, ReduceScatter
+from fsdp2._torch import AllGather, ReduceScatter, TorchDataParallelMeshDims
 
 __all__ = [
     "AllGather",
@@ -26,6 +26,38 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
 ]
+
+
+@dataclass
+class _DataParallelMeshDims:
+    """Which dimensions of a mesh are data-parallel: torch's class of that name, for a torch that lacks it.
+
+    Raises:
+        ValueError: neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The dimensions parameters are cut over."""
+        return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The dimensions that hold copies."""
+        return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
+
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:
+    DataParallelMeshDims = TorchDataParallelMeshDims or _DataParallelMeshDims
 
 
 @dataclass(frozen=True)

@@ -390,16 +390,10 @@ def test_modules_that_watch_their_attributes_are_told_from_others() -> None:
     assert _torch.overrides_setattr(nn.LSTM(2, 2)) and not _torch.overrides_setattr(nn.Linear(2, 2))
 
 
-@probes("view_base")
-def test_a_view_knows_its_base() -> None:
-    base = torch.zeros(4)
-    assert _torch.view_base(base[1:]) is base
-    assert _torch.view_base(base) is None
-
-
-@probes("pytree")
-def test_registered_containers_are_taken_apart_and_put_together() -> None:
-    tree = OrderedDict(a=1, b=2)
+@probes("view_base", "pytree")
+def test_views_know_their_base_and_containers_are_taken_apart() -> None:
+    base, tree = torch.zeros(4), OrderedDict(a=1, b=2)
+    assert _torch.view_base(base[1:]) is base and _torch.view_base(base) is None
     leaves, spec = _torch.pytree.tree_flatten(tree)
     assert (leaves, _torch.pytree.tree_unflatten(leaves, spec)) == ([1, 2], tree)
     assert OrderedDict in _torch.pytree.SUPPORTED_NODES and int not in _torch.pytree.SUPPORTED_NODES

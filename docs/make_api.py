@@ -1,0 +1,271 @@
+"""Write docs/api.md: torch's FSDP2 beside fsdp2, name by name and parameter by parameter, each with its test.
+
+    python docs/make_api.py
+
+The rows come from the code of the installed torch and of fsdp2; only which test exercises what stands here. A name or
+parameter of torch's without a counterpart or a test makes the script fail, and so does tests/api/test_table.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.fsdp as theirs
+from torch.distributed.fsdp._fully_shard import _fsdp_api
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import fsdp2  # noqa: E402
+from fsdp2 import policies  # noqa: E402
+
+OLD = {
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+}
+"""Public names of torch.distributed.fsdp that belong to FullyShardedDataParallel, the wrapper class of FSDP1."""
+
+EXTRA_NAMES = {"install", "uninstall"}
+EXTRA_METHODS = {"set_transfer_sizes"}
+EXTRA_PARAMETERS: dict[str, set[str]] = {}
+"""What fsdp2 has and torch's has not: documented extras."""
+
+PRIVATE_METHODS = ("_set_unshard_async_op",)
+"""Methods of torch's FSDPModule with a leading underscore that libraries call."""
+
+MULTI, API = "tests/multi/", "tests/api/"
+TESTS: dict[str, str] = {
+    "fully_shard": MULTI + "test_options.py::test_reshard_after_forward",
+    "fully_shard(module)": MULTI + "test_options.py::test_grouped_modules",
+    "fully_shard(mesh)": API + "test_meshes.py::test_two_dimensions_are_hybrid_sharding",
+    "fully_shard(reshard_after_forward)": API + "test_reshard_to_int.py::test_parameters_stay_on_two_ranks",
+    "fully_shard(shard_placement_fn)": API + "test_meshes.py::test_several_meshes_in_one_unit",
+    "fully_shard(mp_policy)": MULTI + "test_options.py::test_mixed_precision",
+    "fully_shard(offload_policy)": API + "test_arguments.py::test_cpu_offload",
+    "fully_shard(ignored_params)": API + "test_arguments.py::test_ignored_params",
+    "fully_shard(dp_mesh_dims)": API + "test_named_dimensions.py::test_training",
+    "FSDPModule": MULTI + "test_module_methods.py::test_indexing_and_names",
+    "FSDPModule.reshard": MULTI + "test_module_methods.py::test_unshard_and_reshard",
+    "FSDPModule.unshard": MULTI + "test_module_methods.py::test_unshard_and_reshard",
+    "FSDPModule.unshard(async_op)": MULTI + "test_module_methods.py::test_asynchronous_unshard",
+    "FSDPModule.reset_iter_state": MULTI + "test_errors.py::test_training_goes_on_after_an_exception",
+    "FSDPModule.set_is_last_backward": MULTI + "test_module_methods.py::test_is_last_backward_with_one_forward",
+    "FSDPModule.set_requires_gradient_sync": MULTI + "test_module_methods.py::test_requires_gradient_sync",
+    "FSDPModule.set_requires_gradient_sync(recurse)": API + "test_arguments.py::test_setters_of_one_or_all",
+    "FSDPModule.set_requires_all_reduce": API + "test_reduction.py::test_requires_all_reduce",
+    "FSDPModule.set_reshard_after_forward": MULTI + "test_module_methods.py::test_reshard_after_forward",
+    "FSDPModule.set_reshard_after_forward(recurse)": API + "test_arguments.py::test_setters_of_one_or_all",
+    "FSDPModule.set_reshard_after_backward": MULTI + "test_module_methods.py::test_reshard_after_backward",
+    "FSDPModule.set_reshard_after_backward(recurse)": API + "test_arguments.py::test_setters_of_one_or_all",
+    "FSDPModule.set_modules_to_forward_prefetch": MULTI + "test_module_methods.py::test_settings_keep_training_right",
+    "FSDPModule.set_modules_to_backward_prefetch": MULTI + "test_module_methods.py::test_settings_keep_training_right",
+    "FSDPModule.set_custom_all_gather": API + "test_communication.py::test_custom_collectives",
+    "FSDPModule.set_custom_reduce_scatter": API + "test_communication.py::test_custom_collectives",
+    "FSDPModule.set_all_reduce_hook": API + "test_communication.py::test_all_reduce_hook",
+    "FSDPModule.set_all_reduce_hook(stream)": API + "test_communication.py::test_all_reduce_hook_and_streams",
+    "FSDPModule.set_post_optim_event": API + "test_communication.py::test_post_optim_event",
+    "FSDPModule.set_reduce_scatter_divide_factor": API + "test_reduction.py::test_divide_factor",
+    "FSDPModule.set_gradient_divide_factor": API + "test_reduction.py::test_divide_factor",
+    "FSDPModule.set_force_sum_reduction_for_comms": API + "test_reduction.py::test_force_sum",
+    "FSDPModule.set_reduce_scatter_unused_params": API + "test_reduction.py::test_reduce_scatter_unused_params",
+    "FSDPModule.set_reduce_scatter_unused_params(recurse)": API
+    + "test_reduction.py::test_unused_params_of_which_units",
+    "FSDPModule.set_reduce_scatter_max_input_buffers": API + "test_reduction.py::test_reduce_scatter_max_input_buffers",
+    "FSDPModule.set_separate_reduce_scatter_group": API + "test_communication.py::test_separate_reduce_scatter_group",
+    "FSDPModule.set_unshard_in_backward": API + "test_arguments.py::test_unshard_in_backward",
+    "FSDPModule.set_allocate_memory_from_process_group_for_comm": API
+    + "test_communication.py::test_memory_from_the_process_group",
+    "FSDPModule.set_symm_mem_for_comm": API + "test_communication.py::test_symmetric_memory_needs_nccl",
+    "FSDPModule._set_unshard_async_op": API + "test_arguments.py::test_unshard_async_op",
+    "UnshardHandle": MULTI + "test_module_methods.py::test_asynchronous_unshard",
+    "MixedPrecisionPolicy": MULTI + "test_options.py::test_mixed_precision",
+    "MixedPrecisionPolicy(output_dtype)": MULTI + "test_options.py::test_output_dtype_alone",
+    "MixedPrecisionPolicy(cast_forward_inputs)": MULTI + "test_options.py::test_inputs_are_left_alone_if_asked",
+    "OffloadPolicy": API + "test_arguments.py::test_cpu_offload",
+    "CPUOffloadPolicy": API + "test_arguments.py::test_cpu_offload",
+    "DataParallelMeshDims": API + "test_named_dimensions.py::test_training",
+    "AllGather": API + "test_communication.py::test_custom_collectives",
+    "ReduceScatter": API + "test_communication.py::test_custom_collectives",
+    "ShardPlacementResult": API + "test_meshes.py::test_several_meshes_in_one_unit",
+    "register_fsdp_forward_method": MULTI + "test_module_methods.py::test_registered_forward_method",
+    "share_comm_ctx": API + "test_communication.py::test_share_comm_ctx",
+    "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
+    "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
+    "FSDPModule.set_transfer_sizes": MULTI + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
+}
+"""The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""
+
+HEAD = """# The API beside torch's
+
+Written by `python docs/make_api.py` from the code of torch {torch} and fsdp2; do not edit.
+
+`from fsdp2 import fully_shard` in place of `from torch.distributed.fsdp import fully_shard` is the whole migration:
+every public name and parameter of torch's FSDP2 is here, with the same meaning. *same class* means that torch's own
+class is re-exported. Each row names a test that exercises it on several processes.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One name or parameter: its default, what fsdp2 has for it, and its test."""
+
+    name: str
+    parameter: str
+    default: str
+    ours: str
+
+    @property
+    def key(self) -> str:
+        """How ``TESTS`` names it."""
+        return f"{self.name}({self.parameter})" if self.parameter else self.name
+
+    @property
+    def test(self) -> str:
+        """The test that exercises it; raises KeyError where nobody named one."""
+        return TESTS[self.key] if self.key in TESTS else TESTS[self.name]
+
+
+def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a function or method besides ``self``, decorators aside."""
+    found = inspect.signature(inspect.unwrap(function)).parameters
+    return {name: parameter for name, parameter in found.items() if name != "self"}
+
+
+def show(parameter: inspect.Parameter) -> str:
+    """The default of a parameter as one writes it."""
+    if parameter.default is inspect.Parameter.empty:
+        return "required"
+    value = parameter.default
+    return f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
+
+
+def callable_rows(name: str, original: Any, own: Any) -> Iterator[Row]:
+    """A row for a function or method, and one for each parameter."""
+    yield Row(name, "", "", f"`{name}`" if own is not None else "missing")
+    mine = parameters(own) if own is not None else {}
+    for parameter, entry in parameters(original).items():
+        same = parameter in mine and (mine[parameter].kind, show(mine[parameter])) == (entry.kind, show(entry))
+        yield Row(name, parameter, show(entry), f"`{parameter}`" if same else "missing")
+
+
+def class_rows(name: str, original: type, own: Any) -> Iterator[Row]:
+    """A row for a class, and one for each field or public method."""
+    same = "same class" if own is original else "subclass" if inspect.isclass(own) else "missing"
+    yield Row(name, "", "", "`ShardPlacementResult`" if name == "ShardPlacementResult" else same)
+    fields = dataclasses.fields(original) if dataclasses.is_dataclass(original) else ()
+    mine = {field.name for field in dataclasses.fields(own)} if dataclasses.is_dataclass(own) else set()
+    for field in fields:
+        default = "required" if field.default is dataclasses.MISSING else repr(field.default)
+        yield Row(name, field.name, default, f"`{field.name}`" if field.name in mine else "missing")
+
+
+def public_classes() -> dict[str, tuple[type, Any]]:
+    """Torch's public classes besides FSDPModule, and those that its methods take, each beside ours."""
+    names = [n for n in theirs.__all__ if n not in OLD and inspect.isclass(getattr(theirs, n)) and n != "FSDPModule"]
+    found = {name: (getattr(theirs, name), getattr(fsdp2, name, None)) for name in names}
+    for name in ("AllGather", "ReduceScatter"):
+        found[name] = (getattr(_fsdp_api, name), getattr(policies, name, None))
+    found["ShardPlacementResult"] = (TorchShardPlacementResult, fsdp2.ShardPlacementResult)
+    return found
+
+
+def public_functions() -> list[str]:
+    """Torch's public functions."""
+    return [name for name in theirs.__all__ if name not in OLD and inspect.isfunction(getattr(theirs, name))]
+
+
+def public_methods() -> list[str]:
+    """Methods of torch's FSDPModule that somebody may call."""
+    return [n for n in vars(theirs.FSDPModule) if not n.startswith("_")] + list(PRIVATE_METHODS)
+
+
+def rows() -> dict[str, list[Row]]:
+    """The tables by title."""
+    functions = [r for n in public_functions() for r in callable_rows(n, getattr(theirs, n), getattr(fsdp2, n, None))]
+    methods = [Row("FSDPModule", "", "", "subclass")]
+    for name in public_methods():
+        own = vars(fsdp2.FSDPModule).get(name)
+        methods += [
+            dataclasses.replace(row, name=f"FSDPModule.{name}")
+            for row in callable_rows(name, getattr(theirs.FSDPModule, name), own)
+        ]
+    classes = [row for name, pair in public_classes().items() for row in class_rows(name, *pair)]
+    extras = [Row(name, "", "", "only here") for name in sorted(EXTRA_NAMES)]
+    for name in sorted(EXTRA_METHODS):
+        own = getattr(fsdp2.FSDPModule, name)
+        extras += [Row(f"FSDPModule.{name}", "", "", "only here")]
+        extras += [Row(f"FSDPModule.{name}", p, show(entry), "only here") for p, entry in parameters(own).items()]
+    return {"Functions": functions, "FSDPModule": methods, "Classes": classes, "Only in fsdp2": extras}
+
+
+def problems() -> list[str]:
+    """What is wrong with the table: names without a counterpart or a test, extras nobody documents."""
+    found = []
+    for table in rows().values():
+        for row in table:
+            if row.ours == "missing":
+                found.append(f"{row.key}: torch has it, fsdp2 lacks it or its kind or default differs")
+            if row.key not in TESTS and row.name not in TESTS:
+                found.append(f"{row.key}: no test is named for it in docs/make_api.py")
+    covered = set(public_functions()) | set(public_classes()) | {"FSDPModule"}
+    found += [f"{name}: public in torch, in no table" for name in theirs.__all__ if name not in covered | OLD]
+    found += [f"{name}: only in fsdp2 and not documented" for name in set(fsdp2.__all__) - covered - EXTRA_NAMES]
+    methods = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
+    found += [f"{name}: only in fsdp2 and not documented" for name in methods - {*public_methods(), *EXTRA_METHODS}]
+    for name in (*public_functions(), *public_methods()):
+        pairs = [getattr(home, name, None) or getattr(home.FSDPModule, name, None) for home in (fsdp2, theirs)]
+        if None not in pairs:
+            extra = set(parameters(pairs[0])) - set(parameters(pairs[1])) - EXTRA_PARAMETERS.get(name, set())
+            found += [f"{name}({parameter}): only in fsdp2 and not documented" for parameter in sorted(extra)]
+    return found
+
+
+def text() -> str:
+    """The whole document."""
+    import torch
+
+    lines = [HEAD.format(torch=".".join(torch.__version__.split("+")[0].split(".")[:2]))]
+    for title, table in rows().items():
+        lines += [f"## {title}\n", "| torch | default | fsdp2 | test |", "|---|---|---|---|"]
+        for row in table:
+            name = f"&nbsp;&nbsp;`{row.parameter}`" if row.parameter else f"**`{row.name}`**"
+            default = f"`{row.default}`" if row.default else ""
+            lines.append(
+                f"| {name} | {default} | {row.ours} | [{row.test.split('::')[1]}](../{row.test.split('::')[0]}) |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Write the file; 1 if something is missing."""
+    found = problems()
+    print("\n".join(found), file=sys.stderr)
+    if not found:
+        (ROOT / "docs" / "api.md").write_text(text())
+    return len(found) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

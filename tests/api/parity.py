@@ -1,0 +1,226 @@
+"""One program on one model three ways with the same seed and data: ours, torch's fully_shard, a single process.
+
+Everything is compared as full tensors, so any mesh will do; how shards are placed is compared with torch's as well.
+Most tests of this folder are one call of ``assert_parity`` and assertions on the ``Run`` of ours that it returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.support import api
+
+SEED = 11
+ROWS = 8
+"""Rows of a whole batch: divisible by every world size used here."""
+WIDTH = 8
+
+Prepare = Callable[[Any, Any], None]
+"""``prepare(module, fsdp)`` calls ``fsdp.fully_shard`` and setters; ``fsdp`` is one of the two implementations."""
+
+
+def stack(width: int = WIDTH, layers: int = 3) -> nn.Sequential:
+    """Return linear layers of one width."""
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def shard_each(module: Any, fsdp: Any, **options: Any) -> None:
+    """Make every child a unit, and the module one of the rest."""
+    for unit in (*module.children(), module):
+        fsdp.fully_shard(unit, **options)
+
+
+_meshes: weakref.WeakKeyDictionary[Any, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def mesh_of(*sizes: int, names: Sequence[str] = ()) -> DeviceMesh:
+    """Return the mesh of these sizes and names: one object per default process group.
+
+    DTensor's caches hand out specs with whichever of several equal meshes they saw first, also one whose process
+    groups have been destroyed since, and torch's fully_shard asks for the same object.
+    """
+    world = dist.group.WORLD
+    if world not in _meshes:
+        _clear_sharding_prop_cache()
+        _meshes[world] = {}
+    key = (sizes, tuple(names))
+    if key not in _meshes[world]:
+        _meshes[world][key] = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names) or None)
+    return _meshes[world][key]
+
+
+def mesh_1d() -> DeviceMesh:
+    """Return the mesh over all ranks."""
+    return mesh_of(dist.get_world_size(), names=("shard",))
+
+
+def mesh_2d(*names: str) -> DeviceMesh:
+    """Return a (2, ranks / 2) mesh with these dimension names."""
+    return mesh_of(2, dist.get_world_size() // 2, names=names or ("replicate", "shard"))
+
+
+def full(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy of the whole tensor on every rank."""
+    if tensor is None:
+        return None
+    return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+
+
+@dataclass
+class Run:
+    """One of the runs: the model, its optimizer, this rank's rows, and what was seen."""
+
+    module: Any
+    fsdp: ModuleType | None
+    part: tuple[int, int]
+    seen: dict[str, Tensor | None] = field(default_factory=dict)
+    placed: dict[str, object] = field(default_factory=dict)
+    notes: list[object] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
+
+    def configure(self, prepare: Prepare) -> None:
+        """Call setters, where there are any to call."""
+        if self.fsdp is not None:
+            prepare(self.module, self.fsdp)
+
+    def inputs(self, step: int) -> Tensor:
+        """Return this rank's rows of a step's batch."""
+        index, count = self.part
+        batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 + step))
+        return batch.chunk(count)[index]
+
+    def loss(self, step: int) -> Tensor:
+        """Return the loss of this rank's rows and note the mean over ranks."""
+        output = self.module(self.inputs(step))
+        loss = (output.full_tensor() if isinstance(output, DTensor) else output).square().mean()
+        total = loss.detach().clone()
+        if self.fsdp is not None:
+            dist.all_reduce(total, dist.ReduceOp.AVG)
+        self.seen[f"loss {len(self.seen)}"] = total
+        return loss
+
+    def backward(self, step: int) -> None:
+        """Run forward and backward."""
+        self.loss(step).backward()
+
+    def record(self) -> None:
+        """Note all gradients."""
+        if self.fsdp is not None:
+            for module in self.module.modules():
+                if isinstance(module, self.fsdp.FSDPModule):
+                    module.reshard()
+        count = len(self.seen)
+        for name, parameter in self.module.named_parameters():
+            self.seen[f"gradient of {name} {count}"] = full(parameter.grad)
+            self.placed[name] = _placed(parameter)
+
+    def update(self) -> None:
+        """Note the gradients, step, and drop them."""
+        self.record()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def finish(self) -> Run:
+        """Note the weights and return the run."""
+        for name, parameter in self.module.named_parameters():
+            self.seen[f"weight {name}"] = full(parameter)
+        return self
+
+
+def _placed(parameter: Tensor) -> object:
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    return parameter.placements, tuple(mesh.shape), tuple(parameter.to_local().shape), parameter.to_local().stride()
+
+
+Program = Callable[[Run], None]
+
+
+def train(run: Run) -> None:
+    """Train for three steps."""
+    for step in range(3):
+        run.backward(step)
+        run.update()
+
+
+def setting(setter: Prepare, when: str) -> Program:
+    """Return the program that trains with a setter called "before" or "after" the first iteration."""
+
+    def program(run: Run) -> None:
+        for step in range(3):
+            if (when == "before") == (step == 0) and step < 2:
+                run.configure(setter)
+            run.backward(step)
+            run.update()
+
+    return program
+
+
+def play(
+    fsdp: ModuleType | None,
+    prepare: Prepare,
+    build: Callable[[], nn.Module] = stack,
+    program: Program = train,
+    part: tuple[int, int] | None = None,
+) -> Run:
+    """Run a program with one implementation, or on the whole batch without any."""
+    torch.manual_seed(SEED)
+    module = build()
+    if fsdp is not None:
+        prepare(module, fsdp)
+    own = part or (dist.get_rank(), dist.get_world_size())
+    run = Run(module, fsdp, (0, 1) if fsdp is None else own)
+    program(run)
+    return run.finish()
+
+
+def assert_parity(
+    prepare: Prepare,
+    *,
+    build: Callable[[], nn.Module] = stack,
+    program: Program = train,
+    part: tuple[int, int] | None = None,
+    against: Iterable[str] = ("torch", "alone"),
+    tolerance: float = 1e-5,
+) -> Run:
+    """Assert that ours shows what torch's and a single process show, and return the run of ours.
+
+    All runs end before the first comparison, so that a difference on one rank leaves no other rank waiting. Where
+    torch's cannot do it, compare with a single process alone.
+    """
+    ours = play(api.ours, prepare, build, program, part)
+    theirs = play(api.theirs, prepare, build, program, part) if "torch" in against else None
+    alone = play(None, prepare, build, program) if "alone" in against else None
+    assert theirs or alone, "there is nothing to compare with"
+    for whose, other in (("torch's", theirs), ("a single process's", alone)):
+        if other is not None:
+            assert_same(ours.seen, other.seen, whose, tolerance)
+    if theirs is not None:
+        assert ours.placed == theirs.placed
+    return ours
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any], whose: str, tolerance: float = 1e-5) -> None:
+    """Assert that two runs have seen the same numbers."""
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        mine = got[name]
+        assert (mine is None) == (value is None), f"{name}: got {mine}, {whose} is {value}"
+        if mine is not None:
+            message = lambda text, name=name: f"{name} differs from {whose}: {text}"
+            torch.testing.assert_close(mine, value, rtol=tolerance, atol=tolerance, msg=message)

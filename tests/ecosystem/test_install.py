@@ -1,0 +1,98 @@
+"""``install()``: libraries that import torch's names get ours, torch's own test helpers included."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from tests.api.parity import mesh_1d, stack
+from tests.support import api
+from tests.support.pool import on_ranks
+
+PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    """Leave torch as it was."""
+    yield
+    fsdp2.uninstall()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_replaces_and_gives_back(rank, world):
+    """Between ``install`` and ``uninstall`` torch's names are ours, and train; then they are torch's again."""
+    homes = [importlib.import_module(name) for name in PLACES]
+    before = [home.fully_shard for home in homes]
+    installation = fsdp2.install()
+    assert all(home.fully_shard is fsdp2.fully_shard for home in homes)
+    assert homes[0].register_fsdp_forward_method is fsdp2.register_fsdp_forward_method
+    assert "torch.distributed.fsdp.fully_shard" in str(installation)
+    assert fsdp2.install() is installation
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    module = fully_shard(stack(), mesh=mesh_1d())
+    assert isinstance(module, fsdp2.FSDPModule) and isinstance(module, FSDPModule)
+    module(torch.ones(1, 8)).sum().backward()
+    assert module[0].weight.grad is not None
+    fsdp2.uninstall()
+    fsdp2.uninstall()
+    assert [home.fully_shard for home in homes] == before
+    theirs = homes[0].fully_shard(stack(), mesh=mesh_1d())
+    assert not isinstance(theirs, fsdp2.FSDPModule)
+
+
+@api.fsdp2_only
+@on_ranks(1)
+def test_as_a_context_manager(rank, world):
+    """The end of the block gives back, also after an exception."""
+    home = importlib.import_module(PLACES[0])
+    before = home.fully_shard
+    with pytest.raises(KeyError), fsdp2.install():
+        assert home.fully_shard is fsdp2.fully_shard
+        raise KeyError
+    assert home.fully_shard is before
+
+
+@api.fsdp2_only
+@on_ranks(1)
+def test_early_importers_are_named(rank, world):
+    """A library that imported torch's function before is warned about, by name."""
+    early = ModuleType("an_early_library")
+    early.fully_shard = importlib.import_module(PLACES[0]).fully_shard
+    sys.modules[early.__name__] = early
+    try:
+        with pytest.warns(UserWarning, match=r"an_early_library.fully_shard.*imported torch's own before"):
+            fsdp2.install()
+    finally:
+        del sys.modules[early.__name__]
+        fsdp2.uninstall()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_mixing_is_refused(rank, world):
+    """One module tree is managed by one of the two, whichever comes first; ``replicate`` refuses ours."""
+    from torch.distributed._composable.replicate import replicate
+
+    for inner, outer in ((api.theirs, fsdp2), (fsdp2, api.theirs)):
+        module = stack()
+        inner.fully_shard(module[0], mesh=mesh_1d())
+        with pytest.raises(ValueError, match="cannot mix"):
+            outer.fully_shard(module, mesh=mesh_1d())
+    module = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh_1d())
+    with pytest.raises(RuntimeError, match="[Cc]annot apply `?replicate"):
+        replicate(module)
+    module = stack()
+    replicate(module[0])
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    assert not hasattr(module[0].weight, "placements") and hasattr(module[1].weight, "placements")
+    dist.barrier()

@@ -1,0 +1,142 @@
+"""Clipping, loss scaling, activation checkpointing and torch's memory tracker."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed._composable import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp2
+from tests.api.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
+from tests.support import api
+from tests.support.pool import on_ranks
+
+
+def plain(module, fsdp) -> None:
+    """Shard each layer over all ranks."""
+    shard_each(module, fsdp, mesh=mesh_1d())
+
+
+def hybrid(module, fsdp) -> None:
+    """Shard each layer on a mesh of two axes."""
+    shard_each(module, fsdp, mesh=mesh_2d())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
+def test_clip_grad_norm(rank, world, norm, prepare):
+    """The norm is that of all ranks, a DTensor; clipped gradients train as in a single process."""
+
+    def program(run):
+        for step in range(2):
+            run.backward(step)
+            total = torch.nn.utils.clip_grad_norm_(run.module.parameters(), 0.05, norm_type=norm)
+            assert isinstance(total, DTensor) == (run.fsdp is not None)
+            run.seen[f"norm {step}"] = total.full_tensor() if isinstance(total, DTensor) else total
+            run.update()
+
+    assert_parity(prepare, program=program)
+
+
+@on_ranks(2)
+def test_clip_grad_norm_reduces_once(rank, world):
+    """The norm of all parameters takes one all-reduce."""
+    module = stack()
+    plain(module, api.ours)
+    module(torch.ones(1, 8)).sum().backward()
+    with CommDebugMode() as seen:
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in module.parameters()])
+        whole = total.full_tensor()
+    assert whole > 0 and seen.get_total_counts() == 1, seen.get_comm_counts()
+
+
+@on_ranks(2, 4)
+def test_grad_scaler(rank, world):
+    """A gradient that is not finite on one rank is found on all: every rank skips the step and backs the scale off."""
+
+    def program(run):
+        scaler = GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        for step in range(3):
+            loss = run.loss(step)
+            scaler.scale(loss).backward()
+            if step == 1:
+                weight = run.module[0].weight
+                if run.fsdp is not None:
+                    run.module[0].reshard()
+                    weight = run.module[0].weight
+                local = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+                if run.part[0] == 0:
+                    local[0, 0] = float("inf")
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+            run.seen[f"scale {step}"] = torch.tensor(scaler.get_scale())
+
+    run = assert_parity(plain, program=program)
+    assert [run.seen[f"scale {step}"].item() for step in range(3)] == [4.0, 2.0, 2.0]
+
+
+class Blocks(nn.Sequential):
+    """Blocks of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", ["wrapped first", "sharded first", "composable"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_wrapper(rank, world, order, reentrant):
+    """Activation checkpointing inside, around and beside fully_shard; names keep their prefix."""
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+
+    def prepare(module, fsdp):
+        for index, block in enumerate(module):
+            if order == "composable":
+                checkpoint(block)
+                fsdp.fully_shard(block, mesh=mesh_1d())
+            elif order == "wrapped first":
+                module[index] = fsdp.fully_shard(checkpoint_wrapper(block, kind), mesh=mesh_1d())
+            else:
+                module[index] = checkpoint_wrapper(fsdp.fully_shard(block, mesh=mesh_1d()), kind)
+        fsdp.fully_shard(module, mesh=mesh_1d())
+
+    run = assert_parity(prepare, build=Blocks, against=("torch",))
+    prefix = "" if order == "composable" else "_checkpoint_wrapped_module."
+    names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in run.module.named_parameters()]
+    assert f"0.{'' if order == 'composable' else ''}0.weight" in names
+    assert order == "composable" or any(prefix in name for name, _ in run.module.named_parameters())
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_memory_tracker(rank, world):
+    """torch's FSDPMemTracker follows our groups: sharded, full and gradient bytes, per unit."""
+    from torch.distributed._tools.mem_tracker import _State  # noqa: F401  (what it needs exists)
+
+    with fsdp2.install():
+        tracker = importlib.import_module("torch.distributed._tools.fsdp2_mem_tracker")
+        module = Blocks()
+        shard_each(module, fsdp2, mesh=mesh_1d(), reshard_after_forward=True)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        memory = tracker.FSDPMemTracker(module, optimizer)
+        memory.track_inputs((torch.ones(2, 8),))
+        with memory:
+            module(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        peak = memory.get_tracker_snapshot("peak")[torch.device("cpu")]
+    units = 3 * 2 * (64 + 8) * 4
+    kinds = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
+    assert kinds["Sharded Param"] >= units // world
+    assert 0 < kinds["Unsharded Param"] <= units
+    assert {stats.mod_fqn for stats in memory.memory_tracking.values()} >= {"Blocks.0", "Blocks.1", "Blocks.2"} or (
+        len(memory.memory_tracking) == 4
+    )

@@ -1,0 +1,211 @@
+"""Every way to go through forward and backward that an ordinary training script may choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.support import api
+from tests.support.cases import parametrize_cases
+from tests.support.oracle import Run, Setup, assert_parity, rows_of
+from tests.support.pool import on_ranks
+from tests.support.shapes import KINDS, loss_of
+
+reshards = pytest.mark.parametrize("reshard", [None, True, False])
+
+
+@on_ranks(1, 2)
+@parametrize_cases(*(f"wrapping_{kind}" for kind in KINDS), "keywords", "no_arguments", "mlp_input_grad")
+def test_tensors_in_any_container(rank, world, case):
+    """Tensors in and out of units, and of the root, may hide in containers and come by keyword."""
+    assert_parity(rank, world, case, Setup(True))
+
+
+@on_ranks(2)
+@parametrize_cases(*(f"wrapping_{kind}" for kind in KINDS if kind != "object"), "keywords")
+def test_containers_are_cast(rank, world, case):
+    """Input and output casts reach the tensors in containers and rebuild them; plain objects are left as they are."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    found_by_torch = case not in ("wrapping_frozen_dataclass",)
+    setup = Setup(True, policy, units_cast_outputs=True)
+    assert_parity(rank, world, case, setup, against_torch=found_by_torch)
+
+
+@on_ranks(2, 4)
+@reshards
+@parametrize_cases("used_several_times", "tied", "skipping", "view_in_place")
+def test_unusual_forwards(rank, world, case, reshard):
+    """A unit used several times, tied, left out of an iteration, or whose returned view is changed in place."""
+    assert_parity(rank, world, case, Setup(reshard))
+
+
+def two_forwards_one_backward(run: Run) -> None:
+    """Add two losses before the backward."""
+    for step in range(3):
+        (run.loss(step) + run.loss(step + 10)).backward()
+        run.update()
+
+
+def two_forwards_two_backwards(run: Run) -> None:
+    """Two forwards, then their backwards in either order, accumulating."""
+    for step in range(4):
+        losses = [run.loss(step), run.loss(step + 10)]
+        for loss in losses if step % 2 else reversed(losses):
+            loss.backward()
+        run.update()
+
+
+def several_backwards(run: Run) -> None:
+    """Three backwards through one graph."""
+    for step in range(3):
+        loss = run.loss(step)
+        loss.backward(retain_graph=True)
+        run.record()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        run.update()
+
+
+def accumulate_with_sync(run: Run) -> None:
+    """Two backwards add their reduced gradients."""
+    for step in range(3):
+        for part in range(2):
+            run.loss(step + 10 * part).backward()
+        run.update()
+
+
+def accumulate_without_sync(run: Run) -> None:
+    """Only the last of three backwards communicates."""
+    for step in range(3):
+        for part in range(3):
+            for root in run.root:
+                root.set_requires_gradient_sync(part == 2)
+            run.loss(step + 10 * part).backward()
+        run.update()
+
+
+def accumulate_into_zeros(run: Run) -> None:
+    """The gradients are zeroed in place and added to."""
+    for step in range(3):
+        run.loss(step).backward()
+        run.record()
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+
+
+def evaluate_at_any_time(run: Run) -> None:
+    """no_grad, eval and inference_mode forwards come first and between the others."""
+    modes = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode]
+    for step, mode in enumerate(modes):
+        run.module.eval()
+        with mode():
+            run.loss(step)
+        run.module.train()
+        loss = run.loss(step)
+        with mode():
+            run.loss(step + 10)
+        loss.backward()
+        with mode():
+            run.loss(step + 20)
+        run.update()
+
+
+def inference_first(run: Run) -> None:
+    """The very first forward is in inference mode."""
+    with torch.inference_mode():
+        run.loss(0)
+    for step in range(3):
+        run.loss(step).backward()
+        run.update()
+
+
+def no_backward(run: Run) -> None:
+    """A forward whose graph is dropped without a backward."""
+    for step in range(3):
+        run.loss(step + 10)
+        run.loss(step).backward()
+        run.update()
+
+
+def gradient_of_inputs_only(run: Run) -> None:
+    """``torch.autograd.grad`` of the inputs leaves no gradient on parameters; training goes on."""
+    for step in range(3):
+        inputs = rows_of(run.case.inputs(step), run.rank, run.world)
+        (gradient,) = torch.autograd.grad(loss_of(run.module(*inputs)), inputs)
+        run.trace.losses.append(gradient.square().sum().item() / run.world)
+        run.record()
+        run.loss(step).backward()
+        run.update()
+
+
+def train_on_half_the_width(run: Run) -> None:
+    """The loss uses half of the output's last dimension."""
+    for step in range(3):
+        loss = run.forward(step)[..., ::2].square().mean()
+        run.trace.losses.append(loss.item())
+        loss.backward()
+        run.update()
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        two_forwards_one_backward,
+        two_forwards_two_backwards,
+        several_backwards,
+        accumulate_with_sync,
+        accumulate_without_sync,
+        accumulate_into_zeros,
+        evaluate_at_any_time,
+        inference_first,
+        no_backward,
+    )
+}
+
+
+TORCH_FAILS = ("evaluate_at_any_time", "inference_first")
+"""Programs in which torch's fully_shard updates an inference tensor in place, depending on what is kept unsharded."""
+programs = pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=[api.fsdp2_only] if name in TORCH_FAILS else []) for name in PROGRAMS]
+)
+
+
+@on_ranks(2)
+@reshards
+@programs
+@parametrize_cases("transformer", "frozen")
+def test_program(rank, world, case, program, reshard):
+    """The situation computes the same as in a single process and with torch's fully_shard."""
+    setup = Setup(reshard)
+    assert_parity(rank, world, case, setup, PROGRAMS[program], against_torch=program not in TORCH_FAILS)
+
+
+@on_ranks(1, 4)
+@programs
+def test_program_on_other_worlds(rank, world, program):
+    """The same on one and four ranks."""
+    setup = Setup(True)
+    assert_parity(rank, world, "transformer", setup, PROGRAMS[program], against_torch=program not in TORCH_FAILS)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("program", ["accumulate_without_sync", "accumulate_with_sync", "two_forwards_two_backwards"])
+@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
+def test_program_in_mixed_precision(rank, world, program, reduce):
+    """Accumulation with a reduce dtype that is, and is not, the compute dtype."""
+    setup = Setup(True, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce))
+    assert_parity(rank, world, "mlp", setup, PROGRAMS[program])
+
+
+@on_ranks(2)
+def test_gradient_of_inputs_only(rank, world):
+    """See the program."""
+    assert_parity(rank, world, "mlp_input_grad", Setup(True), gradient_of_inputs_only)
+
+
+@on_ranks(2)
+@parametrize_cases("mlp", "transformer")
+def test_part_of_the_output(rank, world, case):
+    """Gradients flow from a part of an output only."""
+    assert_parity(rank, world, case, Setup(True), train_on_half_the_width)

@@ -1,0 +1,300 @@
+"""Every method of a sharded module has the effect it is there for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.support import api
+from tests.support.cases import CASES
+from tests.support.counting import Collectives
+from tests.support.models import mlp
+from tests.support.oracle import Run, Setup, assert_parity, build, build_sharded, cpu_mesh
+from tests.support.pool import on_ranks
+from tests.support.trace import chunk
+
+
+def chain(world: int, layers: int = 3, **options: object) -> nn.Sequential:
+    """Return linear units under a root without parameters of its own."""
+    torch.manual_seed(3)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), **options)
+    return module
+
+
+def data() -> torch.Tensor:
+    """Return the same rows on every rank."""
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether the module shows its shards; fail if it shows some of both."""
+    kinds = {isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)}
+    assert len(kinds) == 1
+    return kinds.pop()
+
+
+@on_ranks(1, 2)
+def test_unshard_and_reshard(rank, world):
+    """``unshard`` shows whole parameters, of this module only; ``reshard`` shows shards and frees the memory."""
+    original = build(CASES["nested"])
+    module = build_sharded("nested", world)
+    assert module[0].unshard() is None
+    weight = module[0][2].weight
+    assert torch.equal(weight, original[0][2].weight) and is_sharded(module[0][0])
+    assert weight.untyped_storage().size() > 0
+    module[0].unshard()
+    assert module[0][2].weight is weight
+    module[0].reshard()
+    assert is_sharded(module[0][2]) and weight.untyped_storage().size() == 0
+    module[0].reshard()
+    assert is_sharded(module[0][2])
+
+
+@on_ranks(2)
+def test_asynchronous_unshard(rank, world):
+    """The handle may be waited for, or not: forward waits by itself."""
+    module, original = build_sharded("mlp", world), build(CASES["mlp"])
+    expected = original(data())
+    handle = module[0].unshard(async_op=True)
+    handle.wait()
+    assert torch.equal(module[0].weight, original[0].weight)
+    handle.wait()
+    module[2].unshard(async_op=True)
+    torch.testing.assert_close(module(data()), expected)
+    for _ in range(2):
+        module[2].unshard(async_op=True)
+        module[2].reshard()
+        assert is_sharded(module[2])
+    torch.testing.assert_close(module(data()), expected)
+
+
+@on_ranks(2)
+def test_unshard_without_parameters(rank, world):
+    """A unit without parameters has nothing to gather, and says so in the same way."""
+    module = chain(world)
+    with Collectives() as seen:
+        module.unshard()
+        module.unshard(async_op=True).wait()
+        module.reshard()
+    assert seen.gathers == 0 and all(is_sharded(layer) for layer in module)
+
+
+@on_ranks(2)
+def test_unshard_once_serves_forward(rank, world):
+    """What was gathered ahead is not gathered again."""
+    module = chain(world, layers=2)
+    module(data()).sum().backward()
+    module[0].unshard()
+    with Collectives() as seen, torch.no_grad():
+        module(data())
+    assert seen.gathers == 1
+
+
+@on_ranks(2)
+def test_requires_gradient_sync(rank, world):
+    """Without sync a backward communicates no gradient and leaves none on the shards."""
+    module = chain(world)
+    module.set_requires_gradient_sync(False)
+    with Collectives() as seen:
+        module(data()).sum().backward()
+    assert seen.reductions == 0
+    assert all(parameter.grad is None for layer in module for parameter in layer.parameters() if is_sharded(layer))
+    module.set_requires_gradient_sync(True)
+    with Collectives() as seen:
+        module(data()).sum().backward()
+    assert seen.reductions == 3
+    reference = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    torch.manual_seed(3)
+    for layer in reference:
+        layer.reset_parameters()
+    (2 * reference(data()).sum()).backward()
+    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+
+
+@on_ranks(2)
+def test_requires_gradient_sync_of_one_module(rank, world):
+    """``recurse=False`` is for this module's own parameters."""
+    module = build_sharded("nested", world)
+    module[0].set_requires_gradient_sync(False, recurse=False)
+    inputs = torch.randn(2, 6)
+    module(inputs).sum().backward()
+    assert module[0][0].weight.grad is not None and module[1][0].weight.grad is not None
+    module[0].reshard()
+    assert module[0][2].weight.grad is None
+    module[0].set_requires_gradient_sync(True, recurse=False)
+    module(inputs).sum().backward()
+    assert module[0][2].weight.grad is not None
+
+
+@on_ranks(2)
+def test_reshard_after_forward(rank, world):
+    """The setter changes what is gathered again in backward, for all units below or for one."""
+    module = chain(world)
+    for recurse, value, gathers in [(True, False, 0), (True, True, 3), (False, False, 3)]:
+        module.set_reshard_after_forward(value, recurse=recurse)
+        loss = module(data()).sum()
+        assert [is_sharded(layer) for layer in module] == [gathers > 0] * 3
+        with Collectives() as seen:
+            loss.backward()
+        assert seen.gathers == gathers
+    module[1].set_reshard_after_forward(False)
+    loss = module(data()).sum()
+    assert [is_sharded(layer) for layer in module] == [True, False, True]
+    with Collectives() as seen:
+        loss.backward()
+    assert seen.gathers == 2 and all(is_sharded(layer) for layer in module)
+
+
+@on_ranks(2)
+def test_reshard_after_backward(rank, world):
+    """Kept parameters are not gathered again for the next forward; new weights are, after a step."""
+    module = chain(world)
+    module.set_reshard_after_backward(False)
+    with Collectives() as seen:
+        module(data()).sum().backward()
+    assert seen.gathers == 6 and not any(is_sharded(layer) for layer in module)
+    with Collectives() as seen:
+        module(data()).sum().backward()
+    assert seen.gathers == 3  # forward needs none; forward frees, backward gathers
+    module.set_reshard_after_backward(True)
+    module(data()).sum().backward()
+    assert all(is_sharded(layer) for layer in module)
+
+
+def accumulate_keeping_parameters(run: Run) -> None:
+    """Accumulate three micro-batches without sync and without resharding in between."""
+    for step in range(3):
+        for part in range(3):
+            for root in run.root:
+                root.set_requires_gradient_sync(part == 2)
+                root.set_reshard_after_backward(part == 2)
+            run.loss(step + 10 * part).backward()
+        run.update()
+
+
+def two_backwards_of_one_iteration(run: Run) -> None:
+    """Two losses of separate forwards; only the last backward is the last."""
+    for step in range(3):
+        losses = [run.loss(step), run.loss(step + 10)]
+        for root in run.root:
+            root.set_is_last_backward(False)
+        losses[0].backward()
+        for root in run.root:
+            root.set_is_last_backward(True)
+        losses[1].backward()
+        run.update()
+
+
+def explicit_prefetch(run: Run) -> None:
+    """Prefetch lists that look two units ahead, and one that names the wrong unit."""
+    layers = [unit for unit in run.units if unit not in run.root]
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 3])
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(index - 2, 0) : index])) or layers[-1:])
+    for step in range(3):
+        run.loss(step).backward()
+        run.update()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("program", [accumulate_keeping_parameters, two_backwards_of_one_iteration, explicit_prefetch])
+@pytest.mark.parametrize("case", ["mlp", "transformer", "nested"])
+def test_settings_keep_training_right(rank, world, case, program, reshard):
+    """The settings are about when, not what."""
+    assert_parity(rank, world, case, Setup(reshard), program)
+
+
+@on_ranks(2)
+def test_is_last_backward_with_one_forward(rank, world):
+    """Two backwards through parts of one forward, hooks of the shards firing in each."""
+    module, reference = build_sharded("mlp", world), build(CASES["mlp"])
+    fired = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    for one in (module, reference):
+        output = one(data())
+        if one is module:
+            module.set_is_last_backward(False)
+        output[:1].sum().backward(retain_graph=True)
+        if one is module:
+            module.set_is_last_backward(True)
+        output[1:].sum().backward()
+    assert sorted(fired) == sorted(2 * [name for name, _ in reference.named_parameters()])
+    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+
+
+class Encoder(nn.Module):
+    """Computes with its parameters in methods other than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.outer(self.encode(x))
+
+    def encode(self, x, *, scale=1.0):
+        return {"code": torch.tanh(self.inner(x)) * scale}["code"]
+
+
+@on_ranks(2)
+def test_registered_forward_method(rank, world):
+    """A registered method gathers, frees and reduces as forward does; for a plain module it is left alone."""
+    torch.manual_seed(0)
+    reference = Encoder()
+    torch.manual_seed(0)
+    module = Encoder()
+    api.ours.register_fsdp_forward_method(module, "encode")
+    assert "encode" not in vars(module)
+    api.ours.fully_shard(module, mesh=cpu_mesh(world), reshard_after_forward=True)
+    api.ours.register_fsdp_forward_method(module, "encode")
+    with pytest.raises(ValueError, match="does not have a method missing"):
+        api.ours.register_fsdp_forward_method(module, "missing")
+    for _ in range(2):
+        module.zero_grad()
+        reference.zero_grad()
+        code = module.encode(data(), scale=2.0)
+        assert is_sharded(module.inner)
+        code.sum().backward()
+        reference.encode(data(), scale=2.0).sum().backward()
+        torch.testing.assert_close(
+            module.inner.weight.grad.to_local(), chunk(reference.inner.weight.grad, 0, rank, world)
+        )
+        assert module.outer.weight.grad is None
+
+
+@on_ranks(2)
+def test_indexing_and_names(rank, world):
+    """Names of parameters and modules do not change, a slice is plain, the class says what it was."""
+    plain = mlp(4, 8, 4)
+    names, modules = [n for n, _ in plain.named_parameters()], [n for n, _ in plain.named_modules()]
+    assert api.ours.fully_shard(plain, mesh=cpu_mesh(world)) is plain
+    assert [n for n, _ in plain.named_parameters()] == names and [n for n, _ in plain.named_modules()] == modules
+    assert type(plain).__name__ == "FSDPSequential" and isinstance(plain, nn.Sequential)
+    assert isinstance(plain, api.theirs.FSDPModule) and isinstance(plain, api.ours.FSDPModule)
+    assert type(plain[:2]) is nn.Sequential and type(plain[0]) is nn.Linear
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_transfer_sizes_say_what_is_packed(rank, world):
+    """Parameters above the sizes get a gather of their own, and gradients leave in chunks."""
+    module = build_sharded("transformer", world)
+    inputs = torch.randint(11, (2, 5))
+    counts = []
+    for sizes in ({}, {"direct_param_bytes": 0, "direct_group_bytes": 0}, {"direct_param_bytes": 1 << 40}):
+        module.set_transfer_sizes(**sizes)
+        with Collectives() as seen:
+            module(inputs).sum().backward()
+        counts.append((seen.gathers, seen.reductions))
+    parameters = sum(1 for _ in module.blocks.parameters())
+    assert counts == [(5, 3), (2 * parameters + 3, 3), (5, 3)]
+    with pytest.raises(ValueError, match="chunk_bytes"):
+        module.set_transfer_sizes(chunk_bytes=-1)

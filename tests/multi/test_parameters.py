@@ -1,0 +1,232 @@
+"""Training is right for parameters of every ordinary kind, and they look as promised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.support import api
+from tests.support.cases import CASES, parametrize_cases
+from tests.support.models import Odd, Tied
+from tests.support.oracle import TRANSFERS, Setup, assert_parity, build, build_sharded, cpu_mesh
+from tests.support.pool import on_ranks
+from tests.support.trace import chunk
+
+transfers = pytest.mark.parametrize("transfer", TRANSFERS)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KINDS = (
+    "uneven",
+    "smaller_than_world",
+    "no_parameters",
+    "scalars",
+    "three_dims",
+    "integer",
+    "channels_last",
+    "non_contiguous",
+    "mixed_frozen_dtypes",
+    "mixed_dtypes",
+    "tied",
+    "frozen",
+    "frozen_all",
+    "parameter_lists",
+    "lstm",
+    "buffers",
+    "batch_norm",
+)
+
+
+@on_ranks(1, 2, 4)
+@parametrize_cases(*KINDS)
+def test_training_is_right(rank, world, case):
+    """Five steps equal a single process and torch's fully_shard."""
+    assert_parity(rank, world, case, Setup())
+
+
+@on_ranks(3)
+@parametrize_cases("uneven", "smaller_than_world", "channels_last", "tied")
+def test_training_is_right_on_three_ranks(rank, world, case):
+    """A world size that is no power of two."""
+    assert_parity(rank, world, case, Setup(reshard_after_forward=True))
+
+
+@on_ranks(2)
+@parametrize_cases("uneven", "channels_last", "non_contiguous", "tied", "frozen", "lstm", "buffers", "scalars")
+def test_training_is_right_in_mixed_precision(rank, world, case):
+    """Casting the parameters keeps what is special about them."""
+    assert_parity(rank, world, case, Setup(policy=BF16))
+
+
+@on_ranks(1, 2, 4)
+@parametrize_cases(*(name for name in KINDS if name != "batch_norm"))
+def test_shards_are_chunks_and_full_parameters_are_the_originals(rank, world, case):
+    """A shard is a ``torch.chunk`` piece; unsharding gives back values, dtypes, strides and requires_grad."""
+    original = dict(build(CASES[case]).named_parameters())
+    module = build_sharded(case, world)
+    for name, parameter in module.named_parameters():
+        expected = original[name]
+        assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor), name
+        assert parameter.placements == (Shard(0) if expected.ndim else Replicate(),)
+        assert parameter.device_mesh == cpu_mesh(world)
+        assert (parameter.shape, parameter.dtype) == (expected.shape, expected.dtype)
+        assert parameter.requires_grad == expected.requires_grad
+        local = parameter.to_local()
+        if expected.ndim:
+            assert torch.equal(local, chunk(expected.detach(), 0, rank, world)), name
+        assert local.is_contiguous() or not expected.is_contiguous()
+    for unit in module.modules():
+        if isinstance(unit, api.ours.FSDPModule):
+            unit.unshard()
+    full = dict(module.named_parameters())
+    assert full.keys() == original.keys()
+    for name, expected in original.items():
+        assert not isinstance(full[name], DTensor), name
+        assert torch.equal(full[name], expected), name
+        # empty_like keeps strides except gaps, which a parameter of its own has no reason to keep
+        assert full[name].stride() == torch.empty_like(expected).stride(), name
+        assert full[name].requires_grad == expected.requires_grad, name
+
+
+@on_ranks(2, 4)
+@parametrize_cases("uneven", "smaller_than_world", "channels_last", "three_dims", "scalars")
+def test_full_tensor_and_redistribute(rank, world, case):
+    """The shards are ordinary DTensors to everybody else."""
+    original = dict(build(CASES[case]).named_parameters())
+    module = build_sharded(case, world)
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter.full_tensor(), original[name]), name
+        assert torch.equal((parameter * 2).full_tensor(), original[name] * 2), name
+
+
+@on_ranks(2)
+def test_tied_parameters_stay_one_object(rank, world):
+    """Tied names are one Parameter while sharded and while unsharded, and appear once in ``parameters()``."""
+    module = api.ours.fully_shard(Tied(), mesh=cpu_mesh(world))
+    assert module.one.weight is module.two.weight
+    assert len(list(module.parameters())) == 2
+    module.unshard()
+    assert module.one.weight is module.two.weight and not isinstance(module.one.weight, DTensor)
+    module.reshard()
+    assert module.one.weight is module.two.weight and isinstance(module.one.weight, DTensor)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_attributes_are_kept(rank, world):
+    """Python attributes of the original are on the shard and on the full parameter."""
+    module = nn.Linear(4, 4)
+    module.weight.sequence_parallel = True
+    module.weight.tags = {"name": "w"}
+    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    assert module.weight.tags == {"name": "w"}
+    module.weight.late = 3
+    module.unshard()
+    assert not isinstance(module.weight, DTensor)
+    assert module.weight.sequence_parallel is True and module.weight.tags == {"name": "w"}
+
+
+@on_ranks(1, 2)
+@transfers
+def test_post_accumulate_hooks_are_kept(rank, world, transfer):
+    """A hook of the original fires once per backward with the sharded gradient in place."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    seen = []
+    hook = lambda parameter: seen.append((type(parameter), parameter.grad.placements))
+    module[0].weight.register_post_accumulate_grad_hook(hook)
+    api.ours.fully_shard(module[0], mesh=cpu_mesh(world))
+    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    if api.name == "fsdp2":
+        module.set_transfer_sizes(**TRANSFERS[transfer])
+    for step in range(1, 4):
+        module(torch.randn(2, 4)).sum().backward()
+        assert len(seen) == (step if api.name == "fsdp2" else 0)  # torch's loses hooks set before sharding
+    assert all(placements == (Shard(0),) for _, placements in seen)
+
+
+@on_ranks(1, 2)
+@transfers
+def test_optimizer_in_backward(rank, world, transfer):
+    """A post-accumulate hook on a shard may step and clear the gradient."""
+    module = build_sharded("mlp", world, Setup(transfer=transfer))
+    reference = build(CASES["mlp"])
+    for parameter in module.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(parameter, optimizer=optimizer):
+            assert isinstance(parameter.grad, DTensor)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    data = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+    for _ in range(3):
+        module(data).square().mean().backward()
+        reference(data).square().mean().backward()
+        alone.step()
+        alone.zero_grad()
+    for mine, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        assert mine.grad is None
+        torch.testing.assert_close(mine.to_local(), chunk(expected.detach(), 0, rank, world))
+
+
+@on_ranks(2)
+def test_gradients_look_like_their_shards(rank, world):
+    """A gradient has its shard's dtype, placements and contiguity, under mixed precision too."""
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    for unit in (module[0], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), mp_policy=BF16)
+    module(torch.randn(2, 3)).sum().backward()
+    for name, parameter in module.named_parameters():
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor) and gradient.dtype == parameter.dtype == torch.float32, name
+        assert gradient.placements == parameter.placements and gradient.shape == parameter.shape
+        assert gradient.to_local().shape == parameter.to_local().shape
+        assert gradient.is_contiguous() and gradient.to_local().is_contiguous()
+
+
+@on_ranks(2)
+def test_frozen_parameters_get_no_gradient_and_may_change(rank, world):
+    """``requires_grad`` may be flipped between iterations on the shards."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    data = torch.randn(2, 4)
+    for frozen in (0, 1, None, 2):
+        for index, layer in enumerate(module):
+            layer.requires_grad_(index != frozen)
+        module(data).sum().backward()
+        for index, layer in enumerate(module):
+            assert (layer.weight.grad is None) == (index == frozen)
+            layer.zero_grad()
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+def test_requires_grad_change_is_never_lost(rank, world):
+    """A change made while the full parameter is shown holds as well, before and after a no_grad forward."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=False)
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    module[0].requires_grad_(False)
+    module(torch.ones(2, 4)).sum().backward()
+    assert module[0].weight.grad is None and module[1].weight.grad is not None
+    module[0].requires_grad_(True)
+    module(torch.ones(2, 4)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+@on_ranks(2)
+def test_integer_parameters_keep_their_values(rank, world):
+    """An integer parameter is gathered whole, also between floats of an uneven group."""
+    module = Odd(index=torch.arange(7), weight=torch.randn(5), flags=torch.tensor([True, False, True]))
+    original = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    api.ours.fully_shard(module, mesh=cpu_mesh(world), mp_policy=BF16)
+    module.unshard()
+    assert module.index.dtype == torch.int64 and torch.equal(module.index, original["index"])
+    assert module.flags.dtype == torch.bool and torch.equal(module.flags, original["flags"])
+    assert module.weight.dtype == torch.bfloat16

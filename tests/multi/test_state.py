@@ -1,0 +1,314 @@
+"""State dicts, meta initialisation, ``to``, and optimizers: what happens to shards outside forward and backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.support import api
+from tests.support.cases import CASES, parametrize_cases
+from tests.support.models import Counting, linears, mlp
+from tests.support.oracle import TRANSFERS, Setup, build, build_sharded, cpu_mesh, rows_of, shard
+from tests.support.pool import on_ranks
+from tests.support.shapes import loss_of
+from tests.support.trace import chunk
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+STATEFUL = ("mlp", "transformer", "uneven", "smaller_than_world", "buffers", "tied", "integer", "lstm", "channels_last")
+
+
+def step(module: nn.Module, name: str, rank: int, world: int, index: int = 0) -> None:
+    """Run a forward and a backward on this rank's rows."""
+    case = CASES[name]
+    loss_of(case.call(module, rows_of(case.inputs(index), rank, world))).backward()
+
+
+def assert_state(module: nn.Module, expected: dict[str, torch.Tensor], rank: int, world: int) -> None:
+    """Assert that the state dict has the expected names and pieces, and nothing but DTensors for parameters."""
+    state = module.state_dict()
+    assert list(state) == list(expected)
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name, value in state.items():
+        assert isinstance(value, DTensor) == (name in parameters), name
+        whole = expected[name]
+        assert (
+            torch.equal(value.to_local(), chunk(whole, 0, rank, world))
+            if name in parameters
+            else (value == whole).all()
+        )
+
+
+@on_ranks(1, 2, 4)
+@parametrize_cases(*STATEFUL)
+def test_state_dict_is_sharded_at_any_time(rank, world, case):
+    """Names are the original ones and values are shards: at rest, unsharded, after forward, after backward."""
+    expected = {name: value.clone() for name, value in build(CASES[case]).state_dict().items()}
+    module = build_sharded(case, world, Setup(reshard_after_forward=False))
+    assert_state(module, expected, rank, world)
+    for unit in (unit for unit in module.modules() if isinstance(unit, api.ours.FSDPModule)):
+        unit.unshard()
+    assert_state(module, expected, rank, world)
+    module.eval()
+    loss = loss_of(CASES[case].call(module, CASES[case].inputs(0)))
+    changing = {name for name, _ in module.named_buffers()}
+    assert not changing or case == "buffers"
+    state = module.state_dict()
+    assert all(isinstance(value, DTensor) for name, value in state.items() if name not in changing)
+    loss.backward()
+    reference = build(CASES[case])
+    loss_of(CASES[case].call(reference, CASES[case].inputs(0)))
+    assert_state(module, reference.state_dict(), rank, world)
+
+
+@on_ranks(2)
+def test_state_dict_inside_forward_and_backward(rank, world):
+    """A state dict taken in a forward or backward hook is sharded too, and training goes on."""
+    module, reference = build_sharded("mlp", world), build(CASES["mlp"])
+    seen = []
+    module[2].register_forward_hook(lambda *_: seen.append(module.state_dict()))
+    module[2].register_full_backward_hook(lambda *_: seen.append(module.state_dict()))
+    for index in range(2):
+        step(module, "mlp", rank, world, index)
+        loss_of(reference(*CASES["mlp"].inputs(index))).backward()
+    assert len(seen) == 4
+    for state in seen:
+        for name, parameter in reference.named_parameters():
+            assert isinstance(state[name], DTensor), name
+            assert torch.equal(state[name].to_local(), chunk(parameter.detach(), 0, rank, world))
+    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+
+
+@on_ranks(2)
+def test_state_dict_is_live(rank, world):
+    """A state dict shares memory with the parameters and stays true while training goes on."""
+    module = build_sharded("mlp", world)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = module.state_dict()
+    pointers = {name: value.to_local().data_ptr() for name, value in state.items()}
+    for index in range(3):
+        step(module, "mlp", rank, world, index)
+        optimizer.step()
+        optimizer.zero_grad()
+    module.load_state_dict({name: value.detach().clone() for name, value in module.state_dict().items()})
+    for name, value in module.state_dict().items():
+        assert value.to_local().data_ptr() == pointers[name]
+        assert torch.equal(state[name].to_local(), value.to_local())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("when", ["fresh", "trained", "unsharded"])
+@parametrize_cases("mlp", "uneven", "smaller_than_world", "transformer", "channels_last")
+def test_load_state_dict(rank, world, case, when, assign):
+    """Loaded values are what forward computes with, copied or assigned, also while full parameters are shown."""
+    module = build_sharded(case, world)
+    torch.manual_seed(99)
+    other = CASES[case].build()
+    if when == "trained":
+        step(module, case, rank, world)
+        module.zero_grad()
+    if when == "unsharded":
+        module.unshard()
+    mesh = cpu_mesh(world)
+    values = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in other.state_dict().items()}
+    result = module.load_state_dict(values, assign=assign)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert_state(module, other.state_dict(), rank, world)
+    inputs = CASES[case].inputs(0)
+    torch.testing.assert_close(CASES[case].call(module, inputs), CASES[case].call(other, inputs))
+    step(module, case, rank, world)
+    module.reshard()
+    assert all(parameter.grad is not None for parameter in module.parameters() if parameter.requires_grad)
+
+
+def on_meta(name: str, world: int, transfer: str = "packed", **options: object) -> nn.Module:
+    """Return the named case's model sharded on the meta device."""
+    with torch.device("meta"):
+        module = CASES[name].build()
+    return shard(module, CASES[name], api.ours, cpu_mesh(world), Setup(transfer=transfer, **options))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@parametrize_cases("mlp", "smaller_than_world", "uneven")
+def test_meta_then_to_empty(rank, world, case, policy, transfer):
+    """Shards allocated by ``to_empty`` and initialised in place train like those of a real model."""
+    module = on_meta(case, world, transfer, policy=policy)
+    assert all(parameter.is_meta and isinstance(parameter, DTensor) for parameter in module.parameters())
+    module.to_empty(device="cpu")
+    reference = build(CASES[case])
+    with torch.no_grad():
+        for got, value in zip(module.parameters(), reference.parameters(), strict=True):
+            got.copy_(distribute_tensor(value.detach(), cpu_mesh(world), got.placements))
+    inputs = CASES[case].inputs(0)
+    tolerance = {"atol": 0.05, "rtol": 0.05} if policy is not None and policy.param_dtype else {}
+    torch.testing.assert_close(module(*inputs).float(), reference(*inputs), **tolerance)
+    step(module, case, rank, world)
+    assert all(parameter.grad is not None and not parameter.is_meta for parameter in module.parameters())
+
+
+@on_ranks(2)
+def test_meta_then_reset_parameters(rank, world):
+    """``reset_parameters`` initialises the shards themselves."""
+    module = on_meta("mlp", world)
+    module.to_empty(device="cpu")
+    for layer in linears(module):
+        layer.reset_parameters()
+    assert all(parameter.full_tensor().isfinite().all() for parameter in module.parameters())
+    step(module, "mlp", rank, world)
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@on_ranks(1, 2, 4)
+@parametrize_cases("mlp", "smaller_than_world", "transformer")
+def test_meta_then_assign(rank, world, case):
+    """``load_state_dict(assign=True)`` fills a model on the meta device, ties and all."""
+    module, reference = on_meta(case, world), build(CASES[case])
+    mesh = cpu_mesh(world)
+    values = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in reference.state_dict().items()}
+    if case == "transformer":
+        values["head.weight"] = values["embed.weight"]
+    module.load_state_dict(values, assign=True)
+    inputs = CASES[case].inputs(0)
+    torch.testing.assert_close(module(*inputs), reference(*inputs))
+    step(module, case, rank, world)
+    module.reshard()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@on_ranks(2)
+def test_meta_then_replaced_parameters(rank, world):
+    """A Parameter set on the module before the first forward is the shard from then on."""
+    module, reference = on_meta("mlp", world), build(CASES["mlp"])
+    for got, real in zip(linears(module), linears(reference), strict=True):
+        for name, value in list(real.named_parameters()):
+            setattr(got, name, nn.Parameter(distribute_tensor(value.detach(), cpu_mesh(world), [Shard(0)])))
+    inputs = CASES["mlp"].inputs(0)
+    torch.testing.assert_close(module(*inputs), reference(*inputs))
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_to_dtype(rank, world, trained):
+    """``module.to(dtype)`` changes shards, what is computed, and gradients."""
+    module, reference = build_sharded("uneven", world), build(CASES["uneven"])
+    if trained:
+        step(module, "uneven", rank, world)
+        module.zero_grad()
+    for dtype in (torch.float64, torch.bfloat16):
+        module.to(dtype)
+        reference.to(dtype)
+        inputs = CASES["uneven"].inputs(0)[0].to(dtype)
+        loss_of(module(inputs)).backward()
+        loss_of(reference(inputs)).backward()
+        for name, parameter in module.named_parameters():
+            assert parameter.dtype == parameter.to_local().dtype == parameter._spec.tensor_meta.dtype == dtype, name
+            assert parameter.grad.dtype == dtype
+        torch.testing.assert_close(module(inputs), reference(inputs))
+        module.zero_grad()
+        module.reshard()
+
+
+@on_ranks(2)
+def test_edits_of_shards_are_seen(rank, world):
+    """In-place changes of a shard, directly or through ``to_local``, are what the next forward computes with."""
+    module, reference = build_sharded("mlp", world), build(CASES["mlp"])
+    inputs = CASES["mlp"].inputs(0)
+    for factor in (2.0, 0.5):
+        with torch.no_grad():
+            for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+                got.to_local().mul_(factor)
+                got.add_(1.0)
+                expected.mul_(factor).add_(1.0)
+        torch.testing.assert_close(module(*inputs), reference(*inputs))
+        module.reshard()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", ["before", "stepped"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_optimizer_built_before_sharding(rank, world, moment, kind):
+    """It trains the shards all the same, with the state it has, or says by name that it cannot."""
+    module, reference = build(CASES["mlp"]), build(CASES["mlp"])
+    makers = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    }
+    optimizers = [makers[kind](one.parameters()) for one in (module, reference)]
+    if moment == "stepped":
+        for one, optimizer in zip((module, reference), optimizers, strict=True):
+            loss_of(one(*CASES["mlp"].inputs(9))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    shard(module, CASES["mlp"], api.ours, cpu_mesh(world), Setup())
+    for index in range(3):
+        step(module, "mlp", rank, world, index)
+        loss_of(reference(*CASES["mlp"].inputs(index))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        module.zero_grad()
+        reference.zero_grad()
+    if api.name == "fsdp2":  # with torch's, nothing was trained
+        for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(got.to_local(), chunk(expected.detach(), 0, rank, world), rtol=1e-4, atol=1e-5)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_optimizer_state_dict_of_one_built_before_sharding(rank, world):
+    """After its first step its state belongs to the shards."""
+    module = build(CASES["mlp"])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    shard(module, CASES["mlp"], api.ours, cpu_mesh(world), Setup())
+    step(module, "mlp", rank, world)
+    optimizer.step()
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert all(mine is shown for mine, shown in zip(held, module.parameters(), strict=True))
+    state = copy.deepcopy(optimizer.state_dict())["state"]
+    assert all(isinstance(state[index]["exp_avg"], DTensor) for index in range(len(held)))
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@on_ranks(2)
+def test_buffers_stay_whole(rank, world):
+    """Buffers are neither sharded nor cast."""
+    module = nn.Sequential(Counting(), mlp(6, 4))
+    api.ours.fully_shard(module, mesh=cpu_mesh(world), mp_policy=BF16)
+    assert module(torch.randn(3, 6)).dtype == torch.bfloat16
+    for name, buffer in module.named_buffers():
+        assert not isinstance(buffer, DTensor) and buffer.dtype in (torch.float32, torch.int64), name
+    assert module[0].calls.item() == 1
+
+
+@api.fsdp2_only  # torch's refuses
+@on_ranks(1, 2)
+@parametrize_cases("mlp", "transformer", "uneven")
+def test_deepcopy(rank, world, case):
+    """A copy is sharded alike, trains alike, and shares nothing with the original."""
+    module = build_sharded(case, world)
+    step(module, case, rank, world)
+    twin = copy.deepcopy(module)
+    assert type(twin) is type(module)
+    assert not {id(one) for one in module.modules()} & {id(one) for one in twin.modules()}
+    before = {name: value.to_local().clone() for name, value in module.state_dict().items()}
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for name, value in module.state_dict().items():
+        assert torch.equal(value.to_local(), before[name])
+    module.zero_grad()
+    twin.zero_grad()
+    twin.load_state_dict(module.state_dict())
+    step(module, case, rank, world, 1)
+    step(twin, case, rank, world, 1)
+    module.reshard()
+    twin.reshard()
+    for mine, other in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), other.grad.to_local())

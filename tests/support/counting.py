@@ -1,0 +1,49 @@
+"""Counting collectives, whatever they are called: what runs under the mode is counted by what it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GATHERS = ("allgather", "_allgather", "all_gather")
+REDUCTIONS = ("_reduce_scatter", "reduce_scatter", "alltoall", "allreduce")
+
+
+class Collectives(TorchDispatchMode):
+    """Counts gathers, reductions and everything else that moves data between ranks while it is active.
+
+    Without reduce-scatter in a backend an all-to-all takes its part, so that one counts as a reduction.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.numels: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[kind_of(func.__name__)] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def gathers(self) -> int:
+        """Gathers since the last ``reset``."""
+        return self.counts["gather"]
+
+    @property
+    def reductions(self) -> int:
+        """Reductions since the last ``reset``."""
+        return self.counts["reduction"]
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.counts.clear()
+
+
+def kind_of(name: str) -> str:
+    """Return what an operator of torch.distributed does."""
+    if name.startswith(GATHERS):
+        return "gather"
+    return "reduction" if name.startswith(REDUCTIONS) else name

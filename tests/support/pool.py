@@ -1,0 +1,206 @@
+"""A persistent pool of gloo processes, and the decorator that turns a function of ``(rank, world)`` into pytest tests.
+
+    @on_ranks(2, 4)
+    def test_sum(rank, world):
+        ...
+
+runs on every rank of a default process group of exactly 2, then 4, processes. Starting the processes costs seconds, a
+test costs milliseconds. The same processes serve every world size: ranks 0..world-1 take part. A test that fails on one
+rank while others wait, or that lasts longer than its limit, costs the pool its processes: each writes its stacks and
+ends, and the next test gets new ones. The processes talk over 127.0.0.1 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.worker import Job, Outcome
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 60.0
+"""How long one test may take, unless ``on_ranks`` is told otherwise."""
+GRACE_SECONDS = 2.0
+"""How long other ranks may still run after one rank has failed."""
+END_SECONDS = 10.0
+"""How long an idle process may take to end."""
+
+
+class RankError(AssertionError):
+    """A test failed on some rank; the text holds every rank's traceback or stacks."""
+
+
+@dataclass
+class Rank:
+    """One process of the pool as its parent sees it."""
+
+    process: subprocess.Popen[bytes]
+    connection: connection.Connection
+    log: IO[bytes]
+    read_from: int = 0
+
+    def output(self) -> str:
+        """Return what the process wrote to stdout and stderr during its present job."""
+        self.log.seek(self.read_from)
+        return self.log.read().decode(errors="replace").strip()
+
+
+@dataclass
+class Pool:
+    """The processes, started when first needed."""
+
+    ranks: list[Rank] = field(default_factory=list)
+    generation: int = 0
+    world: int = 0
+    store: Any = None
+
+    def run(self, world: int, function: Callable[..., Any], kwargs: Mapping[str, Any], limit: float) -> list[Any]:
+        """Run ``function(rank, world, **kwargs)`` on ``world`` ranks and return their values in rank order.
+
+        Raises ``RankError`` when a rank fails, hangs or dies, and ``pytest.skip`` when the ranks agree on skipping.
+        """
+        if world != self.world:
+            self.generation += 1
+            self.world = world
+        while len(self.ranks) < world:
+            self.ranks.append(self.start(len(self.ranks)))
+        job = Job(function.__module__, function.__qualname__, dict(kwargs), world, self.generation, limit)
+        for rank in self.ranks[:world]:
+            rank.log.seek(0, os.SEEK_END)
+            rank.read_from = rank.log.tell()
+            with contextlib.suppress(BrokenPipeError):  # a dead process is noticed below
+                rank.connection.send_bytes(pickle.dumps(job))
+        outcomes = self.collect(self.ranks[:world], limit)
+        if any(outcome is None or outcome.traceback for outcome in outcomes):
+            raise RankError(self.recover(outcomes))
+        if skipped := next((outcome.skipped for outcome in outcomes if outcome and outcome.skipped), ""):
+            pytest.skip(skipped)
+        return [outcome.value for outcome in outcomes if outcome]
+
+    def collect(self, ranks: list[Rank], limit: float) -> list[Outcome | None]:
+        """Wait for every rank's outcome; ``None`` stands for a rank that hung or died."""
+        outcomes: list[Outcome | None] = [None] * len(ranks)
+        waiting = {rank.connection: index for index, rank in enumerate(ranks)}
+        deadline = time.monotonic() + limit
+        while waiting:
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return outcomes
+            for one in ready:
+                assert isinstance(one, connection.Connection)
+                index = waiting.pop(one)
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    outcomes[index] = pickle.loads(one.recv_bytes())
+                if (outcome := outcomes[index]) is None or outcome.traceback:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return outcomes
+
+    def recover(self, outcomes: list[Outcome | None]) -> str:
+        """Describe a failure and make the pool usable again: a new group, and new processes if any rank hung."""
+        ranks = self.ranks[: len(outcomes)]
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            if outcome is None and rank.process.poll() is None:
+                rank.process.send_signal(signal.SIGUSR1)
+        if any(outcome is None for outcome in outcomes):
+            self.stop()
+        lines = []
+        for index, (rank, outcome) in enumerate(zip(ranks, outcomes, strict=True)):
+            what = "no answer: hung or died; its stacks" if outcome is None else outcome.traceback or "finished"
+            lines += [f"--- rank {index} of {len(outcomes)}: {what}", rank.output()]
+        self.generation += 1
+        return "\n".join(line for line in lines if line)
+
+    def start(self, index: int) -> Rank:
+        """Start the process of one rank."""
+        if self.store is None:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            self.store = dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        parent_end, worker_end = Pipe()
+        log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        command = [sys.executable, "-m", "tests.support.worker"]
+        command += [str(number) for number in (index, worker_end.fileno(), self.store.port, os.getpid())]
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": loopback(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            pass_fds=[worker_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        worker_end.close()
+        return Rank(process, parent_end, log)
+
+    def stop(self) -> None:
+        """End every process: an idle one leaves when its connection closes, a busy one is given a short while."""
+        for rank in self.ranks:
+            rank.connection.close()
+        for rank in self.ranks:
+            try:
+                rank.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait()
+        self.ranks = []
+        self.world = 0
+
+    def close(self) -> None:
+        """End every process and the store; the pool can be used again."""
+        self.stop()
+        self.store = None
+
+
+def loopback() -> str:
+    """Return the name of the interface of 127.0.0.1."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+POOL = Pool()
+"""The pool of this pytest run; ``tests/conftest.py`` closes it."""
+
+
+def on_ranks(*worlds: int, limit: float = LIMIT_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: the function of ``(rank, world, ...)`` becomes one pytest test for each world size.
+
+    Further arguments come from ``pytest.mark.parametrize`` or fixtures and must be picklable.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def test(world: int, **kwargs: Any) -> None:
+            problem = ""
+            try:
+                POOL.run(world, function, kwargs, limit)
+            except RankError as error:
+                problem = str(error)
+            if problem:
+                pytest.fail(problem, pytrace=False)
+
+        visible = [parameter for name, parameter in parameters.items() if name != "rank"]
+        test.__signature__ = inspect.Signature(visible)  # type: ignore[attr-defined]
+        test.rank_function = function  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world", worlds)(test)
+
+    return decorate

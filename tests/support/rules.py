@@ -1,0 +1,335 @@
+"""The house rules as functions from parsed source to a list of complaints, one line each.
+
+A ``Source`` is a path inside the repository and its text; so the rules can be tried on snippets. What a name refers to
+is decided by the imports of the file it stands in, which is enough because nothing here rebinds a module.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7
+ENTRY_POINTS = {"fully_shard"}
+"""Public functions that may have more parameters, because torch's have."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+COLLECTIVES = re.compile(
+    r"_?(all_?gather|all_?reduce|reduce_scatter|all_?to_?all|broadcast|scatter|gather|reduce|i?send|i?recv|barrier|"
+    r"monitored_barrier|batch_isend_irecv|coalescing_manager|start_coalescing|end_coalescing)"
+    r"(_(base|single|tensor|into|object|objects|coalesced|list))*_?"
+)
+GROUP_METHODS = {
+    name
+    for stem in ("allgather", "allreduce", "alltoall", "reduce_scatter")
+    for name in (stem, f"{stem}_base", f"_{stem}_base", f"{stem}_coalesced", f"{stem}_tensor_coalesced")
+} | {"allgather_into_tensor_coalesced", "_start_coalescing", "_end_coalescing"}
+"""What process groups call their collectives."""
+STREAMS = {
+    "Stream",
+    "Event",
+    "ExternalStream",
+    "StreamContext",
+    "current_stream",
+    "default_stream",
+    "set_stream",
+    "wait_stream",
+    "wait_event",
+    "record_stream",
+    "record_event",
+}
+HOOK = re.compile(r"register_\w*hook")
+AGREED = {"_parameters", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+"""Private names that may stand anywhere: the dictionary of a module's parameters, which is read and written directly
+because ``getattr`` and ``setattr`` cost too much, and what Dynamo reads on managed modules."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Python file."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node, those in annotations left out: they name types and do nothing."""
+        return list(walk(self.tree))
+
+    @property
+    def component(self) -> str:
+        """The folder or module directly below the package that the file is, or lies in."""
+        return self.path.removeprefix("fsdp2/").split("/")[0].removesuffix(".py")
+
+    @cached_property
+    def bindings(self) -> dict[str, str]:
+        """Full dotted names of what imports bind."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = alias.name if alias.asname else alias.name.split(".")[0]
+                    found[alias.asname or name] = name
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    found[alias.asname or alias.name] = f"{self.base_of(node)}.{alias.name}"
+        return found
+
+    def base_of(self, node: ast.ImportFrom) -> str:
+        """Return the absolute name of the module that an import names."""
+        if not node.level:
+            return node.module or ""
+        parts = self.path.removesuffix(".py").split("/")[: -node.level]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+    def dotted(self, node: ast.AST) -> str:
+        """Return the full dotted name of a chain of attributes that starts at an import, or ""."""
+        if isinstance(node, ast.Name):
+            return self.bindings.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            base = self.dotted(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return ""
+
+    def imported(self) -> Iterator[tuple[int, str]]:
+        """Yield line and full dotted name of everything imported."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from ((node.lineno, f"{self.base_of(node)}.{alias.name}") for alias in node.names)
+
+    def at(self, node: ast.AST | int, what: str) -> str:
+        """Return a complaint."""
+        return f"{self.path}:{node if isinstance(node, int) else getattr(node, 'lineno', 0)}: {what}"
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the node and all below it except annotations."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from walk(child)
+
+
+def functions(source: Source) -> Iterator[Function]:
+    """Yield every function of a file."""
+    yield from (node for node in source.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def long_files(source: Source) -> list[str]:
+    """Files have at most 400 lines."""
+    lines = len(source.text.splitlines())
+    return [source.at(lines, f"{lines} lines, at most {FILE_LINES}")] if lines > FILE_LINES else []
+
+
+def long_functions(source: Source) -> list[str]:
+    """Functions have at most 50 lines, docstring and decorators not counted."""
+    found = []
+    for node in functions(source):
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        first = node.body[0]
+        if ast.get_docstring(node, clean=False) is not None:
+            lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+        if lines > FUNCTION_LINES:
+            found.append(source.at(node, f"{node.name} has {lines} lines, at most {FUNCTION_LINES}"))
+    return found
+
+
+def many_parameters(source: Source) -> list[str]:
+    """Functions have at most 7 parameters besides self; public entry points are excepted by name."""
+    found = []
+    for node in functions(source):
+        arguments = node.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        names += [a.arg for a in (arguments.vararg, arguments.kwarg) if a]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        if count > PARAMETERS and node.name not in ENTRY_POINTS:
+            found.append(source.at(node, f"{node.name} has {count} parameters, at most {PARAMETERS}"))
+    return found
+
+
+LEVELS = {"_torch": 0, "_trace": 1, "policies": 2, "sharding": 3, "comm": 4, "runtime": 5, "__init__": 9}
+ABOVE_RUNTIME = 6
+
+
+def import_direction(source: Source) -> list[str]:
+    """policies, sharding <- comm <- runtime <- everything else <- __init__; below all of them _torch, then _trace."""
+    found = []
+    mine = LEVELS.get(source.component, ABOVE_RUNTIME)
+    for line, name in source.imported():
+        parts = name.split(".")
+        if parts[0] != "fsdp2":
+            continue
+        target = parts[1] if len(parts) > 1 else "__init__"
+        height = LEVELS.get(target, ABOVE_RUNTIME)
+        beside = height == mine == ABOVE_RUNTIME or source.component == target
+        if not (height < mine or beside):
+            found.append(source.at(line, f"{source.component} must not import {target}"))
+    return found
+
+
+def collectives(source: Source) -> list[str]:
+    """Collectives are called in comm/collectives.py only; _torch.py may give a private one its name."""
+    if source.path in ("fsdp2/comm/collectives.py", "fsdp2/_torch.py"):
+        return []
+    imported = [(line, name) for line, name in source.imported() if is_collective(name)]
+    found = [source.at(line, f"imports the collective {name}") for line, name in imported]
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and is_collective(source.dotted(node)):
+            found.append(source.at(node, f"uses the collective {node.attr}"))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in GROUP_METHODS:
+            found.append(source.at(node, f"calls the collective {node.func.attr}"))
+    return found
+
+
+def is_collective(name: str) -> bool:
+    """Return whether a dotted name is a collective of torch."""
+    if name == "fsdp2._torch.coalescing_manager" or name.startswith(("torch.ops.c10d", "torch.ops._c10d")):
+        return True
+    return name.startswith("torch.distributed.") and bool(COLLECTIVES.fullmatch(name.rsplit(".", 1)[1]))
+
+
+def streams(source: Source) -> list[str]:
+    """Stream primitives are used in comm/streams.py only; annotations may name their types."""
+    if source.path == "fsdp2/comm/streams.py":
+        return []
+    found = [n for n in source.nodes if isinstance(n, ast.Attribute) and n.attr in STREAMS]
+    complaints = [source.at(node, f"uses the stream primitive {node.attr}") for node in found]
+    for line, name in source.imported():
+        if name.startswith("torch.") and name.rsplit(".", 1)[1] in STREAMS:
+            complaints.append(source.at(line, f"imports the stream primitive {name}"))
+    return complaints
+
+
+def is_private(name: str) -> bool:
+    """Return whether a single name starts with one underscore."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_private_names(sources: Iterable[Source]) -> set[str]:
+    """Return the private names that the package itself defines: functions, classes, attributes of self and classes."""
+    found = set(AGREED)
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return {name for name in found if is_private(name)}
+
+
+def private_torch(source: Source, own: set[str]) -> list[str]:
+    """Private names of torch, imported or reached as attributes, stand in _torch.py only."""
+    if source.path == "fsdp2/_torch.py":
+        return []
+    found = []
+    for line, name in source.imported():
+        if name.split(".")[0] == "torch" and any(is_private(part) for part in name.split(".")):
+            found.append(source.at(line, f"imports the private name {name}"))
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = source.dotted(node).split(".")[0]
+            mine = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if root == "torch" or not (root or mine or node.attr in own):
+                found.append(source.at(node, f"reaches for the private name {node.attr}"))
+    return found
+
+
+def grad_assignments(source: Source) -> list[str]:
+    """``.grad`` is assigned in runtime/param.py only."""
+    if source.path == "fsdp2/runtime/param.py":
+        return []
+    found = [
+        source.at(node, "assigns .grad")
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "grad" and not isinstance(node.ctx, ast.Load)
+    ]
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) and node.args[1].value == "grad":
+                found.append(source.at(node, "assigns .grad"))
+    return found
+
+
+def hook_registration(source: Source) -> list[str]:
+    """Hooks are registered in runtime/hooks.py only."""
+    if source.path == "fsdp2/runtime/hooks.py":
+        return []
+    names = [(n, n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "")) for n in source.nodes]
+    return [source.at(node, f"uses {name}") for node, name in names if HOOK.fullmatch(name)]
+
+
+def environment(source: Source) -> list[str]:
+    """There are no options in environment variables."""
+    wanted = ("os.environ", "os.getenv", "os.putenv")
+    found = [node for node in source.nodes if source.dotted(node) in wanted]
+    return [source.at(node, "reads the environment") for node in found]
+
+
+def docstrings(source: Source) -> list[str]:
+    """Modules, and public classes and functions at their top level or in their classes, say what they are for."""
+    found = [] if ast.get_docstring(source.tree) or not source.tree.body else [source.at(1, "the module says nothing")]
+    owners: list[ast.Module | ast.ClassDef] = [source.tree]
+    owners += [node for node in source.tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for owner in owners:
+        for node in owner.body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                overload = any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+                if not overload and not ast.get_docstring(node):
+                    found.append(source.at(node, f"{node.name} has no docstring"))
+    return found
+
+
+def exported(source: Source) -> set[str] | None:
+    """Return what ``__all__`` lists, None where there is none."""
+    for node in source.tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            return set(ast.literal_eval(node.value))
+    return None
+
+
+def exports(source: Source) -> list[str]:
+    """``__all__`` lists every public class and function of a file, and nothing that is not there."""
+    listed = exported(source)
+    defined = {n.name for n in source.tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+    public = {name for name in defined if not name.startswith("_")}
+    if source.path.endswith("__init__.py"):
+        public |= {name for name in source.bindings if not name.startswith("_") and name != "annotations"}
+    if listed is None:
+        return [source.at(1, f"no __all__, but {sorted(public)}")] if public else []
+    stored = {n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    known = defined | stored | set(source.bindings)
+    found = [source.at(1, f"__all__ lacks {name}") for name in sorted(public - listed)]
+    return found + [source.at(1, f"__all__ lists {name}, which is not there") for name in sorted(listed - known)]
+
+
+def lonely_bases(sources: Iterable[Source]) -> list[str]:
+    """No class of the package has exactly one subclass in it."""
+    defined: dict[str, str] = {}
+    children: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef):
+                defined[node.name] = source.at(node, node.name)
+                for base in node.bases:
+                    children.setdefault(ast.unparse(base).split("[")[0], []).append(node.name)
+    return [
+        f"{where} has one subclass: {children[name]}"
+        for name, where in defined.items()
+        if len(children.get(name, ())) == 1
+    ]

@@ -1,0 +1,61 @@
+"""Bugs that were found and must not come back; each test opens with the story of its bug."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import api
+from tests.support.models import Case, children, mlp, rows
+from tests.support.oracle import Setup, assert_parity, cpu_mesh
+from tests.support.pool import on_ranks
+
+
+class AroundFrozen(nn.Module):
+    """A frozen layer of the root between a trainable unit and the root's trainable last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = mlp(6, 6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(self.unit(x))))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_frozen_weights_below_the_last_gradient_of_their_group(rank, world, reshard):
+    """The root's input needs no gradient, so its post-backward ran as soon as its trainable parameters had theirs. It
+    freed the whole group, but backward still had to pass through the root's frozen layer on its way to the unit below,
+    and died with "out of bounds for storage of size 0". Found by a random program."""
+    case = Case(AroundFrozen, rows(6), lambda model: [model.unit])
+    assert_parity(rank, world, case, Setup(reshard))
+
+
+@on_ranks(2)
+def test_unshard_twice(rank, world):
+    """The second ``unshard`` took the full parameters shown on the module for parameters that somebody had put there,
+    and refused them."""
+    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(world))
+    module.unshard()
+    weight = module.weight
+    module.unshard()
+    assert module.weight is weight and weight.shape == (4, 4)
+
+
+@on_ranks(2)
+def test_first_forward_inside_jvp(rank, world):
+    """The buffers of the first gather were made while ``torch.func.jvp`` was active, so they were functorch's wrappers
+    without a storage."""
+    torch.manual_seed(0)
+    reference = mlp(4, 4, 4)
+    torch.manual_seed(0)
+    module = mlp(4, 4, 4)
+    for unit in (*children(module), module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    inputs, tangent = torch.ones(1, 4), torch.full((1, 4), 0.5)
+    expected = torch.func.jvp(reference, (inputs,), (tangent,))
+    torch.testing.assert_close(torch.func.jvp(module, (inputs,), (tangent,)), expected)

@@ -25,8 +25,8 @@ check: $(STAMP) ## lint, types and house rules
 	@$(PY) -m mypy
 	@$(PY) -m pytest -q tests/test_architecture.py
 
-bench: $(STAMP) ## memory, host time and step time beside torch's fully_shard
-	@for name in memory host step; do $(PY) benchmarks/$$name.py $(ARGS) || exit 1; done
+bench: $(STAMP) ## every benchmark beside torch's fully_shard, one table (about 6 minutes)
+	@$(PY) benchmarks/run.py $(ARGS)
 
 fix: $(STAMP) ## let ruff repair and format the code
 	@$(PY) -m ruff check --fix .

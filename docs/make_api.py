@@ -251,9 +251,8 @@ def text() -> str:
         for row in table:
             name = f"&nbsp;&nbsp;`{row.parameter}`" if row.parameter else f"**`{row.name}`**"
             default = f"`{row.default}`" if row.default else ""
-            lines.append(
-                f"| {name} | {default} | {row.ours} | [{row.test.split('::')[1]}](../{row.test.split('::')[0]}) |"
-            )
+            path, test = row.test.split("::")
+            lines.append(f"| {name} | {default} | {row.ours} | [{test}](../{path}) |")
         lines.append("")
     return "\n".join(lines)
 

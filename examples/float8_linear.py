@@ -70,10 +70,12 @@ class Float8Weight(Tensor):
         self._tensor = tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute with the tensor inside; cutting and copying give Float8Weights again."""
-        inside = lambda tree: pytree.tree_map_only(cls, lambda weight: weight._tensor, tree)
-        result = func(*inside(args), **inside(kwargs or {}))
+        inside = pytree.tree_map_only(cls, lambda weight: weight._tensor, (args, kwargs or {}))
+        result = func(*inside[0], **inside[1])
         if func in STILL_FLOAT8:
             return pytree.tree_map_only(Tensor, cls, result)
         return args[0] if func._schema.name.endswith("_") else result  # an operator in place gives its argument

@@ -173,9 +173,8 @@ class FSDPParam:
             NotImplementedError: the gradient is sparse.
         """
         full = self.full
-        assert full is not None
-        grad = full.grad
-        if grad is not None:
+        grad = None if full is None else full.grad
+        if full is not None and grad is not None:
             full.grad = None
             if type(grad) is not torch.Tensor:
                 grad = self.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)

@@ -166,7 +166,10 @@ class ShardStore:
         policy, device = self.options.mp_policy, self.mesh.device
         with torch.inference_mode(False), torch.no_grad():
             for param, piece in own:
-                self._set(param, _own(piece, param, "cpu" if self.offloads and not piece.is_meta else piece.device))
+                if param.sharded is None or piece.is_meta or piece is not param.local:
+                    where = "cpu" if self.offloads and not piece.is_meta else piece.device
+                    piece = _own(piece, param, where)
+                self._set(param, piece)  # the object itself: an extension may be an attribute of it
             items = [Item(p.spec.layout, x.dtype, compute_dtype(x.dtype, policy)) for p, x in plain]
             target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
             fits = self._plan is not None and self._flat is not None and self._flat.device == target

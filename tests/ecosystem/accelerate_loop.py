@@ -15,7 +15,7 @@ if "--fsdp2" in sys.argv:
 
     fsdp2.install()
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS, ROWS, LENGTH, VOCABULARY = 4, 4, 12, 64
@@ -50,6 +50,8 @@ def main() -> None:
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         reshard_after_forward=True,
     )
+    # accelerate offers FSDP for accelerators only; it does what it must on a CPU as well once it is told otherwise.
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     original = model()
     optimizer = torch.optim.AdamW(original.parameters(), lr=1e-2)
@@ -62,8 +64,13 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    kinds = sorted(
+        f"{type(module).__mro__[1].__module__}.{type(module).__name__}"
+        for module in sharded.modules()
+        if isinstance(module, torch.distributed.fsdp.FSDPModule)
+    )
     if accelerator.is_main_process:
-        print(json.dumps({"class": type(sharded).__mro__[1].__module__, "losses": losses}))
+        print(json.dumps({"units": kinds, "losses": losses}))
     accelerator.end_training()
 
 

@@ -90,6 +90,9 @@ class Blocks(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)))
 
+    def forward(self, x):
+        return super().forward(x.detach().requires_grad_())  # which reentrant checkpointing needs
+
 
 @on_ranks(2)
 @pytest.mark.parametrize("order", ["wrapped first", "sharded first", "composable"])
@@ -112,7 +115,7 @@ def test_checkpoint_wrapper(rank, world, order, reentrant):
     run = assert_parity(prepare, build=Blocks, against=("torch",))
     prefix = "" if order == "composable" else "_checkpoint_wrapped_module."
     names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in run.module.named_parameters()]
-    assert f"0.{'' if order == 'composable' else ''}0.weight" in names
+    assert "0.0.weight" in names
     assert order == "composable" or any(prefix in name for name, _ in run.module.named_parameters())
 
 
@@ -135,8 +138,7 @@ def test_memory_tracker(rank, world):
         peak = memory.get_tracker_snapshot("peak")[torch.device("cpu")]
     units = 3 * 2 * (64 + 8) * 4
     kinds = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
-    assert kinds["Sharded Param"] >= units // world
+    assert kinds["Sharded Param"] >= units // world, kinds
     assert 0 < kinds["Unsharded Param"] <= units
-    assert {stats.mod_fqn for stats in memory.memory_tracking.values()} >= {"Blocks.0", "Blocks.1", "Blocks.2"} or (
-        len(memory.memory_tracking) == 4
-    )
+    followed = {stats.mod_fqn for stats in memory.memory_tracking.values()}
+    assert {name.rsplit(".")[-1] for name in followed} == {"0", "1", "2"}  # the root has nothing of its own

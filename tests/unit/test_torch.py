@@ -199,8 +199,9 @@ def test_meshes_are_put_together_and_flattened() -> None:
         assert both.get_group(0).name() == flat.get_group().name()
 
 
-@probes("TorchShardPlacementResult")
-def test_torchs_placement_result_knows_its_mesh() -> None:
+@probes("TorchShardPlacementResult", "TorchDataParallelMeshDims")
+def test_torchs_placement_result_knows_its_mesh_and_dimensions_their_names() -> None:
+    assert _torch.TorchDataParallelMeshDims(shard=("a", "b")).shard_names == ("a", "b")
     with fake_mesh((2,)) as mesh:
         result = _torch.TorchShardPlacementResult(Shard(1), FSDPMeshInfo(mesh, shard_mesh_dim=0))
         assert result.placement == Shard(1) and result.mesh_info.mesh is mesh

@@ -96,7 +96,7 @@ def _place(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMes
         TorchShardPlacementResult is not None and isinstance(result, TorchShardPlacementResult)
     ):
         placement = result.placement
-        own = getattr(result.mesh_info, "mesh", result.mesh_info)
+        own = result.mesh_info if isinstance(result, ShardPlacementResult) else result.mesh_info.mesh
         if own is not mesh.mesh and own != mesh.mesh:
             mesh = DataParallelMesh.from_mesh(own)
     else:

@@ -18,7 +18,8 @@ from tests.support import api
 from tests.support.pool import loopback, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))  # here, since the pool's processes import this file too
+if str(ROOT / "examples") not in sys.path:
+    sys.path.append(str(ROOT / "examples"))  # in the processes of the pool, too
 
 
 def float8_layers() -> nn.Sequential:

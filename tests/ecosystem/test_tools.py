@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-import fsdp2
 from tests.api.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
 from tests.support import api
 from tests.support.pool import on_ranks
@@ -117,28 +114,3 @@ def test_checkpoint_wrapper(rank, world, order, reentrant):
     names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in run.module.named_parameters()]
     assert "0.0.weight" in names
     assert order == "composable" or any(prefix in name for name, _ in run.module.named_parameters())
-
-
-@api.fsdp2_only
-@on_ranks(2)
-def test_memory_tracker(rank, world):
-    """torch's FSDPMemTracker follows our groups: sharded, full and gradient bytes, per unit."""
-    from torch.distributed._tools.mem_tracker import _State  # noqa: F401  (what it needs exists)
-
-    with fsdp2.install():
-        tracker = importlib.import_module("torch.distributed._tools.fsdp2_mem_tracker")
-        module = Blocks()
-        shard_each(module, fsdp2, mesh=mesh_1d(), reshard_after_forward=True)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        memory = tracker.FSDPMemTracker(module, optimizer)
-        memory.track_inputs((torch.ones(2, 8),))
-        with memory:
-            module(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-        peak = memory.get_tracker_snapshot("peak")[torch.device("cpu")]
-    units = 3 * 2 * (64 + 8) * 4
-    kinds = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
-    assert kinds["Sharded Param"] >= units // world, kinds
-    assert 0 < kinds["Unsharded Param"] <= units
-    followed = {stats.mod_fqn for stats in memory.memory_tracking.values()}
-    assert {name.rsplit(".")[-1] for name in followed} == {"0", "1", "2"}  # the root has nothing of its own

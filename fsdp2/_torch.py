@@ -147,6 +147,7 @@ group_all_to_all = _group.alltoall_base
 group_all_reduce = _group.allreduce
 
 # The function under whose name torch keeps a module's state; taken now, since install() replaces the public one.
+# (The decorator that adds __wrapped__ is untyped.)
 torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 TORCH_COMMS = tuple(
@@ -190,7 +191,7 @@ def node_sequence_number(node: Any) -> int:
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward is done (torch's engine has no public way to ask for it)."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]  # made in C
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -206,7 +207,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def accumulate_grad_node(leaf: torch.Tensor) -> Any:
     """The autograd node that adds to ``leaf.grad``."""
     with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has one
 
 
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -269,7 +270,7 @@ def outside_functorch(method: _M) -> _M:
         with torch._C._DisableFuncTorch():
             return method(*args, **kwargs)
 
-    return run  # type: ignore[return-value]
+    return run  # type: ignore[return-value]  # same signature
 
 
 def outside_dynamo(method: _M) -> _M:
@@ -286,11 +287,11 @@ def outside_dynamo(method: _M) -> _M:
             return method(*args, **kwargs)
         if not disabled:
             disabled.append(dynamo.disable(method, recursive=True, reason="fsdp2's hooks are not compiled"))
-            dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]
+            dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]  # a function
         return disabled[0](*args, **kwargs)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return run  # type: ignore[return-value]
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo looks for it
+    return run  # type: ignore[return-value]  # same signature
 
 
 def overrides_setattr(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
     """Bring the new state and its groups to life, now that the modules they drive are copied."""
     clone: FSDPState = memo[id(state)]
     modules = tuple(copy.deepcopy(module, memo) for module in state.modules)
-    clone.__init__(modules, state.device, state.mp_policy)  # type: ignore[misc]
+    clone.__init__(modules, state.device, state.mp_policy)  # type: ignore[misc]  # made bare above
     for module in modules:
         insert_composable_state(module, clone)
     for group in state.groups:

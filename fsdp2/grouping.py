@@ -52,8 +52,8 @@ class Unit:
         move_to(self.mesh.device, [] if offloads else own, managed.buffers)
         state.groups[:0] = [_make_group(part, self.options, state) for part in _by_mesh(placed, self.options)]
         for module in managed.modules:  # Dynamo guards on these; registrations on such modules are noticed
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
-            module._fsdp_use_orig_params = True  # type: ignore[assignment]
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
+            module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
         for group in state.groups:
             if group in hooked:
                 continue

@@ -40,6 +40,9 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+# What ranks tell each other beside their collectives goes through the store the process group was made with.
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
 # Buffers from a process group's allocator or from symmetric memory; torch's own collectives for them serve as they are.
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 
@@ -98,6 +101,7 @@ __all__ = [
     "chunk_cat",
     "composable_state",
     "concatenate_meshes",
+    "default_store",
     "dtensor_from_local",
     "dtensor_spec",
     "flatten_mesh",

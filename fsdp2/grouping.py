@@ -121,6 +121,13 @@ def _plain(param: nn.Parameter) -> torch.Tensor:
     return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
 
+def _first_values(param: nn.Parameter) -> list[float]:
+    """A few values of the whole parameter, where there are any to see."""
+    if param.is_meta or type(param) is not nn.Parameter or not param.is_floating_point():
+        return []
+    return param.detach().flatten()[:4].float().tolist()
+
+
 @torch.no_grad()
 def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
     mesh = placed[0].mesh
@@ -132,6 +139,8 @@ def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) 
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
     group = FSDPParamGroup(params, pieces, state.modules, mesh, options, state.root)
+    if mesh.mesh.size() > 1:
+        group.initial = (_first_values(placed[0].found.param), group.store.stamp())
     originals = [p.found.param for p in placed]
     follow_parameters(originals, params)
     remember_managed(originals, group)

@@ -248,11 +248,9 @@ class FSDPModule(TorchFSDPModule):
         _bool("enable", enable)
         for group in self._get_fsdp_state().groups:
             shard, reduce = group.mesh.shard.group, group.reduce_axis.group
-            if shard is None or reduce is None or not enable:
-                group.replace_comms("set_allocate_memory_from_process_group", None, None)
-            else:
-                gather, scatter = ProcessGroupAllocAllGather(shard), ProcessGroupAllocReduceScatter(reduce)
-                group.replace_comms("set_allocate_memory_from_process_group", gather, scatter)
+            gather = None if shard is None or not enable else ProcessGroupAllocAllGather(shard)
+            scatter = None if reduce is None or not enable else ProcessGroupAllocReduceScatter(reduce)
+            group.set_options(group.options.with_comms("set_allocate_memory_from_process_group", gather, scatter))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let symmetric memory provide the buffers that communicate.
@@ -269,7 +267,8 @@ class FSDPModule(TorchFSDPModule):
                     f"and {backend!r}; leave it out, or use set_custom_all_gather"
                 )
             scatter = SymmMemReduceScatter(reduce, backend) if group.options.force_sum else None
-            group.replace_comms("set_symm_mem", SymmMemAllGather(shard.group, backend), scatter)
+            gather = SymmMemAllGather(shard.group, backend)
+            group.set_options(group.options.with_comms("set_symm_mem", gather, scatter))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for torch's sake: gathers never block the host, and take no memory from the compute stream."""

@@ -20,6 +20,7 @@ from fsdp2._torch import (
     group_all_to_all,
     group_reduce_scatter,
 )
+from fsdp2.comm.watch import HostWork
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 
@@ -32,6 +33,8 @@ __all__ = [
     "reduce_scatter",
     "wire_view",
 ]
+
+Work = dist.Work | HostWork
 
 _WIRE_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8}
 
@@ -66,7 +69,7 @@ def all_gather(
     *,
     async_op: bool,
     custom: AllGather | None = None,
-) -> list[dist.Work]:
+) -> list[Work]:
     """Fill each 1D output with the inputs of all ranks in rank order; outputs are valid after the works' ``wait``."""
     if axis.size == 1:
         foreach_copy([out.view(-1) for out in outputs], inputs)
@@ -80,20 +83,20 @@ def all_gather(
         return [work for work in works if work is not None]
     options = _gather_options(async_op)
     if axis.backend == "nccl" and len(outputs) > 1:
-        return _works(group_all_gather_coalesced(axis.group, outputs, inputs, options), async_op)
+        return _works(group_all_gather_coalesced(axis.group, outputs, inputs, options), axis, async_op)
     return [
         work
         for out, inp in zip(outputs, inputs)
-        for work in _works(group_all_gather(axis.group, out, inp, options), async_op)
+        for work in _works(group_all_gather(axis.group, out, inp, options), axis, async_op)
     ]
 
 
-def _works(work: dist.Work | None, async_op: bool) -> list[dist.Work]:
+def _works(work: dist.Work | None, axis: Axis, async_op: bool) -> list[Work]:
     """What is left to wait for; a synchronous call waits here where the backend did not."""
     if work is None:
         return []
     if async_op:
-        return [work]
+        return [HostWork(work) if axis.backend == "gloo" else work]
     work.wait()
     return []
 
@@ -130,7 +133,7 @@ def reduce_scatter(
     average: bool,
     async_op: bool,
     custom: ReduceScatter | None = None,
-) -> list[dist.Work]:
+) -> list[Work]:
     """Fill ``output`` with the sum (or mean) over ranks of this rank's row of ``rows`` (1D, one row per rank)."""
     if axis.size == 1:
         output.copy_(rows)
@@ -140,19 +143,19 @@ def reduce_scatter(
     if custom is not None:
         work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
         return [] if work is None else [work]
-    return _works(group_reduce_scatter(axis.group, output, rows, _scatter_options(async_op, average)), async_op)
+    return _works(group_reduce_scatter(axis.group, output, rows, _scatter_options(async_op, average)), axis, async_op)
 
 
-def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op: bool) -> list[dist.Work]:
+def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:
     """Fill ``output`` with this rank's row of every rank's ``rows``, in rank order (both 1D)."""
     assert axis.group is not None
     output, rows = _real(output), _real(rows)
     options = AllToAllOptions()
     options.asyncOp = async_op
-    return _works(group_all_to_all(axis.group, output, rows, [], [], options), async_op)
+    return _works(group_all_to_all(axis.group, output, rows, [], [], options), axis, async_op)
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[dist.Work]:
+def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[Work]:
     """Replace ``tensor`` by its sum (or mean) over the ranks of ``axis``."""
     if axis.size == 1:
         return []
@@ -160,4 +163,4 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: boo
     options = AllreduceOptions()
     options.asyncOp = async_op
     options.reduceOp = _op(average)
-    return _works(group_all_reduce(axis.group, [_real(tensor)], options), async_op)
+    return _works(group_all_reduce(axis.group, [_real(tensor)], options), axis, async_op)

@@ -23,13 +23,15 @@ late, which is what overlaps them with compute there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from fsdp2.comm.watch import HostWork
 
 __all__ = ["ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Retained"]
 
@@ -114,14 +116,14 @@ class InFlight(Generic[T]):
     """A value that a collective is still filling."""
 
     value: T
-    works: list[dist.Work]
+    works: Sequence[dist.Work | HostWork]
     event: torch.Event | None
 
     def wait(self, compute: ComputeLane) -> T:
         """The filled value; on a CPU this blocks, elsewhere the compute stream waits."""
         for work in self.works:
             work.wait()
-        self.works.clear()
+        self.works = ()
         compute.wait(self.event)
         return self.value
 

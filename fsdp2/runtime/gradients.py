@@ -176,6 +176,8 @@ class GroupGradients:
 
     def _launch(self, indices: tuple[int, ...]) -> None:
         group = self._group
+        if group.root.agreement is not None:
+            group.root.agreement.about_to("reduce", group, indices)
         params = [group.params[i] for i in indices]
         grads = []
         for param in params:

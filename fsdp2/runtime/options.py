@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from fsdp2._torch import TORCH_COMMS
 from fsdp2.comm.streams import Lane
 from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from fsdp2.sharding.packing import TransferSizes
@@ -39,6 +40,17 @@ class GroupOptions:
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_lane: Lane | None = None
+
+    def with_comms(self, method: str, gather: AllGather | None, scatter: ReduceScatter | None) -> GroupOptions:
+        """The same with these collectives of torch's, or the default ones for None, on behalf of ``method``.
+
+        Raises:
+            AssertionError: the user set a custom one.
+        """
+        for kind, comm in (("all gather", self.all_gather), ("reduce scatter", self.reduce_scatter)):
+            if comm is not None and not isinstance(comm, TORCH_COMMS):
+                raise AssertionError(f"cannot call {method}() when {kind} comm is custom: {type(comm).__name__}")
+        return replace(self, all_gather=gather, reduce_scatter=scatter)
 
     def __post_init__(self) -> None:
         policy = self.mp_policy

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fsdp2._torch import TORCH_COMMS, TrainingState, outside_functorch
+from fsdp2._torch import TrainingState, outside_functorch
 from fsdp2._trace import emit, span
 from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight
-from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.runtime.gradients import GroupGradients
 from fsdp2.runtime.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.runtime.options import GroupOptions
@@ -59,6 +57,7 @@ class FSDPParamGroup:
         self.has_units_below = False
         self._gathering: InFlight[Gathering] | None = None
         self._subgroup: SubgroupShards | None = None
+        self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' stamp then
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
         self._kept_stamp: object = None
         self._prefetching: Phase | None = None
@@ -111,6 +110,9 @@ class FSDPParamGroup:
     def unshard(self, async_op: bool = False) -> None:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are."""
         if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED):
+            return
+        agreement = self.root.agreement
+        if agreement is not None and not agreement.about_to("gather", self, droppable=self._prefetching is not None):
             return
         store, options, lane = self.store, self.options, self.root.comm.lanes.gather
         if self._subgroup is None:
@@ -259,17 +261,6 @@ class FSDPParamGroup:
         self.store.set_options(options)
         self.gradients.forget_plan()
 
-    def replace_comms(self, method: str, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use these collectives of torch's, or the default ones for None.
-
-        Raises:
-            AssertionError: the user set a custom one.
-        """
-        for kind, comm in (("all gather", self.options.all_gather), ("reduce scatter", self.options.reduce_scatter)):
-            if comm is not None and not isinstance(comm, TORCH_COMMS):
-                raise AssertionError(f"cannot call {method}() when {kind} comm is custom: {type(comm).__name__}")
-        self.set_options(replace(self.options, all_gather=all_gather, reduce_scatter=reduce_scatter))
-
     # ---- forward and backward ----
 
     def begin_iteration(self) -> None:
@@ -303,11 +294,20 @@ class FSDPParamGroup:
             return
         self.lifecycle.enter("post_forward")
         emit("post_forward", self.name)
-        after = self.after_forward
-        if not reshard or after is False:
+        if reshard:
+            self.release()
+        else:
             self.note_kept()
-        elif after is True:
+
+    def release(self) -> None:
+        """What becomes of full parameters after forward; also where other ranks used them and this one did not."""
+        after = self.after_forward
+        if after is True:
             self.reshard()
+            return
+        self.wait_for_unshard()
+        if after is False:
+            self.note_kept()
         else:
             self._reshard_to_subgroup(after)
 

@@ -14,6 +14,7 @@ from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.order import BackwardOrder, ForwardOrder
 
 if TYPE_CHECKING:
+    from fsdp2.runtime.agreement import Agreement
     from fsdp2.runtime.param_group import FSDPParamGroup
     from fsdp2.runtime.state import FSDPState
 
@@ -42,6 +43,7 @@ class RootContext:
         # The running backward is differentiable: what it saves are views of full parameters, which a later one reads.
         self.creates_graph = False
         self.post_optim_event: torch.Event | None = None
+        self.agreement: Agreement | None = None  # of the ranks, where there are several
         self._end_queued = False
         self._partial_end_queued = False
 
@@ -74,12 +76,24 @@ class RootContext:
         self.forward_root = state
         self._end_queued = self._partial_end_queued = False
         self.forward_order.begin()
+        if self.agreement is not None:
+            self._begin_forward_together(self.agreement)
         event, self.post_optim_event = self.post_optim_event, None
         with self.comm.lanes.gather.after(event or self.comm.lanes.compute.event()):
             return True
 
+    def _begin_forward_together(self, agreement: Agreement) -> None:
+        if torch.is_grad_enabled():
+            agreement.begin("forward", outermost=True)
+        elif any(group.mesh.replicate.size > 1 for group in self.groups):
+            agreement.abandon()  # an evaluation may run on one replica alone
+        else:
+            agreement.begin("evaluation", outermost=True)
+
     def end_forward(self) -> None:
         """The outermost forward is over: gathers that nobody came to use are dropped."""
+        for group in self.agreement.end() if self.agreement is not None else ():
+            group.release()
         self.forward_root = None
         for group in self.groups:
             group.abandon_gather()
@@ -88,6 +102,10 @@ class RootContext:
         """Have ``end_backward`` run when the running backward is done, once."""
         if not self._end_queued:
             self._end_queued = True
+            if self.agreement is not None:
+                reduce = sum(group.options.reduce_gradients for group in self.groups)
+                all_reduce = sum(group.options.all_reduce_gradients for group in self.groups)
+                self.agreement.begin(f"backward ({reduce} reduce, {all_reduce} all-reduce)", outermost=False)
             queue_end_of_backward(self.end_backward)
 
     def queue_partial_end(self) -> None:
@@ -107,10 +125,14 @@ class RootContext:
         """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it."""
         self._end_queued = False
         with span("root_post_backward", ""):
+            if self.agreement is not None:
+                self.agreement.take_part()
             for state in self.all_states:
                 for group in reversed(state.groups):
                     if group.lifecycle.phase is not Phase.REDUCED:
                         group.post_backward()
+            if self.agreement is not None:
+                self.agreement.end()
             for group in self.groups:
                 group.end_backward(drop_gather=self.is_last_backward)
             self.comm.reductions.finish()
@@ -124,6 +146,8 @@ class RootContext:
     def reset(self) -> None:
         """Forget the iteration: gathers and reductions in flight, orders, phases, unreduced gradients."""
         self.comm.reductions.abandon()
+        if self.agreement is not None:
+            self.agreement.abandon()
         for group in self.groups:
             group.reset()
         for state in self.all_states:

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.runtime.agreement import Agreement
 from fsdp2.runtime.hooks import Arguments, registrations, watch_inputs, watch_outputs
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.param_group import FSDPParamGroup
@@ -165,6 +166,16 @@ class FSDPState(ComposableState):
                 group.root = self.root
         self._name_groups()
         self.root.limit_reductions()
+        error = None
+        try:
+            self._prepare(list(states))
+        except RuntimeError as reason:
+            error = reason
+        self.root.agreement = Agreement.open(self.root, error)
+        if error is not None:
+            raise error
+
+    def _prepare(self, states: list[FSDPState]) -> None:
         for state in states:
             below = (get_state(module) for top in state.modules for module in top.modules())
             nested = any(other is not None and other is not state for other in below)

@@ -110,7 +110,7 @@ def test_nccl_gathers_several_in_one_launch(count: int, calls: int) -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize(("average", "op"), [(False, dist.ReduceOp.SUM), (True, dist.ReduceOp.AVG)])
 def test_a_mean_is_the_backends(async_op: bool, average: bool, op: Any) -> None:
-    axis = Axis("group", 2, 0, "gloo")
+    axis = Axis("group", 2, 0, "nccl")
     with (
         mock.patch.object(collectives, "group_reduce_scatter") as scatter,
         mock.patch.object(collectives, "group_all_reduce") as reduce,

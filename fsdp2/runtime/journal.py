@@ -1,0 +1,100 @@
+"""The steps of the ranks: which collectives follow which, as all ranks agreed, to tell where one parts from the others.
+
+A *pass* is a forward or a backward under one root; its *steps* are the collectives that it starts. As long as every
+pass takes the steps that the last one of its kind took, all ranks do the same without a word. Plain bookkeeping: no
+communication, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+__all__ = ["Journal", "Step"]
+
+Step = tuple[str, Any, Any]  # what, the group or None, which part of it
+
+_REMEMBERED = 1024
+
+
+class Journal:
+    """What this rank did under one root, and what all ranks expect it to do next."""
+
+    def __init__(self) -> None:
+        self.kind = ""  # of the pass that runs; empty between passes
+        self.index = 0  # of the next step, counted over all passes
+        self._kinds = ("", "")  # of the last two passes; unknown at the start and after one that broke off
+        self._following: dict[tuple[str, str], str] = {}
+        self._agreed: dict[str, list[Step]] = {}
+        self._track: list[Step] | None = None  # what the running pass is expected to do; None: nobody knows
+        self._steps: list[Step] = []
+        self._decided: Step | None = None
+        self.places: dict[Any, int] = {}  # of the groups in the last forward
+        self._recent: deque[tuple[str, Step]] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def expected(self) -> Step | None:
+        """The next step, if all ranks know it."""
+        if self._decided is not None:
+            return self._decided
+        if self._track is None:
+            return None
+        position = len(self._steps)
+        return self._track[position] if position < len(self._track) else None
+
+    def expects_later(self, step: Step) -> bool:
+        """Whether the running pass will come to ``step``, but not now."""
+        return self._track is not None and step in self._track[len(self._steps) + 1 :]
+
+    def took(self, step: Step) -> None:
+        """This rank takes ``step``, which is the expected one."""
+        self._decided = None
+        self._steps.append(step)
+        self._note(step)
+
+    @property
+    def on_track(self) -> bool:
+        """Whether the running pass does what the last one of its kind did."""
+        return self._track is not None
+
+    def decide(self, step: Step) -> None:
+        """All ranks know now that ``step`` is next; what follows is not known."""
+        self._decided, self._track = step, None
+
+    def leave(self) -> None:
+        """This rank cannot take the expected step: nobody knows any more what is next."""
+        self._decided = self._track = None
+
+    def follows(self, kind: str) -> bool:
+        """Whether all ranks expect a pass of ``kind`` now."""
+        return not self.kind and bool(self._kinds[1]) and self._following.get(self._kinds) == kind
+
+    def begin(self, kind: str) -> None:
+        """A pass starts, as all ranks know."""
+        self._following[self._kinds] = kind
+        self._kinds = (self._kinds[1], kind)
+        self.kind = kind
+        self._track = self._agreed.get(kind)
+        self._steps, self._decided = [], None
+        self._note(("begin", None, kind))
+
+    def end(self) -> None:
+        """The pass is over, as all ranks know."""
+        self._agreed[self.kind] = self._steps
+        if self.kind == "forward":
+            self.places = {group: i for i, (_, group, _) in enumerate(self._steps)}
+        self.kind, self._track, self._steps = "", None, []
+
+    def abandon(self) -> None:
+        """The pass broke off, on this rank at least."""
+        self.kind, self._track, self._steps, self._decided = "", None, [], None
+        self._kinds = ("", "")
+
+    def _note(self, step: Step) -> None:
+        self._recent.append((self.kind, step))
+        self.index += 1
+
+    def recent(self) -> tuple[int, list[tuple[str, Step]]]:
+        """(Index of the first, steps): the latest that were taken, each with the kind of its pass."""
+        taken = list(self._recent)
+        return self.index - len(taken), taken

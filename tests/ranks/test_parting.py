@@ -1,0 +1,187 @@
+"""Where ranks do not do the same, every rank raises soon and says what each of them was about to do."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from tests.ranks.apart import Ended, run_apart
+
+SOON = 20.0
+"""Seconds until all ranks have ended, start included; on idle cores it is about two."""
+
+
+class Branches(nn.Module):
+    """Three units of which the second can be left out."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use_b: bool = True, use_c: bool = True) -> torch.Tensor:
+        x = self.a(x)
+        if use_b:
+            x = x + self.b(x)
+        return x + self.c(x) if use_c else x
+
+
+def sharded(seed: int = 0, width: int = 8) -> Branches:
+    """The model with three units and a root."""
+    torch.manual_seed(seed)
+    model = Branches(width)
+    for unit in (model.a, model.b, model.c):
+        fsdp2.fully_shard(unit)
+    return fsdp2.fully_shard(model)
+
+
+def train(model: nn.Module, **branches: bool) -> None:
+    """One forward and backward."""
+    model(torch.ones(2, 8), **branches).sum().backward()
+
+
+def skip_first(rank: int, world: int) -> None:
+    """The last rank leaves a unit out in the first iteration."""
+    train(sharded(), use_b=rank != world - 1)
+
+
+def skip_later(rank: int, world: int) -> None:
+    """The last rank leaves a unit out once all know the order, so that the others do not ask before they go on."""
+    model = sharded()
+    for step in range(4):
+        train(model, use_b=step < 3 or rank != world - 1)
+
+
+def skip_last_unit_later(rank: int, world: int) -> None:
+    """The last rank ends its forward while the others start the gather of one more unit."""
+    model = sharded()
+    for step in range(4):
+        train(model, use_c=step < 3 or rank != world - 1)
+
+
+def no_gradient(rank: int, world: int) -> None:
+    """The output of a unit takes part in the loss of all ranks but the last."""
+    model = sharded()
+    model.b.register_forward_hook(lambda module, args, output: output.detach() if detach else None)
+    for step in range(4):
+        detach = step == 3 and rank == world - 1
+        train(model)
+
+
+def evaluates(rank: int, world: int) -> None:
+    """The last rank evaluates where the others train."""
+    model = sharded()
+    for _ in range(2):
+        train(model)
+    with torch.set_grad_enabled(rank != world - 1):
+        loss = model(torch.ones(2, 8)).sum()
+    if rank != world - 1:
+        loss.backward()
+    train(model)
+
+
+def stops_early(rank: int, world: int) -> None:
+    """The last rank has one batch less and goes on to something else, an evaluation."""
+    model = sharded()
+    for _ in range(4 if rank != world - 1 else 3):
+        train(model)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+APART = [skip_first, skip_later, skip_last_unit_later, no_gradient, evaluates, stops_early]
+
+
+def told(ended: list[Ended]) -> list[str]:
+    """What each rank raised; fails if one hung, crashed or took long."""
+    for rank, one in enumerate(ended):
+        assert one.status == 1, f"rank {rank} ended with {one.status}\n{one.output}"
+        assert one.seconds < SOON, f"rank {rank} took {one.seconds:.0f} s\n{one.output}"
+    return [one.error for one in ended]
+
+
+@pytest.mark.parametrize("program", APART, ids=lambda program: program.__name__)
+def test_every_rank_raises_and_names_what_each_does(program):
+    errors = told(run_apart(program, 2))
+    assert len(set(errors)) == 1 and errors[0].startswith("RuntimeError: ranks do not do the same: ")
+    assert "rank 0: " in errors[0] and "rank 1: " in errors[0] and "set_reduce_scatter_unused_params(True)" in errors[0]
+
+
+def test_a_unit_skipped_by_one_of_four_is_named():
+    (error,) = set(told(run_apart(skip_first, 4)))
+    assert "rank 0, 1, 2: gather 'b' in forward; rank 3: gather 'c' in forward" in error
+
+
+def dies(rank: int, world: int) -> None:
+    """The last rank is killed in the middle of an iteration."""
+    model = sharded()
+    for step in range(3):
+        if step == 2 and rank == world - 1:
+            os._exit(9)
+        train(model)
+
+
+def test_a_rank_that_dies_is_named():
+    ended = run_apart(dies, 3)
+    assert [one.status for one in ended] == [1, 1, 9]
+    assert all("rank 2 was not heard of for" in one.error for one in ended[:2]), [one.output for one in ended]
+    assert all(one.seconds < SOON + 20 for one in ended)
+
+
+def other_shape(rank: int, world: int) -> None:
+    """One rank was configured with another width."""
+    train(sharded(width=8 if rank != 1 else 6))
+
+
+def on_meta(rank: int, world: int) -> None:
+    """One rank forgot to give its parameters values."""
+    with torch.device("meta" if rank == 1 else "cpu"):
+        model = Branches()
+    fsdp2.fully_shard(model)
+    train(model)
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (
+            other_shape,
+            "ranks were given different models: rank 1: a.weight is (6, 6) torch.float32 cut along 0, rank 0: a.w",
+        ),
+        (on_meta, "should be materialized from meta device"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_different_models_are_told_apart_at_the_first_forward(program, text):
+    errors = told(run_apart(program, 2))
+    assert all(text in error or text in one for error, one in zip(errors, errors)), errors
+
+
+def other_seed(rank: int, world: int) -> None:
+    """Ranks built the model from different seeds."""
+    train(sharded(seed=rank))
+
+
+def same_seed(rank: int, world: int) -> None:
+    """Ranks built the model alike."""
+    train(sharded())
+
+
+def loaded(rank: int, world: int) -> None:
+    """Ranks built the model from different seeds, but then loaded weights."""
+    model = sharded(seed=rank)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    train(model)
+
+
+def test_different_seeds_are_warned_of():
+    for program, warned in ((other_seed, True), (same_seed, False), (loaded, False)):
+        ended = run_apart(program, 2)
+        assert [one.status for one in ended] == [0, 0], [one.output for one in ended]
+        assert ("rank 1 started from other values than rank 0" in ended[0].output) == warned, ended[0].output
+        assert "other values" not in ended[1].output

@@ -1,0 +1,100 @@
+"""The journal knows what all ranks expect, as long as passes repeat, and that nobody knows once they do not."""
+
+from __future__ import annotations
+
+from fsdp2.runtime.agreement import _choose
+from fsdp2.runtime.journal import Journal, Step
+
+END: Step = ("end", None, ())
+
+
+def steps(*names: str) -> list[Step]:
+    """Gathers of groups that are mere names here."""
+    return [("gather", name, ()) for name in names]
+
+
+def run(journal: Journal, kind: str, taken: list[Step]) -> list[bool]:
+    """Take ``taken`` and the end in a pass of ``kind``, asking whenever it is not expected; where it was expected."""
+    expected = [journal.follows(kind)]
+    journal.begin(kind)
+    for step in [*taken, END]:
+        expected.append(journal.expected == step)
+        if journal.expected != step:
+            journal.decide(step)
+        journal.took(step)
+    journal.end()
+    return expected
+
+
+def test_the_first_pass_is_asked_for_and_the_next_is_expected():
+    journal = Journal()
+    assert run(journal, "forward", steps("a", "b")) == [False] * 4
+    run(journal, "backward", steps("b", "a"))
+    assert run(journal, "forward", steps("a", "b")) == [False, True, True, True]
+    run(journal, "backward", steps("b", "a"))
+    assert run(journal, "forward", steps("a", "b")) == [True] * 4
+
+
+def test_after_another_step_nothing_is_expected_until_the_pass_ends():
+    journal = Journal()
+    run(journal, "forward", steps("a", "b", "c"))
+    assert run(journal, "forward", steps("a", "c"))[1:] == [True, False, False]
+    assert run(journal, "forward", steps("a", "c"))[1:] == [True, True, True]
+
+
+def test_kinds_have_tracks_of_their_own_and_follow_the_last_two():
+    journal = Journal()
+    for _ in range(3):
+        run(journal, "forward", steps("a"))
+        run(journal, "backward without reduction", steps("a"))
+        run(journal, "forward", steps("a"))
+        seen = run(journal, "backward", [("reduce", "a", (0,))])
+    assert seen[1:] == [True, True]
+    assert run(journal, "evaluation", steps("a")) == [False, False, False]
+
+
+def test_a_step_that_comes_later_is_told_from_one_that_never_comes():
+    journal = Journal()
+    a, b, c = steps("a", "b", "c")
+    run(journal, "forward", [a, b, c])
+    journal.begin("forward")
+    assert journal.expected == a and journal.expects_later(b) and not journal.expects_later(a)
+    assert not journal.expects_later(("gather", "d", ()))
+    journal.leave()
+    assert journal.expected is None and not journal.on_track and not journal.expects_later(b)
+
+
+def test_steps_are_counted_over_all_passes_and_the_latest_are_kept():
+    journal = Journal()
+    for _ in range(600):
+        run(journal, "forward", steps("a"))
+    first, taken = journal.recent()
+    assert journal.index == 1800 and len(taken) == 1024 and first == 1800 - 1024
+    assert taken[-1] == ("forward", END) and taken[-2] == ("forward", ("gather", "a", ()))
+
+
+def test_a_pass_that_broke_off_teaches_nothing():
+    journal = Journal()
+    run(journal, "forward", steps("a", "b"))
+    journal.begin("forward")
+    journal.took(steps("a")[0])
+    journal.abandon()
+    assert not journal.kind and not journal.follows("forward")
+    assert run(journal, "forward", steps("a", "b"))[1:] == [True, True, True]
+
+
+def want(text: str, order: int = 0, optional: bool = False) -> dict:
+    """What a rank wants."""
+    return {"step": ["gather", order, []], "text": text, "optional": optional, "order": order}
+
+
+def test_what_all_want_is_chosen_and_else_the_first_unit_that_others_can_take_part_in():
+    same = want("gather 'a'")
+    assert _choose({0: same, 1: dict(same)}) == same
+    assert _choose({0: want("c", 2, True), 1: want("b", 1, True)})["text"] == "b"
+    assert _choose({0: want("c", 1, False), 1: want("b", 2, True)})["text"] == "b"
+
+
+def test_a_refusal_says_what_each_rank_wants():
+    refusal = _choose({0: want("gather 'b'", 1), 1: want("gather 'c'", 2), 2: want("gather 'b'", 1)})
+    assert "rank 0, 2: gather 'b'; rank 1: gather 'c'. Expected: every rank must run the same units" in refusal

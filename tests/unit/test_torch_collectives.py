@@ -1,0 +1,114 @@
+"""The private torch symbols that communication leans on still mean what fsdp2 takes them to mean."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
+
+from fsdp2 import _torch
+from tests.unit.meshes import gloo_mesh
+from tests.unit.probing import probes
+
+
+@probes("default_store")
+def test_the_store_of_the_default_process_group_is_shared_counts_and_compares() -> None:
+    with gloo_mesh():
+        store = dist.PrefixStore("probe", _torch.default_store().clone())
+        assert store.add("counted", 1) == 1 and store.add("counted", 1) == 2
+        assert store.compare_set("first", "", "mine") == b"mine" == store.compare_set("first", "", "theirs")
+        assert store.check(["first"]) and not store.check(["never"])
+        store.delete_key("first")
+        assert not dist.PrefixStore("probe", _torch.default_store()).check(["first"])
+
+
+@probes("AsyncCollectiveTensor")
+def test_a_gradient_may_still_be_travelling() -> None:
+    with gloo_mesh() as mesh:
+        pending = all_reduce(torch.ones(2), "sum", mesh)
+        assert isinstance(pending, _torch.AsyncCollectiveTensor)
+        waited = pending.wait()
+        assert type(waited) is Tensor and waited.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@probes("AllgatherOptions", "AllreduceOptions", "ReduceScatterOptions", "AllToAllOptions")
+@probes("group_all_gather", "group_all_reduce", "group_reduce_scatter", "group_all_to_all")
+def test_a_groups_own_collectives_fill_their_first_tensor(async_op: bool) -> None:
+    def options(kind: Any, op: Any = None) -> Any:
+        made = kind()
+        made.asyncOp = async_op
+        if op is not None:
+            made.reduceOp = op
+        return made
+
+    with gloo_mesh() as mesh:
+        group, sent = mesh.get_group(), torch.arange(4.0)
+        outputs = [torch.zeros(4) for _ in range(3)] + [sent.clone()]
+        works = [
+            _torch.group_all_gather(group, outputs[0], sent, options(_torch.AllgatherOptions)),
+            _torch.group_reduce_scatter(
+                group, outputs[1], sent, options(_torch.ReduceScatterOptions, dist.ReduceOp.AVG)
+            ),
+            _torch.group_all_to_all(group, outputs[2], sent, [], [], options(_torch.AllToAllOptions)),
+            _torch.group_all_reduce(group, [outputs[3]], options(_torch.AllreduceOptions, dist.ReduceOp.SUM)),
+        ]
+        for work in works:
+            work.wait()
+    assert all(torch.equal(output, sent) for output in outputs)
+
+
+@probes("group_all_gather_coalesced")
+def test_several_gathers_can_be_one_call() -> None:
+    with gloo_mesh() as mesh:
+        outputs, options = [torch.zeros(2), torch.zeros(3)], _torch.AllgatherOptions()
+        inputs = [torch.ones(2), torch.full((3,), 2.0)]
+        _torch.group_all_gather_coalesced(mesh.get_group(), outputs, inputs, options).wait()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
+
+
+@probes("AllGather", "ReduceScatter")
+def test_custom_collectives_are_called_as_we_call_them() -> None:
+    assert list(inspect.signature(_torch.AllGather.__call__).parameters)[1:] == [
+        "output_tensor",
+        "input_tensor",
+        "group",
+        "async_op",
+    ]
+    assert list(inspect.signature(_torch.ReduceScatter.__call__).parameters)[1:] == [
+        "output_tensor",
+        "input_tensor",
+        "group",
+        "op",
+        "async_op",
+    ]
+    for interface in (_torch.AllGather, _torch.ReduceScatter):
+        assert list(inspect.signature(interface.allocate).parameters)[1:] == ["size", "dtype", "device"]
+        assert interface.__abstractmethods__ == {"__call__", "allocate"}
+
+
+@probes("TORCH_COMMS", "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter")
+def test_torchs_collectives_with_memory_of_the_group_do_as_others() -> None:
+    with gloo_mesh() as mesh:
+        group, cpu = mesh.get_group(), torch.device("cpu")
+        gather, scatter = _torch.ProcessGroupAllocAllGather(group), _torch.ProcessGroupAllocReduceScatter(group)
+        assert isinstance(gather, _torch.AllGather) and isinstance(scatter, _torch.ReduceScatter)
+        assert type(gather) in _torch.TORCH_COMMS and type(scatter) in _torch.TORCH_COMMS
+        outputs = [comm.allocate((3,), dtype=torch.float32, device=cpu) for comm in (gather, scatter)]
+        gather(output_tensor=outputs[0], input_tensor=torch.ones(3), group=group, async_op=True).wait()
+        op = dist.ReduceOp.AVG
+        scatter(output_tensor=outputs[1], input_tensor=torch.ones(3), group=group, op=op, async_op=True).wait()
+    assert [output.tolist() for output in outputs] == [[1.0] * 3] * 2
+
+
+@probes("SymmMemAllGather", "SymmMemReduceScatter")
+def test_torchs_collectives_with_symmetric_memory_are_made_of_group_and_backend() -> None:
+    kinds = {_torch.SymmMemAllGather: _torch.AllGather, _torch.SymmMemReduceScatter: _torch.ReduceScatter}
+    for kind, interface in kinds.items():
+        assert issubclass(kind, interface) and kind in _torch.TORCH_COMMS and not kind.__abstractmethods__
+        assert list(inspect.signature(kind.__init__).parameters)[1:] == ["group", "backend"]

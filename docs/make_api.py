@@ -46,9 +46,9 @@ OLD = {
 }
 """Public names of torch.distributed.fsdp that belong to FullyShardedDataParallel, the wrapper class of FSDP1."""
 
-EXTRA_NAMES = {"install", "uninstall"}
+EXTRA_NAMES = {"install", "uninstall", "use_weights"}
 EXTRA_METHODS = {"set_transfer_sizes"}
-EXTRA_PARAMETERS: dict[str, set[str]] = {}
+EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
 """What fsdp2 has and torch's has not: documented extras."""
 
 PRIVATE_METHODS = ("_set_unshard_async_op",)
@@ -111,6 +111,7 @@ TESTS: dict[str, str] = {
     "register_fsdp_forward_method": MULTI + "test_module_methods.py::test_registered_forward_method",
     "share_comm_ctx": API + "test_communication.py::test_share_comm_ctx",
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
+    "use_weights": "tests/multi/test_weights.py::test_a_loss_that_uses_weights",
     "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
     "FSDPModule.set_transfer_sizes": MULTI + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
 }

@@ -11,6 +11,7 @@ from fsdp2.policies import (
     ShardPlacementResult,
     UnshardHandle,
 )
+from fsdp2.weights import use_weights
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -25,4 +26,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",
+    "use_weights",
 ]

@@ -12,6 +12,7 @@ from fsdp2._torch import insert_composable_state
 from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
+from fsdp2.ties import remember_group
 
 __all__ = ["deepcopy_module"]
 
@@ -43,7 +44,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 @torch.no_grad()
 def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
     assert param.sharded is not None
-    clone = FSDPParam(param.sharded, param.spec, [], param.name)
+    clone = FSDPParam(param.sharded, param.spec, [], param.name, param.policy)
     clone.set_shard(param.local.detach().clone())
     memo[id(param)], memo[id(param.sharded)] = clone, clone.sharded
 
@@ -65,6 +66,7 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             pieces = [param.local for param in params]
             new.__init__(params, pieces, inside, group.mesh, group.options, clone.root)  # type: ignore[misc]
             new.shared = group.shared
+            remember_group(new)
         clone.groups.append(new)
     for name in ("forward_prefetch", "backward_prefetch"):
         setattr(clone, name, [memo.get(id(other), other) for other in getattr(state, name)])

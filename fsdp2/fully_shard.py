@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from fsdp2._torch import (
 from fsdp2.collect import collect
 from fsdp2.grouping import PlacementFn, Unit
 from fsdp2.module import make_fsdp_module
-from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, PolicyOf, policy_by_name
 from fsdp2.runtime.hooks import hook_forward
 from fsdp2.runtime.options import GroupOptions
 from fsdp2.runtime.state import FSDPState, get_state
@@ -35,7 +36,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (torch's signature; frozen)
+    mp_policy: MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] | PolicyOf = MixedPrecisionPolicy(),  # noqa: B008 (torch's signature; frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -55,7 +56,9 @@ def fully_shard(
             root.
         shard_placement_fn: Which dimension to cut, ``Shard(d)``, per parameter; None for the first. Any d, even or not.
             A ``ShardPlacementResult`` also says on which mesh: such parameters make a group of their own.
-        mp_policy: dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``.
+        mp_policy: dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``. Or a policy for
+            each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (first match; ``""`` for all
+            others and for the unit's inputs and outputs), or a function of the name. They still travel in one gather.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU.
         ignored_params: Parameters to leave alone: not sharded, not moved, their gradients not reduced.
         dp_mesh_dims: ``mesh`` is the whole mesh that the parameters, all of them DTensors, lie on; these of its
@@ -72,16 +75,17 @@ def fully_shard(
         NotImplementedError: ``reshard_after_forward`` as an int together with ``dp_mesh_dims``.
     """
     modules = _check_modules(module)
-    _check_arguments(shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims)
+    _check_arguments(shard_placement_fn, offload_policy, ignored_params, dp_mesh_dims)
+    policy_of = policy_by_name(mp_policy)
     dp_mesh = DataParallelMesh.from_mesh(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     reshard_after_forward = _check_reshard(reshard_after_forward, dp_mesh)
     options = GroupOptions(
-        mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard_after_forward
+        mp_policy=policy_of(""), offload_policy=offload_policy, reshard_after_forward=reshard_after_forward
     )
     ignored = set(ignored_params or ())
     managed = collect(modules, ignored)
-    state = FSDPState(modules, dp_mesh.device, mp_policy)
-    unit = Unit(state, dp_mesh, options, shard_placement_fn, ignored)
+    state = FSDPState(modules, dp_mesh.device, options.mp_policy)
+    unit = Unit(state, dp_mesh, options, shard_placement_fn, ignored, policy_of)
     unit.manage(managed)
     state.adopt_added = unit.adopt_added
     _attach(state)
@@ -110,11 +114,8 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _check_arguments(
-    placement_fn: Any, mp_policy: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any
-) -> None:
+def _check_arguments(placement_fn: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any) -> None:
     for name, value, kind in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
         ("dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None))),
     ):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch import TorchShardPlacementResult, local_tensor
 from fsdp2.collect import Found, Managed, collect, move_to
 from fsdp2.optimizers import follow_parameters
-from fsdp2.policies import CPUOffloadPolicy, ShardPlacementResult
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult
 from fsdp2.runtime.extension import has_extension
 from fsdp2.runtime.hooks import hook_state_dict
 from fsdp2.runtime.options import GroupOptions
@@ -41,13 +41,14 @@ class Unit:
     options: GroupOptions
     placement_fn: PlacementFn | None
     ignored: set[nn.Parameter]
+    policy_of: Callable[[str], MixedPrecisionPolicy]
 
     def manage(self, managed: Managed) -> None:
         """Put ``managed`` parameters into groups of the state; those that other calls manage are shared with them."""
         state = self.state
         hooked = list(state.groups)
         own = join_ties(managed.params, self.mesh, state)
-        placed = [_place(found, self.placement_fn, self.mesh) for found in own]
+        placed = [_place(found, self.placement_fn, self.mesh, self.policy_of(found.name)) for found in own]
         offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         move_to(self.mesh.device, [] if offloads else own, managed.buffers)
         state.groups[:0] = [_make_group(part, self.options, state) for part in _by_mesh(placed, self.options)]
@@ -81,14 +82,17 @@ class Unit:
 
 @dataclass
 class _Placed:
-    """A parameter to manage, its spec, and the mesh it is cut over."""
+    """A parameter to manage, its spec, the mesh it is cut over, and its dtypes."""
 
     found: Found
     spec: ShardedSpec
     mesh: DataParallelMesh
+    policy: MixedPrecisionPolicy
 
 
-def _place(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh) -> _Placed:
+def _place(
+    found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy
+) -> _Placed:
     result = None if placement_fn is None else placement_fn(found.param)
     if result is None or isinstance(result, Shard):
         placement = result
@@ -104,7 +108,7 @@ def _place(found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMes
             f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
             "None"
         )
-    return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh)
+    return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
 
 
 def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]]:
@@ -131,7 +135,7 @@ def _first_values(param: nn.Parameter) -> list[float]:
 @torch.no_grad()
 def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
     mesh = placed[0].mesh
-    params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name) for p in placed]
+    params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name, p.policy) for p in placed]
     pieces = [p.spec.cut(_plain(p.found.param)) for p in placed]
     size = options.reshard_after_forward
     if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):

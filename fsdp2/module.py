@@ -63,14 +63,15 @@ class FSDPModule(TorchFSDPModule):
 
     # ---- gather and free ----
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters (not those of units below it).
+    def unshard(self, async_op: bool = False, *, recurse: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters, and with ``recurse`` those of all units below it.
 
         Args:
             async_op: Return a handle at once; forward waits by itself, so waiting is only needed to use the parameters
                 outside it.
+            recurse: All of them are in memory at once then, until ``reshard(recurse=True)``.
         """
-        groups = self._get_fsdp_state().groups
+        groups = list(dict.fromkeys(group for state in self._states(recurse) for group in state.groups))
         for group in groups:
             group.lazy_init(in_root=group.in_root)
             lanes = group.root.comm.lanes
@@ -82,10 +83,11 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
-    def reshard(self) -> None:
-        """Free this module's own full parameters (not those of units below it) and show the shards."""
-        for group in self._get_fsdp_state().groups:
-            group.reshard()
+    def reshard(self, *, recurse: bool = False) -> None:
+        """Free this module's own full parameters, with ``recurse`` those of all units below too; show the shards."""
+        for state in self._states(recurse):
+            for group in state.groups:
+                group.reshard()
 
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: call it on the root, then go on with a new iteration.

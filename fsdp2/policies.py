@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -22,9 +25,12 @@ __all__ = [
     "DataParallelMeshDims",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PolicyOf",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
+    "check_dtypes",
+    "policy_by_name",
 ]
 
 
@@ -58,6 +64,54 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 else:
     DataParallelMeshDims = TorchDataParallelMeshDims or _DataParallelMeshDims
+
+
+def check_dtypes(policy: MixedPrecisionPolicy) -> None:
+    """Raise ValueError where ``policy`` names something that is not a floating-point dtype."""
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"mp_policy.{name}: expected a floating-point torch.dtype or None, got {dtype!r}; gradients and mixed "
+                "precision exist for floating-point types only"
+            )
+
+
+PolicyOf = Callable[[str], MixedPrecisionPolicy]
+
+
+def policy_by_name(given: object) -> PolicyOf:
+    """``mp_policy`` as a function of a parameter's name in the unit; the empty name stands for the unit itself.
+
+    Raises:
+        TypeError: ``given`` is no policy, no mapping of names or patterns to policies and no function, or gives
+            anything but a policy for a name.
+        ValueError: a dtype in a policy is not a floating-point one.
+    """
+
+    def checked(name: str, found: object) -> MixedPrecisionPolicy:
+        if isinstance(found, MixedPrecisionPolicy):
+            check_dtypes(found)
+            return found
+        raise TypeError(
+            f"fully_shard: mp_policy must be a MixedPrecisionPolicy, a mapping from names or patterns to them, or a "
+            f"function from a name to one, got {found!r}{f' for {name!r}' if name else ''}"
+        )
+
+    if isinstance(given, Mapping):
+        default = checked("", given.get("", MixedPrecisionPolicy()))
+        patterns = {pattern: checked(pattern, policy) for pattern, policy in given.items() if pattern}
+        return lambda name: next((p for pattern, p in patterns.items() if name and fnmatch(name, pattern)), default)
+    if isinstance(given, MixedPrecisionPolicy):
+        return lambda name: given
+    if not callable(given) or isinstance(given, type):
+        checked("", given)
+
+    def ask(name: str) -> MixedPrecisionPolicy:
+        found = given(name)  # type: ignore[operator]  # it is callable
+        return ask("") if found is None and name else checked(name, found)
+
+    return ask
 
 
 @dataclass(frozen=True)

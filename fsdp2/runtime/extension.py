@@ -14,8 +14,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.comm.streams import ComputeLane, Lane
-from fsdp2.policies import MixedPrecisionPolicy
-from fsdp2.runtime.codec import compute_dtype
 from fsdp2.runtime.param import FSDPParam
 
 __all__ = ["GatherExtension", "GroupExtensions", "has_extension"]
@@ -39,11 +37,10 @@ def has_extension(local: torch.Tensor) -> bool:
 class GatherExtension:
     """The extension of one parameter, between its gathers."""
 
-    def __init__(self, param: FSDPParam, mesh: DeviceMesh, device: torch.device, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, param: FSDPParam, mesh: DeviceMesh, device: torch.device) -> None:
         self.param = param
         self.mesh = mesh
         self.device = device
-        self.policy = policy
         self.outputs: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []
         self._input_sizes: list[torch.Size] = []
@@ -60,7 +57,7 @@ class GatherExtension:
             inputs, self._metadata = local.fsdp_pre_all_gather(self.mesh)  # type: ignore[attr-defined]
         elif arguments == 5:
             inputs, self._metadata = local.fsdp_pre_all_gather(  # type: ignore[attr-defined]
-                self.mesh, torch.Size(layout.shape), layout.stride, self.param.module, self.policy
+                self.mesh, torch.Size(layout.shape), layout.stride, self.param.module, self.param.policy
             )
         else:
             raise AssertionError(
@@ -113,7 +110,7 @@ class GatherExtension:
             output.view(-1, *size[1:]) if len(size) > 0 else output
             for output, size in zip(self.outputs, self._input_sizes)
         )
-        dtype = compute_dtype(param.dtype, self.policy)
+        dtype = param.compute_dtype
         if param.full is not None:
             for tensor in self._inner:
                 _allocate(tensor)

@@ -12,8 +12,8 @@ from fsdp2._torch import accumulate_grad_node, will_execute
 from fsdp2._trace import emit
 from fsdp2.comm.reduce import ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
-from fsdp2.runtime.codec import compute_dtype, reduce_dtype
 from fsdp2.runtime.hooks import hook_gradient
+from fsdp2.runtime.param import FSDPParam
 from fsdp2.sharding.packing import ChunkPlan, RowPlan, plan_chunks
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class GroupGradients:
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
         self._plan: ChunkPlan | None = None
-        self._plans: dict[tuple[torch.dtype, bool], ReducePlan] = {}
+        self._plans: dict[tuple[torch.dtype, int, bool], ReducePlan] = {}
         self._rows: dict[tuple[int, ...], RowPlan] = {}
         self._chunk_of: dict[int, int] = {}
         self._ready: list[set[int]] = []
@@ -54,9 +54,8 @@ class GroupGradients:
     # ---- planning ----
 
     def _keys(self, trainable: list[int]) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-        policy = self._group.options.mp_policy
-        dtypes = [self._group.params[i].dtype for i in trainable]
-        return [(compute_dtype(dtype, policy), reduce_dtype(dtype, policy), dtype) for dtype in dtypes]
+        params = [self._group.params[i] for i in trainable]
+        return [(param.compute_dtype, param.reduce_dtype, param.dtype) for param in params]
 
     def _make_plan(self) -> ChunkPlan:
         params = self._group.params
@@ -102,7 +101,14 @@ class GroupGradients:
         self._ready = [set() for _ in plan.streamed]
         self._launched = 0
         self._awaited = self._expected() if count else None
-        for i in self._chunk_of if watch_all else ():
+        if watch_all:
+            self.watch_all()
+
+    def watch_all(self) -> None:
+        """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
+        if self._plan is None:
+            self._make_plan()
+        for i in self._chunk_of:
             self._hook(i)
 
     def _expected(self) -> set[int] | None:
@@ -158,11 +164,10 @@ class GroupGradients:
 
     def keep(self) -> None:
         """Leave the gradients unreduced for a later backward."""
-        policy = self._group.options.mp_policy
         self._kept = True
         for param in self._group.params:
             if param.requires_grad:
-                param.keep_gradient(reduce_dtype(param.dtype, policy))
+                param.keep_gradient()
 
     def reset(self) -> None:
         """Drop everything unreduced."""
@@ -191,12 +196,12 @@ class GroupGradients:
         emit("reduce", group.name)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
-            self._rows[indices] = RowPlan(layouts, self._row_padding(params[0].dtype))
+            self._rows[indices] = RowPlan(layouts, self._row_padding(params[0].reduce_dtype))
         if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=p.dtype, device=p.local.device) for p in params])
             return
         settle = self._settle(indices) if group.mesh.replicate.size > 1 else None
-        comm, plan = group.root.comm, self._reduce_plan(params[0].dtype)
+        comm, plan = group.root.comm, self._reduce_plan(params[0])
         operation = reduce_chunk(grads, self._rows[indices], plan, comm.lanes, deliver, settle)
         del grads
         comm.reductions.add(operation)
@@ -205,18 +210,18 @@ class GroupGradients:
         """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'."""
         if self._group.mesh.shard.backend != "nccl":
             return 1
-        return max(16 // reduce_dtype(dtype, self._group.options.mp_policy).itemsize, 1)
+        return max(16 // dtype.itemsize, 1)
 
-    def _reduce_plan(self, dtype: torch.dtype) -> ReducePlan:
-        key = (dtype, self._kept)
+    def _reduce_plan(self, param: FSDPParam) -> ReducePlan:
+        key = (param.dtype, id(param.policy), self._kept)
         if key not in self._plans:
-            self._plans[key] = self._make_reduce_plan(dtype)
+            self._plans[key] = self._make_reduce_plan(param)
         return self._plans[key]
 
-    def _make_reduce_plan(self, dtype: torch.dtype) -> ReducePlan:
+    def _make_reduce_plan(self, param: FSDPParam) -> ReducePlan:
         group = self._group
         options, mesh = group.options, group.mesh
-        reduce, computed = reduce_dtype(dtype, options.mp_policy), compute_dtype(dtype, options.mp_policy)
+        reduce, computed = param.reduce_dtype, param.compute_dtype
         wire = computed if not self._kept and computed.itemsize < reduce.itemsize else reduce
         scaling = choose_scaling(
             reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
@@ -226,7 +231,7 @@ class GroupGradients:
             replicate=mesh.replicate,
             reduce_dtype=reduce,
             wire_dtype=wire,
-            out_dtype=dtype,
+            out_dtype=param.dtype,
             scaling=scaling,
             custom=options.reduce_scatter,
             hook=options.all_reduce_hook,
@@ -251,8 +256,9 @@ class GroupGradients:
         return settle
 
 
-def _zeros(param: Any, group: Any) -> torch.Tensor:
+def _zeros(param: FSDPParam, group: FSDPParamGroup) -> torch.Tensor:
     """The gradient of a parameter that took no part, for ranks on which it did."""
     layout = param.spec.layout
-    dtype = compute_dtype(param.dtype, group.options.mp_policy)
-    return torch.zeros(layout.shape, dtype=dtype, device=group.mesh.device).as_strided(layout.shape, layout.stride)
+    return torch.zeros(layout.shape, dtype=param.compute_dtype, device=group.mesh.device).as_strided(
+        layout.shape, layout.stride
+    )

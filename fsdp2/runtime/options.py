@@ -9,7 +9,7 @@ import torch
 
 from fsdp2._torch import TORCH_COMMS
 from fsdp2.comm.streams import Lane
-from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
+from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter, check_dtypes
 from fsdp2.sharding.packing import TransferSizes
 
 __all__ = ["GroupOptions"]
@@ -53,11 +53,4 @@ class GroupOptions:
         return replace(self, all_gather=gather, reduce_scatter=scatter)
 
     def __post_init__(self) -> None:
-        policy = self.mp_policy
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(policy, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(
-                    f"mp_policy.{name}: expected a floating-point torch.dtype or None, got {dtype!r}; gradients and "
-                    "mixed precision exist for floating-point types only"
-                )
+        check_dtypes(self.mp_policy)

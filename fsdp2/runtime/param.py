@@ -19,6 +19,8 @@ from fsdp2._torch import (
     python_attributes,
     set_local_tensor,
 )
+from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.runtime.codec import compute_dtype, reduce_dtype
 from fsdp2.runtime.hooks import carry_hooks
 from fsdp2.sharding.spec import ShardedSpec
 
@@ -73,9 +75,17 @@ class FSDPParam:
     the autograd leaf that forward uses, a view into the group's full buffer; both live as long as the buffers.
     """
 
-    def __init__(self, original: nn.Parameter, spec: ShardedSpec, slots: list[Slot], name: str) -> None:
+    def __init__(
+        self,
+        original: nn.Parameter,
+        spec: ShardedSpec,
+        slots: list[Slot],
+        name: str,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
         self.name = name
         self.spec = spec
+        self.policy = policy
         self.set_slots(slots)
         self.attributes = python_attributes(original)
         self.hooks = gradient_hooks(original)
@@ -97,6 +107,16 @@ class FSDPParam:
         """The dtype the parameter is kept, optimized and saved in."""
         assert self.sharded is not None
         return self.sharded.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the full parameter, as forward computes with it."""
+        return compute_dtype(self.dtype, self.policy)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype its gradients are summed in."""
+        return reduce_dtype(self.dtype, self.policy)
 
     @property
     def local(self) -> torch.Tensor:
@@ -192,9 +212,9 @@ class FSDPParam:
             total += grad
         return total
 
-    def keep_gradient(self, dtype: torch.dtype) -> None:
-        """Keep this backward's gradient unreduced, in ``dtype``, until a backward reduces."""
-        full = self.full
+    def keep_gradient(self) -> None:
+        """Keep this backward's gradient unreduced, in the reduce dtype, until a backward reduces."""
+        full, dtype = self.full, self.reduce_dtype
         if full is None or full.grad is None:
             return
         if self._unreduced is None and full.grad.dtype == dtype:

@@ -84,8 +84,7 @@ class ShardStore:
 
     def stamp(self) -> object:
         """A value that changes when the shards may have changed."""
-        flat = 0 if self._flat is None else version_of(self._flat)
-        return (_optimizer_steps, flat, sum(version_of(param.sharded) for param in self.params))
+        return (_optimizer_steps, sum(version_of(param.sharded) + version_of(param.local) for param in self.params))
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
@@ -163,21 +162,21 @@ class ShardStore:
         own = [(p, piece) for p, piece in zip(self.params, pieces) if has_extension(piece)]
         if any(piece.is_meta for piece in pieces):
             plain, own = [], list(zip(self.params, pieces))
-        policy, device = self.options.mp_policy, self.mesh.device
+        device = self.mesh.device
         with torch.inference_mode(False), torch.no_grad():
             for param, piece in own:
                 if param.sharded is None or piece.is_meta or piece is not param.local:
                     where = "cpu" if self.offloads and not piece.is_meta else piece.device
                     piece = _own(piece, param, where)
                 self._set(param, piece)  # the object itself: an extension may be an attribute of it
-            items = [Item(p.spec.layout, x.dtype, compute_dtype(x.dtype, policy)) for p, x in plain]
+            items = [Item(p.spec.layout, x.dtype, compute_dtype(x.dtype, p.policy)) for p, x in plain]
             target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
                 self._start_anew([p for p, _ in plain], items, target)
                 with_extension = [p for p, x in own if not x.is_meta]
                 self.extensions = GroupExtensions(
-                    [GatherExtension(p, self.mesh.shard_mesh, device, policy) for p in with_extension]
+                    [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
                 )
             for i, (param, piece) in enumerate(plain):
                 view = self._view(i)
@@ -193,11 +192,15 @@ class ShardStore:
         self._full = self._gather = self._subgroup = None
 
     def _view(self, i: int) -> torch.Tensor:
-        """The shard of plain parameter ``i`` in the flat buffer."""
+        """The shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
+
+        It starts at its storage's beginning and ends at its end, so that copying, saving and pickling take it alone.
+        """
         assert self._flat is not None and self._plan is not None
         spec, dtype, start = self._plain[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
-        flat = self._flat[start : start + spec.shard_numel * dtype.itemsize].view(dtype)
-        return flat.as_strided(spec.shard_shape, spec.shard_stride)
+        storage = self._flat.untyped_storage()[start : start + spec.shard_numel * dtype.itemsize]
+        shard = torch.empty(0, dtype=dtype, device=self._flat.device)
+        return shard.set_(storage, 0, spec.shard_shape, spec.shard_stride)
 
     def _set(self, param: FSDPParam, local: torch.Tensor) -> None:
         self._placed[param] = local

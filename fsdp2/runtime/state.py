@@ -237,8 +237,11 @@ class FSDPState(ComposableState):
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
+        wanted: Any = self.mp_policy.cast_forward_inputs  # a function too: which tensors to cast
+        if dtype is None or not wanted:
             return args, kwargs
+        if callable(wanted):
+            return map_tensors(lambda t: _cast_floating(t, dtype) if wanted(t) else t, (args, kwargs))
         return map_tensors(lambda t: _cast_floating(t, dtype), (args, kwargs))
 
     def _cast_output(self, output: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.param import FSDPParam, Slot, show
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.spec import ShardedSpec
@@ -30,7 +31,9 @@ def manage(original: nn.Parameter, dp: DataParallelMesh, *slots: Slot, dtype: to
     slots = slots or (Slot(nn.Module(), "weight"),)
     for slot in slots:
         slot.module.register_parameter(slot.name, original)
-    param = FSDPParam(original, ShardedSpec.of(original, None, dp, "weight"), list(slots), "layers.0.weight")
+    param = FSDPParam(
+        original, ShardedSpec.of(original, None, dp, "weight"), list(slots), "layers.0.weight", MixedPrecisionPolicy()
+    )
     plain = original.to_local() if isinstance(original, DTensor) else original
     param.set_shard(param.spec.cut(plain.detach()).clone())
     param.set_full(plain.detach().clone().to(dtype or original.dtype).view(-1))
@@ -53,7 +56,9 @@ def local(grad: Tensor | None) -> Tensor:
 
 def test_the_shard_is_a_parameter_around_the_piece_itself(dp2: DataParallelMesh) -> None:
     original = weight(4, 3)
-    param = FSDPParam(original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w")
+    param = FSDPParam(
+        original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
+    )
     piece = torch.ones(2, 3)
     param.set_shard(piece)
     assert isinstance(param.sharded, nn.Parameter) and isinstance(param.sharded, DTensor)
@@ -95,7 +100,9 @@ def test_hooks_on_a_gradient_are_not_carried_to_a_frozen_parameter(dp2: DataPara
 
 def test_the_full_parameter_is_the_place_in_the_buffer(dp2: DataParallelMesh) -> None:
     original = nn.Parameter(torch.arange(12.0).view(4, 3).t())
-    param = FSDPParam(original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w")
+    param = FSDPParam(
+        original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
+    )
     buffer = torch.arange(14.0)
     param.set_full(buffer[:12])
     assert param.full.data_ptr() == buffer.data_ptr() and param.full.stride() == (1, 3)
@@ -200,7 +207,7 @@ def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(dp2
     param = manage(weight(4, 3), dp2)
     for _ in range(2):
         param.full.sum().backward()
-        param.keep_gradient(FP32)
+        param.keep_gradient()
     assert param.full.grad is not None
     assert torch.equal(param.take_gradient(), torch.full((4, 3), 2.0))
 
@@ -210,7 +217,7 @@ def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelM
     param = manage(weight(4, 3), dp2, dtype=BF16)
     for value in (256.0, 1.0, 1.0):
         (param.full * value).sum().backward()
-        param.keep_gradient(FP32)
+        param.keep_gradient()
         assert param.full.grad is None
     total = param.take_gradient()
     assert total.dtype is FP32 and torch.equal(total, torch.full((4, 3), 258.0))
@@ -219,7 +226,7 @@ def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelM
 def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2, dtype=BF16)
     param.full.sum().backward()
-    param.keep_gradient(FP32)
+    param.keep_gradient()
     param.full.sum().backward()
     assert torch.equal(param.take_gradient(), torch.full((4, 3), 2.0))
     assert not param.has_gradient
@@ -227,14 +234,14 @@ def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
 
 def test_keeping_nothing_is_nothing(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2)
-    param.keep_gradient(FP32)
+    param.keep_gradient()
     assert not param.has_gradient
 
 
 def test_recovery_forgets_what_was_not_reduced(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2, dtype=BF16)
     param.full.sum().backward()
-    param.keep_gradient(FP32)
+    param.keep_gradient()
     param.full.sum().backward()
     param.drop_gradient()
     assert not param.has_gradient and param.take_gradient() is None

@@ -1,0 +1,203 @@
+"""Weights used outside forward, dtypes of single parameters, and units gathered together with those below."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy
+from tests.support.pool import on_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Speaker(nn.Module):
+    """A body and a head; the head's weight is used by the loss alone."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.head = nn.Linear(width, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def made(seed: int = 0) -> Speaker:
+    """The same model on every rank."""
+    torch.manual_seed(seed)
+    return Speaker()
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one rank."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 8, generator=generator), torch.randint(5, (4,), generator=generator)
+
+
+def penalized(model: Speaker, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss that reads two weights itself, one of them used in forward as well."""
+    logits = F.linear(hidden, model.head.weight)
+    return F.cross_entropy(logits, targets) + 0.1 * (model.body[2].weight @ model.head.weight.t()).square().mean()
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("units", ["head", "head and body", "root"])
+def test_a_loss_that_uses_weights(rank, world, units):
+    """A fused cross-entropy takes the head's weight, not its output. torch's fully_shard has the sharded weight there,
+    and the product with a plain tensor is refused without a word about which weight it was."""
+    model = made()
+    whole = copy.deepcopy(model)
+    for unit in {"head": [model.head], "head and body": [model.head, model.body[2]], "root": []}[units]:
+        fsdp2.fully_shard(unit)
+    fsdp2.fully_shard(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, whole)]
+    for step in range(3):
+        x, targets = batch(step, rank)
+        hidden = model(x)
+        with fsdp2.use_weights(model):
+            loss = penalized(model, hidden, targets)
+        for name in ("head.weight", "body.2.weight") if units == "head and body" else ():
+            assert isinstance(model.get_parameter(name), DTensor)
+        loss.backward()
+        sum(penalized(whole, whole(x), y) / world for x, y in (batch(step, r) for r in range(world))).backward()
+        for (name, param), expected in zip(model.named_parameters(), whole.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=f"{step} {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_weights_in_the_dtype_of_computation_without_a_forward_before(rank, world):
+    model = fsdp2.fully_shard(made(), mp_policy=BF16)
+    with fsdp2.use_weights(model.head) as head:
+        assert head is model.head and type(head.weight) is nn.Parameter and head.weight.dtype == torch.bfloat16
+        head.weight.float().square().sum().backward()
+    assert isinstance(model.head.weight, DTensor) and model.head.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(
+        model.head.weight.grad.full_tensor(), 2 * made().head.weight.detach(), rtol=1e-2, atol=1e-3
+    )
+    assert model.body[0].weight.grad is None
+
+
+@on_ranks(2)
+def test_weights_of_a_plain_module_are_refused(rank, world):
+    with pytest.raises(ValueError, match="no parameter of Speaker is managed by fsdp2.fully_shard"):
+        with fsdp2.use_weights(made()):
+            pass
+
+
+class Normed(nn.Module):
+    """Two layers with a norm and a router between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.router, self.last = (
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 3),
+            nn.Linear(8, 8),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x).float()).to(self.first.weight.dtype)
+        gate = self.router(x.float()).softmax(-1).amax(-1, keepdim=True)
+        return self.last(x) * gate
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("form", ["mapping", "function"])
+def test_dtypes_of_single_parameters(rank, world, form):
+    """Norms and routers want float32 inside a unit that computes in bfloat16. torch has one policy for a unit, so
+    people make units of them, each with a gather of its own."""
+    fp32 = MixedPrecisionPolicy()
+    by_name = {"norm.*": fp32, "router.*": fp32, "": BF16}
+    policy = by_name if form == "mapping" else lambda name: fp32 if name.startswith(("norm", "router")) else BF16
+    torch.manual_seed(0)
+    model = Normed()
+    mixed = copy.deepcopy(model)
+    seen = {}
+    model.register_forward_pre_hook(lambda m, args: seen.update({n: p.dtype for n, p in m.named_parameters()}))
+    fsdp2.fully_shard(model, mp_policy=policy)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    model(x).float().square().mean().backward()
+    model.unshard()
+    assert {name for name, param in model.named_parameters() if param.dtype == torch.float32} == {
+        "norm.weight", "norm.bias", "router.weight", "router.bias"
+    }  # fmt: skip
+    model.reshard()
+    mixed.first.bfloat16()
+    mixed.last.bfloat16()
+    for r in range(world):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(r)).bfloat16()
+        (mixed(inputs).float().square().mean() / world).backward()
+    for (name, param), expected in zip(model.named_parameters(), mixed.parameters()):
+        assert param.dtype == param.grad.dtype == torch.float32
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad.float(), rtol=2e-2, atol=2e-4, msg=name)
+
+
+@on_ranks(2)
+def test_dtypes_by_name_are_checked(rank, world):
+    for policy, text in (
+        ({"norm.*": torch.float32}, "got torch.float32"),
+        (lambda name: "bf16", "got 'bf16'"),
+        ("bf16", "got 'bf16'"),
+    ):
+        model = Normed()
+        with pytest.raises(TypeError, match=f"mp_policy must be a MixedPrecisionPolicy, a mapping.*{text}"):
+            fsdp2.fully_shard(model, mp_policy=policy)
+        assert type(model) is Normed and type(model.norm.weight) is nn.Parameter
+
+
+@on_ranks(2)
+def test_inputs_that_stay_in_their_dtype(rank, world):
+    """Positions and masks in float32 must not be rounded to bfloat16 on their way in."""
+    seen = []
+    model = nn.Linear(8, 8)
+    model.register_forward_pre_hook(lambda m, args: seen.append([t.dtype for t in args]) or args[:1])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=lambda t: t.ndim > 1)
+    fsdp2.fully_shard(model, mp_policy=policy)
+    model(torch.ones(2, 8), torch.ones(2))
+    assert seen == [[torch.bfloat16, torch.float32]]
+
+
+@on_ranks(2)
+def test_units_gathered_with_those_below(rank, world):
+    model = made()
+    whole = copy.deepcopy(model)
+    for unit in (model.body[0], model.head):
+        fsdp2.fully_shard(unit)
+    fsdp2.fully_shard(model)
+    model.unshard(recurse=True)
+    for (name, param), expected in zip(model.named_parameters(), whole.parameters()):
+        assert type(param) is nn.Parameter and torch.equal(param, expected), name
+    model.reshard(recurse=True)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    model.unshard()
+    assert isinstance(model.head.weight, DTensor) and not isinstance(model.body[2].weight, DTensor)
+    model.reshard(recurse=True)
+
+
+@on_ranks(2)
+def test_a_state_dict_is_copied_like_any_other(rank, world):
+    """``copy.deepcopy(model.state_dict())`` keeps the best weights. It failed for every shard but a unit's first: torch
+    copies a DTensor only where its storage begins with it, and shards lay one behind the other in one storage."""
+    model = fsdp2.fully_shard(made())
+    best = copy.deepcopy(model.state_dict())
+    before = {name: tensor.full_tensor().clone() for name, tensor in best.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0, rank)[0]).sum().backward()
+    optimizer.step()
+    for name, tensor in best.items():
+        assert isinstance(tensor, DTensor) and torch.equal(tensor.full_tensor(), before[name])
+        assert tensor.to_local().untyped_storage().nbytes() == tensor.to_local().nbytes
+    assert not torch.equal(model.body[0].weight.full_tensor(), before["body.0.weight"])
+    model.load_state_dict(best)
+    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())

@@ -35,15 +35,19 @@ def peak_of(step: Callable[[], object], device: torch.device) -> int:
 
 
 def live_bytes() -> int:
-    """Bytes of all CPU storages that tensors known to Python hold, each storage once."""
+    """Bytes of all CPU storages that tensors known to Python hold, each byte once: a storage may lie within another."""
     gc.collect()
-    storages = {}
+    storages: set[tuple[int, int]] = set()
     for thing in gc.get_objects():
         # A DTensor's own storage is a stand-in; the local tensor inside it is met on its own.
         if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), DTensor) and thing.is_cpu:
             storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            storages.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total = reached = 0
+    for start, end in sorted(storages):
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
 
 
 def process_memory(device: torch.device) -> str:

@@ -53,13 +53,13 @@ def prefers_all_to_all(axis: Axis, nbytes: int) -> bool:
     return axis.backend == "gloo" and nbytes >= _ALL_TO_ALL_BYTES
 
 
-def chunks_in_flight(axis: Axis) -> int:
-    """How many chunks of gradients travel at once by default.
+def chunks_in_flight(axis: Axis, chunks: int) -> int:
+    """How many chunks of gradients travel at once by default, where the largest unit makes so many ``chunks``.
 
     A stream needs one: the next is queued behind it, and each more costs memory. gloo works beside the host, which
-    must not wait for it while there is still something to compute.
+    must not wait for it while there is still something to compute: it may have a unit's gradients under way.
     """
-    return 8 if axis.backend == "gloo" else 1
+    return min(max(chunks, 2), 8) if axis.backend == "gloo" else 1
 
 
 def all_gather(

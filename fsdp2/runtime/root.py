@@ -54,7 +54,10 @@ class RootContext:
 
     def limit_reductions(self) -> None:
         """Let as many chunks be in flight as the group that asked for most; they share one window."""
-        asked = [group.options.reduce_inputs or chunks_in_flight(group.mesh.shard) for group in self.groups]
+        asked = []
+        for group in self.groups:
+            chunks = group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1)
+            asked.append(group.options.reduce_inputs or chunks_in_flight(group.mesh.shard, chunks))
         self.comm.reductions.limit = max(asked, default=1)
 
     def begin_forward(self, state: FSDPState) -> bool:

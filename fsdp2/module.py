@@ -73,6 +73,8 @@ class FSDPModule(TorchFSDPModule):
         """
         groups = list(dict.fromkeys(group for state in self._states(recurse) for group in state.groups))
         for group in groups:
+            if group.lifecycle.lent:
+                group.lifecycle.refuse_lent("unshard")
             group.lazy_init(in_root=group.in_root)
             lanes = group.root.comm.lanes
             with lanes.gather.after(lanes.compute.event()):  # the caller may just have changed the shards

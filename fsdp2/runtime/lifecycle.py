@@ -65,14 +65,19 @@ _PHASE = {
 
 
 class Lifecycle:
-    """The residency and the phase of one group; an illegal step raises and changes nothing."""
+    """The residency and the phase of one group; an illegal step raises and changes nothing.
 
-    __slots__ = ("name", "phase", "residency")
+    While parameters of the group are ``lent``, somebody else decides what the modules show of them, so it must neither
+    gather nor free.
+    """
+
+    __slots__ = ("lent", "name", "phase", "residency")
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.residency = Residency.SHARDED
         self.phase = Phase.IDLE
+        self.lent: set[object] = set()
 
     def move(self, step: str) -> None:
         """Change the residency by ``step`` of the first table."""
@@ -87,6 +92,13 @@ class Lifecycle:
         if target is None:
             raise RuntimeError(self._refusal(step, self.phase, _PHASE[step]))
         self.phase = target
+
+    def refuse_lent(self, step: str) -> None:
+        """Raise RuntimeError because somebody else decides what the modules show."""
+        raise RuntimeError(
+            f"{self.name or 'the root'}: {step} while summon_full_params shows its parameters; expected outside of "
+            "that context. Leave it first, or summon fewer modules"
+        )
 
     def reset(self) -> None:
         """Back to SHARDED and IDLE from anywhere (recovery)."""

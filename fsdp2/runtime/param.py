@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch import (
     AsyncCollectiveTensor,
@@ -24,7 +24,7 @@ from fsdp2.runtime.codec import compute_dtype, reduce_dtype
 from fsdp2.runtime.hooks import carry_hooks
 from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "show"]
+__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "show", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,14 @@ def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"])
             for slot in param.slots:
                 slot.show(shown)  # type: ignore[arg-type]
     return changed
+
+
+def stand_in(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
+    """A plain parameter of ``value`` itself that looks like ``param``, for modules to show for a while."""
+    shown = nn.Parameter(value, requires_grad=param.requires_grad)
+    shown.__dict__.update(param.attributes, _fsdp2_managed=True)
+    shown.grad = grad
+    return shown
 
 
 class FSDPParam:
@@ -122,6 +130,29 @@ class FSDPParam:
     def local(self) -> torch.Tensor:
         """This rank's piece as a plain tensor."""
         return local_tensor(self.sharded)
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """The elements of this rank's piece, which an all-gather extension may keep in a tensor inside its own.
+
+        None if there is not exactly one such tensor, of the same shape and dtype.
+        """
+        local = self.local
+        if not hasattr(local, "__tensor_flatten__"):
+            return local
+        inside = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+        if len(inside) == 1 and (inside[0].shape, inside[0].dtype) == (local.shape, local.dtype):
+            return inside[0]
+        return None
+
+    def write(self, value: torch.Tensor, *, full: bool) -> None:
+        """Take this rank's piece of ``value``, plain and full; with ``full`` the full parameter in memory follows."""
+        data, value = self.data, self.spec.of_plain(value)
+        assert data is not None
+        data.copy_(self.spec.cut(value))
+        if full and self.full is not None:
+            plain = local_tensor(self.full) if self.spec.full is not None else self.full
+            plain.data.copy_(value)  # a version counter of its own: graphs that saved the parameter stay usable
 
     def set_slots(self, slots: list[Slot]) -> None:
         """Show the parameter in these places."""
@@ -244,6 +275,29 @@ class FSDPParam:
             local_tensor(sharded.grad).add_(local_tensor(grad))
         for hook in hooks[1] if hooks else ():
             hook(sharded)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's piece of the reduced gradient."""
+        grad = None if self.sharded is None else self.sharded.grad
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor) and grad.placements != self.spec.dtensor.placements:
+            grad = grad.redistribute(placements=self.spec.dtensor.placements)
+        return local_tensor(grad)
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        """Make this rank's piece of ``value``, a plain full tensor, the reduced gradient; None for no gradient."""
+        sharded, spec = self.sharded, self.spec
+        assert sharded is not None
+        if value is None:
+            sharded.grad = None
+            return
+        cut = spec.cut(spec.of_plain(value.detach()))
+        if not isinstance(sharded.grad, DTensor) or sharded.grad.placements != spec.dtensor.placements:
+            own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=cut.dtype, device=self.local.device)
+            sharded.grad = spec.shard_as(own)
+        local_tensor(sharded.grad).copy_(cut)
 
     # ---- names that other libraries read ----
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -86,7 +86,7 @@ class FSDPParamGroup:
             RuntimeError: parameters are still on the meta device or, when offloading, not on the CPU.
         """
         self.in_root = in_root
-        if self.lifecycle.residency is Residency.SHARDED:
+        if self.lifecycle.residency is Residency.SHARDED and not self.lifecycle.lent:
             self.adopt_shards()
         self.store.check_ready()
 
@@ -109,7 +109,7 @@ class FSDPParamGroup:
     @outside_functorch
     def unshard(self, async_op: bool = False) -> None:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are."""
-        if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED):
+        if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED) or self.lifecycle.lent:
             return
         agreement = self.root.agreement
         if agreement is not None and not agreement.about_to("gather", self, droppable=self._prefetching is not None):
@@ -140,14 +140,10 @@ class FSDPParamGroup:
                 self.store.extensions.decode(rows, lanes.gather, lanes.compute)
         self._free_subgroup()
         self.lifecycle.move("finish_gather")
-        self._show_full()
+        self._show("full")
 
-    def _show_full(self) -> None:
-        if show(self.params, "full"):
-            self.gradients.forget_plan()
-
-    def _show_shards(self) -> None:
-        if show(self.params, "sharded"):
+    def _show(self, which: Literal["sharded", "full", "subgroup"]) -> None:
+        if show(self.params, which):
             self.gradients.forget_plan()
 
     def unshard_now(self) -> None:
@@ -178,10 +174,12 @@ class FSDPParamGroup:
     @outside_functorch
     def reshard(self) -> None:
         """Shards on the modules, the full memory freed."""
+        if self.lifecycle.lent:
+            self.lifecycle.refuse_lent("reshard")
         self.abandon_gather()
         if self.lifecycle.residency is Residency.SHARDED:
             return
-        self._show_shards()
+        self._show("sharded")
         self._free_full()
         self._free_subgroup()
         self._kept_stamp = None
@@ -216,7 +214,7 @@ class FSDPParamGroup:
         finish_gather(gathering, lanes.gather, lanes.compute)
         self._free_full()
         self._free_subgroup()
-        self._show_shards()
+        self._show("sharded")
         self.lifecycle.move("abandon")
 
     def use_reduce_axis(self, axis: Axis) -> None:
@@ -236,22 +234,24 @@ class FSDPParamGroup:
         """Let the modules show shards; inside forward or backward the full parameters stay in memory."""
         in_use = self.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD)
         if in_use and self.lifecycle.residency is Residency.UNSHARDED:
-            self._show_shards()
-        elif self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
+            self._show("sharded")
+        elif self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP) and not self.lifecycle.lent:
             self.reshard()
 
     def after_save(self, *unused: object) -> None:
         """Undo ``before_save`` where the full parameters are still in use."""
-        if self.lifecycle.residency is Residency.UNSHARDED:
-            self._show_full()
+        if self.lifecycle.residency is Residency.UNSHARDED and not self.lifecycle.lent:
+            self._show("full")
 
     def before_load(self, *unused: object) -> None:
         """Let the modules show shards, so that values are loaded into them."""
-        self.reshard()
+        if not self.lifecycle.lent:
+            self.reshard()
 
     def after_load(self, *unused: object) -> None:
         """Take in shards that loading replaced."""
-        self.adopt_shards()
+        if not self.lifecycle.lent:
+            self.adopt_shards()
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""
@@ -354,7 +354,7 @@ class FSDPParamGroup:
         if self.lifecycle.residency is Residency.GATHERING:  # the gather itself raised
             self._free_full()
             self._free_subgroup()
-            self._show_shards()
+            self._show("sharded")
         else:
             self.reshard()
         self.gradients.reset()

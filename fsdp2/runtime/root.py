@@ -132,7 +132,7 @@ class RootContext:
                 self.agreement.take_part()
             for state in self.all_states:
                 for group in reversed(state.groups):
-                    if group.lifecycle.phase is not Phase.REDUCED:
+                    if group.lifecycle.phase is not Phase.REDUCED and not group.lifecycle.lent:
                         group.post_backward()
             if self.agreement is not None:
                 self.agreement.end()

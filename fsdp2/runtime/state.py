@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,14 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
 from fsdp2.runtime.trees import map_tensors
 
-__all__ = ["FSDPState", "get_state"]
+__all__ = ["FSDPState", "get_state", "live_states"]
+
+_live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
+
+
+def live_states() -> list[FSDPState]:
+    """Every state of the process, in no particular order; a submodule of a unit has no other way up to its own."""
+    return list(_live)
 
 
 def get_state(module: nn.Module) -> FSDPState | None:
@@ -49,12 +57,18 @@ class FSDPState(ComposableState):
         # Takes in parameters added since; looked at when the process has seen registrations this state has not.
         self.adopt_added: Callable[[], None] = lambda: None
         self._registrations = registrations()
+        # While summon_full_params shows its parameters: why forward cannot compute with them, "" if it can.
+        self.summoned: str | None = None
+        _live.add(self)
 
     # ---- forward ----
 
     @outside_dynamo
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Gather, cast inputs, and arrange for backward to tell when it is through with them."""
+        if self.summoned is not None:
+            self._check_summoned()
+            return args, kwargs
         if self.is_root is None:
             self.init_root()
         in_backward = graph_task_id() != -1
@@ -84,6 +98,8 @@ class FSDPState(ComposableState):
     @outside_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, arrange for backward to gather first, cast outputs; a grouped call does so with its last member."""
+        if self.summoned is not None:
+            return self._cast_output(output)
         if graph_task_id() != -1 and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
             return self._cast_output(output)
         self.members_to_run.discard(module)
@@ -109,6 +125,20 @@ class FSDPState(ComposableState):
                 self.root.backward_order.record(group)
         return self._cast_output(output)
 
+    def _check_summoned(self) -> None:
+        """Let forward compute with what ``summon_full_params`` shows, in its dtype, where that is right.
+
+        Raises:
+            RuntimeError: it would not be, or a backward could follow, whose gradients nobody would reduce.
+        """
+        reason = self.summoned
+        if torch.is_grad_enabled():
+            reason = "a backward could follow, whose gradients would not be reduced; run it under torch.no_grad()"
+        if reason:
+            raise RuntimeError(
+                f"{self.name or 'the root'}: forward inside summon_full_params; {reason}, or leave the context first"
+            )
+
     def _prefetch_forward(self) -> None:
         for state in self.forward_prefetch:
             for group in state.groups:
@@ -124,6 +154,8 @@ class FSDPState(ComposableState):
     @outside_dynamo
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Gather for backward, and start the gather of the groups backward meets next."""
+        for group in self.groups if self.summoned is not None else ():
+            group.lifecycle.refuse_lent("backward")
         root = self.root
         root.queue_end()
         root.creates_graph = torch.is_grad_enabled()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,7 +41,7 @@ class SubgroupShards:
         plan = replace(plan_flat(kept, sizes), full_offset=places.full_offset, full_bytes=places.full_bytes)
         self._flat = Buffer(plan.shard_bytes, full.bytes.device)
         self.gather = GatherBuffers(kept, plan, self._flat.bytes, size, full)
-        self._pieces, self._sources = [], []
+        self._specs, self._pieces, self._sources = specs, [], []
         for i, (param, spec, item) in enumerate(zip(params, specs, kept)):
             flat = self._flat.view(plan.shard_offset[i], spec.shard_numel, item.dtype)
             piece = flat.as_strided(spec.shard_shape, spec.shard_stride)
@@ -58,6 +58,12 @@ class SubgroupShards:
         with torch.no_grad():
             foreach_copy(self._pieces, self._sources)
         show(self.params, "subgroup")
+
+    def write(self, values: Mapping[FSDPParam, torch.Tensor]) -> None:
+        """Let the pieces follow new plain full ``values``, cast to what is computed with."""
+        for param, spec, piece in zip(self.params, self._specs, self._pieces):
+            if param in values:
+                piece.copy_(spec.cut(spec.of_plain(values[param])))
 
     def free(self) -> None:
         """Give the pieces' memory back."""

@@ -178,3 +178,12 @@ def test_one_iteration() -> None:
             lifecycle.enter(step)
     lifecycle.enter("end_backward")
     assert (lifecycle.residency, lifecycle.phase) == (Residency.SHARDED, Phase.IDLE)
+
+
+def test_lent_groups_say_so():
+    """Who asks a group for a step while its parameters are lent reads why, and which group."""
+    lifecycle = Lifecycle("layers.0")
+    assert not lifecycle.lent
+    with pytest.raises(RuntimeError, match=r"layers\.0: reshard while summon_full_params shows its parameters"):
+        lifecycle.refuse_lent("reshard")
+    assert (lifecycle.residency, lifecycle.phase) == (Residency.SHARDED, Phase.IDLE)

@@ -46,7 +46,7 @@ OLD = {
 }
 """Public names of torch.distributed.fsdp that belong to FullyShardedDataParallel, the wrapper class of FSDP1."""
 
-EXTRA_NAMES = {"install", "uninstall", "use_weights"}
+EXTRA_NAMES = {"install", "iter_full_params", "summon_full_params", "uninstall", "use_weights"}
 EXTRA_METHODS = {"set_transfer_sizes"}
 EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
 """What fsdp2 has and torch's has not: documented extras."""
@@ -54,7 +54,7 @@ EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"re
 PRIVATE_METHODS = ("_set_unshard_async_op",)
 """Methods of torch's FSDPModule with a leading underscore that libraries call."""
 
-MULTI, API = "tests/multi/", "tests/api/"
+MULTI, API, FULL = "tests/multi/", "tests/api/", "tests/full/"
 TESTS: dict[str, str] = {
     "fully_shard": MULTI + "test_options.py::test_reshard_after_forward",
     "fully_shard(module)": MULTI + "test_options.py::test_grouped_modules",
@@ -113,6 +113,15 @@ TESTS: dict[str, str] = {
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
     "use_weights": "tests/multi/test_weights.py::test_a_loss_that_uses_weights",
     "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
+    "summon_full_params": FULL + "test_summon.py::test_shows_the_unsharded_model",
+    "summon_full_params(recurse)": FULL + "test_summon.py::test_writeback",
+    "summon_full_params(writeback)": FULL + "test_summon.py::test_writeback",
+    "summon_full_params(rank0_only)": FULL + "test_summon.py::test_one_rank_only",
+    "summon_full_params(offload_to_cpu)": FULL + "test_summon.py::test_one_rank_only",
+    "summon_full_params(with_grads)": FULL + "test_gradients.py::test_shows_full_gradients",
+    "iter_full_params": FULL + "test_export.py::test_exports_every_parameter",
+    "iter_full_params(dtype)": FULL + "test_export.py::test_dtype_and_device",
+    "iter_full_params(device)": FULL + "test_export.py::test_dtype_and_device",
     "FSDPModule.set_transfer_sizes": MULTI + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
 }
 """The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""

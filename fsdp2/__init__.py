@@ -1,5 +1,7 @@
 """fsdp2: composable per-module parameter sharding on DTensor; a drop-in ``fully_shard`` for PyTorch."""
 
+from fsdp2.full.export import iter_full_params
+from fsdp2.full.summon import summon_full_params
 from fsdp2.fully_shard import fully_shard
 from fsdp2.install import install, uninstall
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
@@ -23,8 +25,10 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "install",
+    "iter_full_params",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "summon_full_params",
     "uninstall",
     "use_weights",
 ]

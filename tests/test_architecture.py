@@ -206,7 +206,7 @@ def test_every_rule_is_tried():
 
 EXTRA_METHODS = {"set_transfer_sizes"}
 """Public methods that torch's FSDPModule does not have."""
-EXTRA_NAMES = {"ShardPlacementResult", "install", "uninstall", "use_weights"}
+EXTRA_NAMES = {"ShardPlacementResult", "install", "iter_full_params", "summon_full_params", "uninstall", "use_weights"}
 """Public names of the package that torch.distributed.fsdp does not have."""
 EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
 """Parameters that torch's functions and methods do not have, by name of the function."""

@@ -1,0 +1,1 @@
+"""Full parameters of the whole model: shown for a while, exported, documented."""

@@ -1,0 +1,118 @@
+"""How many bytes full parameters cost at most, on one rank of sixty-four, against bounds derived from the shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+import fsdp2
+from fsdp2 import iter_full_params, summon_full_params
+from tests.support import api
+from tests.support.fake import fake_mesh
+from tests.support.memory import LiveBytes
+
+pytestmark = api.fsdp2_only
+WORLD, LAYERS, WIDTH = 64, 6, 256
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+WEIGHT = 4 * WIDTH * WIDTH
+WHOLE = LAYERS * (WEIGHT + 4 * WIDTH)
+SLACK = 0.05
+"""Alignment and what ranks compare, in weights."""
+
+
+def build(mesh: object, dim: int = 0, **options) -> nn.Module:
+    """Return equal layers that are units, with gradients; cut along a dimension."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for unit in (*module, module):
+        place = lambda parameter: Shard(min(dim, parameter.ndim - 1))
+        fsdp2.fully_shard(unit, mesh=mesh, shard_placement_fn=place, mp_policy=BF16, **options)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return module
+
+
+def live(module: nn.Module) -> LiveBytes:
+    """Return a counter that knows what is there already."""
+    return LiveBytes([*module.parameters(), *(parameter.grad for parameter in module.parameters())])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("with_grads", [True, False])
+@pytest.mark.parametrize("writeback", [True, False])
+def test_whole_model_and_one_parameter(dim, with_grads, writeback):
+    """Inside, the whole parameters (and gradients); while entered one more weight; afterwards nothing."""
+    whole = WHOLE * (2 if with_grads else 1)
+    with fake_mesh(WORLD) as mesh:
+        module = build(mesh, dim)
+        with live(module) as seen:
+            before = seen.now
+            with summon_full_params(module, with_grads=with_grads, writeback=writeback):
+                assert whole <= seen.now - before <= whole + SLACK * WEIGHT
+                assert seen.peak - before <= whole + (1 + SLACK) * WEIGHT
+                seen.reset_peak()
+            assert seen.peak - before <= whole + SLACK * WEIGHT  # writing back copies nothing twice
+            assert seen.now - before <= SLACK * WEIGHT
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_that_show_nothing(rank, dim):
+    """They take part, hold up to twice the largest parameter meanwhile, and nothing inside."""
+    with fake_mesh(WORLD, rank) as mesh:
+        module = build(mesh, dim)
+        with live(module) as seen:
+            before = seen.now
+            with summon_full_params(module, writeback=False, rank0_only=True, with_grads=True):
+                if rank:
+                    assert seen.now - before <= SLACK * WEIGHT
+                    assert seen.peak - before <= (2 + SLACK) * WEIGHT
+                else:
+                    assert seen.now - before >= 2 * WHOLE
+
+
+def test_kept_parameters_are_neither_freed_nor_doubled_afterwards():
+    """What a unit keeps after forward costs what it cost before."""
+    with fake_mesh(WORLD) as mesh:
+        module = build(mesh, reshard_after_forward=False)
+        with live(module) as seen:
+            with torch.no_grad():
+                module(torch.ones(1, WIDTH))
+            kept = seen.now
+            with summon_full_params(module):
+                assert seen.now - kept <= WHOLE + SLACK * WEIGHT
+            assert abs(seen.now - kept) <= SLACK * WEIGHT
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("bucket", [0.01, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_export(dim, bucket, dtype):
+    """One bucket, or one parameter where that is larger (twice if it is unpacked), if the caller drops what comes."""
+    size = 0.5 if dtype else 1.0
+    alone = size if dim == 0 else 2 * size
+    with fake_mesh(WORLD) as mesh:
+        module = build(mesh, dim)
+        with live(module) as seen:
+            before, count = seen.now, 0
+            for _, tensor in iter_full_params(module, bucket_mb=bucket * WEIGHT / 2**20, dtype=dtype):
+                del tensor
+                count += 1
+            assert count == 2 * LAYERS
+            assert seen.peak - before <= (max(bucket, alone) + SLACK) * WEIGHT
+            assert seen.now - before <= SLACK * WEIGHT
+
+
+def test_export_left_midway():
+    """What was gathered and not handed out is freed with the iterator."""
+    with fake_mesh(WORLD) as mesh:
+        module = build(mesh)
+        with live(module) as seen:
+            before = seen.now
+            for _, tensor in iter_full_params(module):
+                assert seen.now - before >= WHOLE
+                del tensor
+                break
+            assert seen.now - before <= SLACK * WEIGHT

@@ -59,3 +59,29 @@ def test_first_forward_inside_jvp(rank, world):
     inputs, tangent = torch.ones(1, 4), torch.full((1, 4), 0.5)
     expected = torch.func.jvp(reference, (inputs,), (tangent,))
     torch.testing.assert_close(torch.func.jvp(module, (inputs,), (tangent,)), expected)
+
+
+@api.fsdp2_only
+@on_ranks(4)
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_evaluation_between_backward_and_step(rank, world, prefetched):
+    """With ``reshard_after_forward=2`` the evaluation left pieces on two ranks each, cut from the weights before the
+    step, and the forward after the step gathered those; torch's does so too. The units' pieces are gathered ahead."""
+    inputs, layers = torch.ones(1, 4), 3
+    module, reference = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(2))
+    reference.load_state_dict(module.state_dict())
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=2)
+    if prefetched:
+        module(inputs).sum().backward()  # records the order
+        module.zero_grad()
+    for one in (module, reference):
+        optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+        one(inputs).sum().backward()
+        with torch.no_grad():
+            one(inputs)
+        optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(module(inputs), reference(inputs))
+        module[0].unshard()
+    torch.testing.assert_close(module[0].weight, reference[0].weight)

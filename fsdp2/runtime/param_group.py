@@ -111,6 +111,7 @@ class FSDPParamGroup:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are."""
         if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED) or self.lifecycle.lent:
             return
+        self._drop_stale()
         agreement = self.root.agreement
         if agreement is not None and not agreement.about_to("gather", self, droppable=self._prefetching is not None):
             return
@@ -160,15 +161,14 @@ class FSDPParamGroup:
             self._prefetching = None
 
     def note_kept(self) -> None:
-        """The full parameters outlive their use; a forward that finds the shards changed since will gather anew."""
-        if self.lifecycle.residency is Residency.UNSHARDED:
+        """What is in memory outlives its use; a forward that finds the shards changed since will gather anew."""
+        if self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
             self._kept_stamp = self.store.stamp()
 
     def _drop_stale(self) -> None:
-        """Free full parameters that were kept while an optimizer, or anything else, changed the shards."""
-        if self.lifecycle.phase is not Phase.IDLE or self._kept_stamp is None:
-            return
-        if self._kept_stamp != self.store.stamp():
+        """Free what was kept for a forward while an optimizer, or anything else, changed the shards."""
+        for_forward = self.lifecycle.phase is Phase.IDLE and self._prefetching is not Phase.BACKWARD
+        if for_forward and self._kept_stamp is not None and self._kept_stamp != self.store.stamp():
             self.reshard()
 
     @outside_functorch
@@ -271,7 +271,7 @@ class FSDPParamGroup:
         """Gather for ``user``; whether this forward pass starts here (a grouped call enters once per member)."""
         self._users.add(user)
         entering = len(self.modules) == 1 or self.lifecycle.phase is not Phase.FORWARD
-        if self.lifecycle.residency is Residency.UNSHARDED:
+        if self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
             self._drop_stale()
         kept = self.lifecycle.residency is Residency.UNSHARDED
         self.lifecycle.enter("pre_forward")
@@ -306,10 +306,9 @@ class FSDPParamGroup:
             self.reshard()
             return
         self.wait_for_unshard()
-        if after is False:
-            self.note_kept()
-        else:
+        if after is not False:
             self._reshard_to_subgroup(after)
+        self.note_kept()
 
     def pre_backward(self, default_prefetch: bool = True) -> bool:
         """Gather for backward; whether this call was the one that started it."""

@@ -18,7 +18,7 @@ from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacemen
 from fsdp2.runtime.extension import has_extension
 from fsdp2.runtime.hooks import hook_state_dict
 from fsdp2.runtime.options import GroupOptions
-from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.param import FSDPParam, show
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
@@ -67,8 +67,12 @@ class Unit:
         managed = collect(state.modules, self.ignored)
         params = [param for group in state.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
-        places = {slot for param in params for slot in param.slots}
-        added = [f for f in managed.params if f.param not in known and not places.intersection(f.slots)]
+        places = {slot: param for param in params for slot in param.slots}
+        unknown = [found for found in managed.params if found.param not in known]
+        for found in unknown:
+            for param in {places[slot] for slot in found.slots if slot in places}:
+                self._take_over(found, param)
+        added = [found for found in unknown if not any(slot in places for slot in found.slots)]
         if not added:
             return
         names = ", ".join(found.name for found in added)
@@ -78,6 +82,22 @@ class Unit:
         for group in state.groups[: len(state.groups) - before]:
             group.root, group.in_root = state.root, bool(state.is_root)
             group.set_names(state.name, {})
+
+    def _take_over(self, found: Found, param: FSDPParam) -> None:
+        """Let ``param`` have the value of a whole, plain parameter that was put in its place on all its modules.
+
+        What cannot be taken over is left for the next gather to refuse by name.
+        """
+        new, group = found.param, next(group for group in self.state.groups if param in group.params)
+        fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
+        if not fits or new.dtype != param.dtype or new.is_meta or set(param.slots) != set(found.slots):
+            return
+        group.reshard()
+        param.take_value(new)
+        show([param], "sharded")
+        group.gradients.forget_plan()
+        follow_parameters([new], [param])
+        logger.info("%s: took over the value of the parameter that replaced it", param.name)
 
 
 @dataclass

@@ -187,6 +187,16 @@ class FSDPParam:
                 other.requires_grad_(self.requires_grad)
         self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))
 
+    @torch.no_grad()
+    def take_value(self, whole: nn.Parameter) -> None:
+        """Have the value of ``whole``, with its attributes, its requires_grad and, so far, without a gradient."""
+        sharded = self.sharded
+        assert sharded is not None
+        self.local.copy_(self.spec.cut(whole))
+        sharded.grad = None
+        sharded.requires_grad_(whole.requires_grad)
+        sharded.__dict__.update(python_attributes(whole))
+
     def set_full(self, tensor: torch.Tensor) -> None:
         """Use ``tensor`` (this parameter's place in the full buffer, 1D) as the full parameter from now on."""
         if self.full is not None:

@@ -73,8 +73,9 @@ class FSDPState(ComposableState):
             self.init_root()
         in_backward = graph_task_id() != -1
         if self._registrations != registrations() and not in_backward:
-            self._registrations = registrations()
-            self.adopt_added()
+            # The outermost forward looks for all: a unit's gather may start before its own forward.
+            for state in self.root.all_states if self.root.forward_root is None else [self]:
+                state.notice_added()
         if in_backward and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now()
@@ -149,6 +150,12 @@ class FSDPState(ComposableState):
                 if following is not None and following not in self.groups:
                     following.prefetch(Phase.FORWARD)
 
+    def notice_added(self) -> None:
+        """Take in parameters that somebody put on the modules since this was last asked."""
+        if self._registrations != registrations():
+            self._registrations = registrations()
+            self.adopt_added()
+
     # ---- backward ----
 
     @outside_dynamo
@@ -209,6 +216,7 @@ class FSDPState(ComposableState):
 
     def _prepare(self, states: list[FSDPState]) -> None:
         for state in states:
+            state.notice_added()
             below = (get_state(module) for top in state.modules for module in top.modules())
             nested = any(other is not None and other is not state for other in below)
             for group in state.groups:

@@ -140,15 +140,23 @@ SymmMemReduceScatter: Any = getattr(_fsdp_collectives, "SymmMemReduceScatter", N
 TorchShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 TorchDataParallelMeshDims: Any = getattr(torch_fsdp, "DataParallelMeshDims", None)
 
-# torch 2.13 renamed the first three.
-_group = dist.ProcessGroup
-group_all_gather = getattr(_group, "all_gather_single", None) or _group._allgather_base
-group_all_gather_coalesced = (
-    getattr(_group, "all_gather_single_coalesced", None) or _group.allgather_into_tensor_coalesced
-)
-group_reduce_scatter = getattr(_group, "reduce_scatter_single", None) or _group._reduce_scatter_base
-group_all_to_all = _group.alltoall_base
-group_all_reduce = _group.allreduce
+
+# Asked of the group itself, not of its class: a group written in Python (torch's threaded one, fault-tolerant ones)
+# overrides these methods, and the class's own would pass it by. torch 2.13 renamed all but the last.
+def _group_method(name: str, before: str) -> Callable[..., Any]:
+    name = name if hasattr(dist.ProcessGroup, name) else before
+
+    def call(group: dist.ProcessGroup, *args: Any) -> Any:
+        return getattr(group, name)(*args)
+
+    return call
+
+
+group_all_gather = _group_method("all_gather_single", "_allgather_base")
+group_all_gather_coalesced = _group_method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+group_reduce_scatter = _group_method("reduce_scatter_single", "_reduce_scatter_base")
+group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
+group_all_reduce = _group_method("allreduce", "allreduce")
 
 # The function under whose name torch keeps a module's state; taken now, since install() replaces the public one.
 # (The decorator that adds __wrapped__ is untyped.)

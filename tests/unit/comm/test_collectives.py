@@ -163,3 +163,29 @@ def test_a_custom_collective_is_not_needed_on_one_rank() -> None:
     output: Tensor = torch.zeros(2)
     all_gather([output], [torch.ones(2)], ALONE, async_op=True, custom=Custom())
     assert output.tolist() == [1.0, 1.0]
+
+
+class GroupInPython(dist.ProcessGroup):
+    """A process group of two ranks written in Python, as fault-tolerant and threaded ones are; it notes its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        """Note collectives, find the rest."""
+        if name.startswith(("all", "reduce", "_all", "_reduce")):
+            self.calls.append(name)
+            return lambda *args: None
+        return super().__getattribute__(name)
+
+
+def test_a_group_written_in_python_is_asked_itself() -> None:
+    group = GroupInPython()
+    axis, two, four = Axis(group, 2, 0, "mine"), torch.zeros(2), torch.zeros(4)
+    all_gather([four], [two], axis, async_op=True)
+    all_gather([four, four], [two, two], replace(axis, backend="nccl"), async_op=True)
+    reduce_scatter(two, four, axis, average=False, async_op=True)
+    all_to_all(four, four, axis, async_op=True)
+    all_reduce(two, axis, average=True, async_op=True)
+    assert len(group.calls) == 5

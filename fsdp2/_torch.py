@@ -53,8 +53,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     ProcessGroupAllocReduceScatter,
 )
 
-# The phase of a group under the name by which torch's test helpers and trackers ask for it.
+# The phase and residency of a group under the names by which torch's test helpers and trackers ask for them.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 # To tell a module that torch's own fully_shard manages, which must not be mixed with ours in one tree.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
@@ -88,6 +89,7 @@ __all__ = [
     "ReduceScatter",
     "ReduceScatterOptions",
     "RegistryItem",
+    "ShardedState",
     "StridedShard",
     "SymmMemAllGather",
     "SymmMemReduceScatter",

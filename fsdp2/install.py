@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType, TracebackType
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
@@ -36,6 +36,9 @@ _PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "tor
 # Helpers of torch that patch the class of groups by name; torch's own replicate goes on using torch's class.
 _GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
 _TORCH_GROUP = torch_group_module.FSDPParamGroup
+_GROUP_METHODS = ("unshard", "wait_for_unshard", "reshard", "post_backward")
+# The autograd function from which torch's groups learn that backward is through with their inputs.
+_AfterInputs = torch_group_module.RegisterPostBackwardFunction
 
 
 class Installation:
@@ -43,7 +46,7 @@ class Installation:
 
     def __init__(self) -> None:
         self.replaced: list[str] = []
-        self._undo: list[tuple[ModuleType, str, Any]] = []
+        self._undo: list[tuple[ModuleType | type, str, Any]] = []
         self._finder = _Finder(self)
 
     def __str__(self) -> str:
@@ -55,13 +58,13 @@ class Installation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         uninstall()
 
-    def set(self, module: ModuleType, name: str, value: Any) -> None:
-        """Replace ``module.name`` and remember what it was."""
-        if getattr(module, name, None) is value:
+    def set(self, owner: ModuleType | type, name: str, value: Any) -> None:
+        """Replace ``owner.name`` and remember what it was."""
+        if getattr(owner, name, None) is value:
             return
-        self._undo.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
-        self.replaced.append(f"{module.__name__}.{name}")
+        self._undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+        self.replaced.append(f"{owner.__name__}.{name}")
 
     def adopt(self, module: ModuleType) -> None:
         """Replace in one of torch's modules whatever of torch's own it imported."""
@@ -86,6 +89,7 @@ class Installation:
             if module is not None and (name in _PUBLIC or name in _GROUP_USERS or _is_test_helper(name)):
                 self.adopt(module)
         self._route_collectives()
+        self._route_methods()
         sys.meta_path.insert(0, self._finder)
 
     def _route_collectives(self) -> None:
@@ -107,6 +111,21 @@ class Installation:
 
             self.set(torch_group_module, name, shared)
             self.set(owner, attribute, through)
+
+    def _route_methods(self) -> None:
+        """Let those who wrap methods of torch's class of groups, to record or count them, reach our groups."""
+        for name in _GROUP_METHODS:
+            theirs, ours = getattr(_TORCH_GROUP, name), getattr(FSDPParamGroup, name)
+
+            def either(self: object, *args: Any, _ours: Any = ours, _theirs: Any = theirs, **kwargs: Any) -> Any:
+                return (_ours if isinstance(self, FSDPParamGroup) else _theirs)(self, *args, **kwargs)
+
+            self.set(_TORCH_GROUP, name, either)
+
+        def inputs_done(group: FSDPParamGroup) -> None:
+            _AfterInputs.backward(SimpleNamespace(param_group=group))
+
+        self.set(FSDPParamGroup, "inputs_done", inputs_done)
 
 
 def _is_test_helper(name: str) -> bool:

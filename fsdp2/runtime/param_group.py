@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from fsdp2._torch import TrainingState, outside_functorch
+from fsdp2._torch import outside_functorch
 from fsdp2._trace import emit, span
 from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight
+from fsdp2.runtime import names
 from fsdp2.runtime.gradients import GroupGradients
 from fsdp2.runtime.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.runtime.options import GroupOptions
@@ -55,12 +56,12 @@ class FSDPParamGroup:
         # Whether forwards yet to be gone back through tell when backward is through with their inputs, or cannot.
         self._told: set[bool] = set()
         self.has_units_below = False
-        self._gathering: InFlight[Gathering] | None = None
+        self.gathering: InFlight[Gathering] | None = None
         self._subgroup: SubgroupShards | None = None
         self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' stamp then
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
         self._kept_stamp: object = None
-        self._prefetching: Phase | None = None
+        self.acting_for: Phase | None = None  # told to others while a step belongs to a phase before or ahead
         show(params, "sharded")
 
     def __repr__(self) -> str:
@@ -113,7 +114,7 @@ class FSDPParamGroup:
             return
         self._drop_stale()
         agreement = self.root.agreement
-        if agreement is not None and not agreement.about_to("gather", self, droppable=self._prefetching is not None):
+        if agreement is not None and not agreement.about_to("gather", self, droppable=self.acting_for is not None):
             return
         store, options, lane = self.store, self.options, self.root.comm.lanes.gather
         if self._subgroup is None:
@@ -125,15 +126,15 @@ class FSDPParamGroup:
         emit("unshard", self.name)
         with span("all_gather", self.name):
             extras = store.extensions.encode(axis.size, lane) if store.extensions else []
-            self._gathering = start_gather(buffers, axis, lane, custom=custom, extras=extras)
+            self.gathering = start_gather(buffers, axis, lane, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 
     @outside_functorch
     def wait_for_unshard(self) -> None:
         """Wait for the gather and show the full parameters."""
-        if self._gathering is None:
+        if self.gathering is None:
             return
-        gathering, self._gathering = self._gathering, None
+        gathering, self.gathering = self.gathering, None
         lanes = self.root.comm.lanes
         with span("all_gather_copy_out", self.name):
             rows = finish_gather(gathering, lanes.gather, lanes.compute)
@@ -154,11 +155,11 @@ class FSDPParamGroup:
 
     def prefetch(self, phase: Phase) -> None:
         """Start gathering for a ``phase`` that is still to come."""
-        self._prefetching = phase
+        self.acting_for = phase
         try:
             self.unshard()
         finally:
-            self._prefetching = None
+            self.acting_for = None
 
     def note_kept(self) -> None:
         """What is in memory outlives its use; a forward that finds the shards changed since will gather anew."""
@@ -167,7 +168,7 @@ class FSDPParamGroup:
 
     def _drop_stale(self) -> None:
         """Free what was kept for a forward while an optimizer, or anything else, changed the shards."""
-        for_forward = self.lifecycle.phase is Phase.IDLE and self._prefetching is not Phase.BACKWARD
+        for_forward = self.lifecycle.phase is Phase.IDLE and self.acting_for is not Phase.BACKWARD
         if for_forward and self._kept_stamp is not None and self._kept_stamp != self.store.stamp():
             self.reshard()
 
@@ -207,9 +208,9 @@ class FSDPParamGroup:
 
     def abandon_gather(self) -> None:
         """Drop a gather that nobody waited for."""
-        if self._gathering is None:
+        if self.gathering is None:
             return
-        gathering, self._gathering = self._gathering, None
+        gathering, self.gathering = self.gathering, None
         lanes = self.root.comm.lanes
         finish_gather(gathering, lanes.gather, lanes.compute)
         self._free_full()
@@ -294,10 +295,14 @@ class FSDPParamGroup:
             return
         self.lifecycle.enter("post_forward")
         emit("post_forward", self.name)
-        if reshard:
-            self.release()
-        else:
-            self.note_kept()
+        self.acting_for = Phase.FORWARD
+        try:
+            if reshard:
+                self.release()
+            else:
+                self.note_kept()
+        finally:
+            self.acting_for = None
 
     def release(self) -> None:
         """What becomes of full parameters after forward; also where other ranks used them and this one did not."""
@@ -340,6 +345,10 @@ class FSDPParamGroup:
         if lone_member:
             self.root.queue_partial_end()
 
+    def inputs_done(self) -> None:
+        """Backward is through with the group's inputs."""
+        self.post_backward()
+
     def end_backward(self, *, drop_gather: bool) -> None:
         """The whole backward is over."""
         if drop_gather:
@@ -363,37 +372,13 @@ class FSDPParamGroup:
 
     # ---- names that other libraries read ----
 
-    @property
-    def fsdp_params(self) -> list[FSDPParam]:
-        """``params``."""
-        return self.params
-
-    @property
-    def _module_fqn(self) -> str:
-        return self.name
-
-    @property
-    def mesh_info(self) -> DataParallelMesh:
-        """``mesh``."""
-        return self.mesh
-
-    @property
-    def _training_state(self) -> TrainingState:
-        return TrainingState[_TORCH_STATES[self._prefetching or self.lifecycle.phase]]
-
-    @property
-    def _reshard_after_forward(self) -> bool:
-        return self.after_forward is not False
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the modules show full parameters."""
-        return self.lifecycle.residency is Residency.UNSHARDED
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the modules show shards."""
-        return self.lifecycle.residency in (Residency.SHARDED, Residency.GATHERING)
-
-
-_TORCH_STATES = ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD")  # by Phase
+    fsdp_params = property(names.fsdp_params)
+    mesh_info = property(names.mesh_info)
+    is_sharded = property(names.is_sharded)
+    is_unsharded = property(names.is_unsharded)
+    reduce_scatter_max_input_buffers = property(names.reduce_scatter_max_input_buffers)
+    _module_fqn = property(names.module_fqn)
+    _training_state = property(names.training_state)
+    _sharded_state = property(names.sharded_state)
+    _all_gather_result = property(names.all_gather_result)
+    _reshard_after_forward = property(names.reshard_after_forward)

@@ -29,6 +29,11 @@ class CommContext:
         self.lanes = Lanes(device)
         self.reductions = Retained(limit=1)
 
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        """How many chunks of gradients may be in flight, by the name other libraries read."""
+        return self.reductions.limit
+
 
 class RootContext:
     """One per root module. ``all_states`` are the states under it in ``named_modules`` order, the root's first."""

@@ -90,7 +90,7 @@ class FSDPState(ComposableState):
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
             for group in entering:
-                (args, kwargs), watched = watch_inputs(args, kwargs, group.post_backward)
+                (args, kwargs), watched = watch_inputs(args, kwargs, group.inputs_done)
                 group.note_inputs(tell=watched)
         if first and not in_backward:
             self._prefetch_forward()
@@ -257,6 +257,14 @@ class FSDPState(ComposableState):
     @property
     def _state_ctx(self) -> RootContext:
         return self.root
+
+    @property
+    def _comm_ctx(self) -> CommContext:
+        return self.root.comm
+
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        return self.members_to_run
 
     @property
     def _is_root(self) -> bool | None:

@@ -133,3 +133,64 @@ def test_patched_collectives(rank, world, name, times):
         assert len(calls) == times
         common.check_sharded_parity(Asserting(), reference, model)
     dist.barrier()
+
+
+@on_ranks(2, limit=120)
+@pytest.mark.parametrize("method", ["unshard", "reshard", "post_backward"])
+def test_methods_taken_from_torchs_class_do_ours(rank, world, method):
+    """torch's own tests wrap the method they find on torch's class; with our groups it does what ours does."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    before = getattr(FSDPParamGroup, method)
+    with fsdp2.install():
+        common, original = helpers(), getattr(FSDPParamGroup, method)
+        torch.manual_seed(1)
+        reference = common.MLPStack(16)
+        model, calls = shards(copy.deepcopy(reference)), []
+
+        def patched(self, *args, **kwargs):
+            calls.append(self._module_fqn)
+            return original(self, *args, **kwargs)
+
+        with getattr(common, f"patch_{method}")(patched):
+            step(model)
+        step(reference)
+        assert calls
+        common.check_sharded_parity(Asserting(), reference, model)
+    assert getattr(FSDPParamGroup, method) is before
+
+
+@on_ranks(2, limit=120)
+def test_patched_ends_of_backward(rank, world):
+    """Who counts the calls by which autograd ends a group's backward counts ours: all but the first, which has none."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+    with fsdp2.install():
+        common, original, calls = helpers(), RegisterPostBackwardFunction.backward, []
+        torch.manual_seed(1)
+        reference = common.MLPStack(16)
+        model = shards(copy.deepcopy(reference))
+
+        def counting(*args, **kwargs):
+            calls.append(1)
+            return original(*args, **kwargs)
+
+        with common.patch_register_post_backward_hook_backward(counting):
+            step(model)
+        step(reference)
+        assert len(calls) == 2
+        common.check_sharded_parity(Asserting(), reference, model)
+
+
+@on_ranks(2, limit=120)
+def test_torchs_own_groups_keep_their_methods(rank, world):
+    """``replicate`` in torch uses the same class of groups, and its groups go on working while ours are installed."""
+    theirs = torch.distributed.fsdp.fully_shard
+    with fsdp2.install():
+        torch.manual_seed(1)
+        reference = torch.nn.Linear(16, 16)
+        model = copy.deepcopy(reference)
+        theirs(model, mesh=mesh_1d())
+        for one in (model, reference):
+            step(one)
+        torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad)

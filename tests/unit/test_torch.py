@@ -67,9 +67,10 @@ def test_a_state_is_found_by_its_module_and_kept_weakly() -> None:
         _torch.composable_state(module)
 
 
-@probes("TrainingState")
-def test_phases_have_names() -> None:
+@probes("TrainingState", "ShardedState")
+def test_phases_and_residencies_have_names() -> None:
     assert {state.name for state in _torch.TrainingState} == {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"}
+    assert {state.name for state in _torch.ShardedState} == {"SHARDED", "SHARDED_POST_FORWARD", "UNSHARDED"}
 
 
 @probes("torch_group_module")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
+from fsdp2.runtime.param_group import FSDPParamGroup
 from tests.support import api
 from tests.support.models import Case, children, mlp, rows
 from tests.support.oracle import Setup, assert_parity, cpu_mesh
@@ -85,3 +88,42 @@ def test_evaluation_between_backward_and_step(rank, world, prefetched):
         torch.testing.assert_close(module(inputs), reference(inputs))
         module[0].unshard()
     torch.testing.assert_close(module[0].weight, reference[0].weight)
+
+
+class Stack(nn.Module):
+    """A layer of the root's own, then three units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@on_ranks(2)
+def test_prefetch_lists_of_some_units(rank, world):
+    """Units with prefetch lists of their own were left out of the recorded order, so the units before them took the
+    next one without a list for their successor: the root gathered the last layer first. Found by torch's own tests."""
+    module, started = Stack(), []
+    for unit in (*module.layers, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=True)
+    for layer, following in zip(module.layers[:-1], module.layers[1:]):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    original = FSDPParamGroup.unshard
+
+    def noting(group, *args):
+        if group.is_sharded and group.gathering is None:
+            started.append(group.name)
+        return original(group, *args)
+
+    with mock.patch.object(FSDPParamGroup, "unshard", noting):
+        for _ in range(3):
+            started.clear()
+            module(torch.ones(2, 4)).sum().backward()
+            assert started == ["", "layers.0", "layers.1", "layers.2", "", "layers.2", "layers.1", "layers.0"]

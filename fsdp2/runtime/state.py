@@ -144,11 +144,10 @@ class FSDPState(ComposableState):
         for state in self.forward_prefetch:
             for group in state.groups:
                 group.prefetch(Phase.FORWARD)
-        if not self.forward_prefetch:
-            for group in self.groups:
-                following = self.root.forward_order.visit(group)
-                if following is not None and following not in self.groups:
-                    following.prefetch(Phase.FORWARD)
+        for group in self.groups:
+            following = self.root.forward_order.visit(group)  # noted in any case: others go by the whole order
+            if not self.forward_prefetch and following is not None and following not in self.groups:
+                following.prefetch(Phase.FORWARD)
 
     def notice_added(self) -> None:
         """Take in parameters that somebody put on the modules since this was last asked."""
@@ -167,10 +166,10 @@ class FSDPState(ComposableState):
         root.queue_end()
         root.creates_graph = torch.is_grad_enabled()
         for group in self.groups:
-            if not group.pre_backward(not self.backward_prefetch) or self.backward_prefetch:
+            if not group.pre_backward(not self.backward_prefetch):
                 continue
-            following = root.backward_order.visit(group)
-            if following is not None and following.options.unshard_in_backward:
+            following = root.backward_order.visit(group)  # noted in any case, as the forward's is
+            if not self.backward_prefetch and following is not None and following.options.unshard_in_backward:
                 following.prefetch(Phase.BACKWARD)
         for state in self.backward_prefetch:
             for group in reversed(state.groups):

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
@@ -16,10 +16,13 @@ import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2._torch import torch_group_module
 from fsdp2.comm.gather import GatherBuffers
+from fsdp2.comm.reduce import ReducePlan
+from fsdp2.comm.streams import Lane, Lanes
 from fsdp2.fully_shard import fully_shard
 from fsdp2.module import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.runtime import gradients, param_group
 from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import RowPlan
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -94,21 +97,20 @@ class Installation:
 
     def _route_collectives(self) -> None:
         """Let those who replace torch's collective functions of a group, to slow or count them, reach ours."""
-        for name, owner, attribute, index, mark in (
-            ("foreach_all_gather", param_group, "start_gather", 0, GatherBuffers),
-            ("foreach_reduce", gradients, "reduce_chunk", 1, RowPlan),
+        for name, owner, attribute, as_torch in (
+            ("foreach_all_gather", param_group, "start_gather", _gather_as_torch),
+            ("foreach_reduce", gradients, "reduce_chunk", _reduce_as_torch),
         ):
             theirs, ours = getattr(torch_group_module, name), getattr(owner, attribute)
 
-            def shared(
-                *args: Any, _ours: Any = ours, _theirs: Any = theirs, _at: Any = (index, mark), **kw: Any
-            ) -> Any:
-                at, kind = _at
-                return (_ours if len(args) > at and isinstance(args[at], kind) else _theirs)(*args, **kw)
+            def shared(*args: Any, _ours: Any = ours, _theirs: Any = theirs, **kwargs: Any) -> Any:
+                ours_called = args and isinstance(args[0], _Call)
+                return args[0].made(_ours, args) if ours_called else _theirs(*args, **kwargs)
 
-            def through(*args: Any, _name: str = name, **kwargs: Any) -> Any:
-                return getattr(torch_group_module, _name)(*args, **kwargs)
+            def through(*args: Any, _name: str = name, _as_torch: Any = as_torch, **kwargs: Any) -> Any:
+                return getattr(torch_group_module, _name)(*_as_torch(*args, **kwargs))
 
+            self.set(sys.modules[theirs.__module__], name, shared)
             self.set(torch_group_module, name, shared)
             self.set(owner, attribute, through)
 
@@ -126,6 +128,27 @@ class Installation:
             _AfterInputs.backward(SimpleNamespace(param_group=group))
 
         self.set(FSDPParamGroup, "inputs_done", inputs_done)
+
+
+class _Call(list[Any]):
+    """A call of ours in the place of torch's list of parameters: the other arguments are torch's, for wrappers."""
+
+    def __init__(self, make: Callable[[Any, Sequence[Any]], Any]) -> None:
+        super().__init__()
+        self.made = make
+
+
+def _gather_as_torch(buffers: GatherBuffers, axis: Axis, lane: Lane, **options: Any) -> tuple[Any, ...]:
+    """Arguments of torch's ``foreach_all_gather`` that stand for these of ours; a lane stands for its stream."""
+    call = _Call(lambda ours, args: ours(buffers, axis, lane, **options))
+    return call, axis.group, lane.async_op, lane, lane, buffers.full.bytes.device, options.get("custom")
+
+
+def _reduce_as_torch(grads: list[Any], rows: RowPlan, plan: ReducePlan, lanes: Lanes, *rest: Any) -> tuple[Any, ...]:
+    """Arguments of torch's ``foreach_reduce`` that stand for these of ours; the gradients are taken from them again."""
+    call = _Call(lambda ours, args: ours(args[1], rows, plan, lanes, *rest))
+    shard = (plan.shard.group, lanes.reduce, plan.custom, plan.out_dtype, plan.reduce_dtype, grads[0].device, None)
+    return call, grads, *shard, plan.replicate.group, lanes.replicate, True, None, plan.hook, False
 
 
 def _is_test_helper(name: str) -> bool:

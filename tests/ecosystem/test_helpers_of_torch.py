@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import unittest
 import warnings
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import fsdp2
 from tests.api.parity import mesh_1d, mesh_of
@@ -19,6 +21,7 @@ from tests.support.pool import on_ranks
 pytest.importorskip("expecttest", reason="torch's test helpers need expecttest")
 pytestmark = api.fsdp2_only
 CASE = unittest.TestCase()
+THEIRS = {name: getattr(_fsdp_collectives, name) for name in ("foreach_all_gather", "foreach_reduce")}
 
 
 class Asserting(unittest.TestCase):
@@ -112,26 +115,28 @@ def test_patched_methods_of_groups(rank, world, name):
 
 
 @on_ranks(2, limit=120)
-@pytest.mark.parametrize(("name", "times"), [("patch_foreach_all_gather", 6), ("patch_foreach_reduce", 3)])
-def test_patched_collectives(rank, world, name, times):
-    """What replaces torch's gather and reduction of a group is called once per unit, and computes."""
+@pytest.mark.parametrize(("name", "times", "group_at"), [("foreach_all_gather", 6, 1), ("foreach_reduce", 3, 2)])
+@pytest.mark.parametrize("home", ["_fsdp_collectives", "_fsdp_param_group"])
+def test_patched_collectives(rank, world, name, times, group_at, home):
+    """What replaces torch's gather and reduction of a group is called with torch's arguments, once per unit."""
     with fsdp2.install():
         common = helpers()
-        home = torch.distributed.fsdp._fully_shard._fsdp_param_group
-        original = getattr(home, name.removeprefix("patch_"))
+        original = getattr(getattr(torch.distributed.fsdp._fully_shard, home), name)
         torch.manual_seed(1)
         reference = common.MLPStack(16)
         model, calls = shards(copy.deepcopy(reference)), []
+        wanted = len(inspect.signature(THEIRS[name]).parameters)
 
-        def patched(*args, **kwargs):
-            calls.append(len(args))
-            return original(*args, **kwargs)
+        def patched(*args):
+            calls.append((len(args), args[group_at]))
+            return original(*args)
 
-        with getattr(common, name)(patched):
+        with getattr(common, f"patch_{name}")(patched):
             step(model)
         step(reference)
-        assert len(calls) == times
+        assert calls == times * [(wanted, mesh_1d().get_group())]
         common.check_sharded_parity(Asserting(), reference, model)
+    assert getattr(getattr(torch.distributed.fsdp._fully_shard, home), name) is THEIRS[name]
     dist.barrier()
 
 

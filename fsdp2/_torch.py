@@ -108,6 +108,7 @@ __all__ = [
     "dtensor_spec",
     "flatten_mesh",
     "foreach_copy",
+    "functorch_active",
     "gradient_hooks",
     "graph_task_id",
     "group_all_gather",
@@ -274,12 +275,16 @@ def python_attributes(param: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in param.__dict__.items() if name not in own}
 
 
+# Whether a transform of torch.func runs; tensors are wrapped then, and say wrongly that they need no gradient.
+functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
 def outside_functorch(method: _M) -> _M:
     """``method`` with functorch transforms off while it runs: they wrap tensors, and storages are resized here."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._are_functorch_transforms_active():
+        if not functorch_active():
             return method(*args, **kwargs)
         with torch._C._DisableFuncTorch():
             return method(*args, **kwargs)

@@ -124,8 +124,10 @@ class Installation:
 
             self.set(_TORCH_GROUP, name, either)
 
+        ours = FSDPParamGroup.inputs_done
+
         def inputs_done(group: FSDPParamGroup) -> None:
-            _AfterInputs.backward(SimpleNamespace(param_group=group))
+            _AfterInputs.backward(SimpleNamespace(param_group=SimpleNamespace(post_backward=lambda: ours(group))))
 
         self.set(FSDPParamGroup, "inputs_done", inputs_done)
 

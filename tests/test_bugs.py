@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import pytest
@@ -127,3 +128,70 @@ def test_prefetch_lists_of_some_units(rank, world):
             started.clear()
             module(torch.ones(2, 4)).sum().backward()
             assert started == ["", "layers.0", "layers.1", "layers.2", "", "layers.2", "layers.1", "layers.0"]
+
+
+class Boxed(nn.Module):
+    """A unit with a frozen layer in front, whose input is where autograd's hooks cannot be put."""
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.kept, self.hidden = kept, None
+        self.first, self.unit = nn.Linear(6, 6), nn.Module()
+        self.unit.frozen, self.unit.last = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.unit.forward = self.compute
+
+    def compute(self, given):
+        x = self.hidden if self.kept else given.x
+        return self.unit.last(torch.tanh(self.unit.frozen(x)))
+
+    def forward(self, x):
+        self.hidden = self.first(x)
+        return self.unit(None if self.kept else Box(self.hidden))
+
+
+class Box:
+    """A plain object that holds a tensor and cannot be copied."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x) -> None:
+        self.x = x
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("kept", [False, True])
+def test_inputs_out_of_reach_behind_frozen_weights(rank, world, kept, reshard):
+    """An input inside a plain object counted as one that needs no gradient, and a tensor kept on the module is seen by
+    nobody; the unit was freed when its last trainable parameter had its gradient, and backward died in the frozen
+    layer in front of it with "out of bounds for storage of size 0"."""
+    case = Case(lambda: Boxed(kept=kept), rows(6), lambda model: [model.unit])
+    assert_parity(rank, world, case, Setup(reshard))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("given", ["captured", "captured needing a gradient", "dual"])
+def test_backward_through_a_jvp(rank, world, given, reshard):
+    """Inside ``torch.func.jvp`` outputs say that they need no gradient, so nothing was hooked to them: backward outside
+    found freed parameters, or left gradients full. A single input that was captured and needs a gradient failed at
+    once, its view having no node. Found by torch's own tests."""
+    torch.manual_seed(0)
+    reference = mlp(4, 4, 4)
+    module = copy.deepcopy(reference)
+    for unit in (*children(module), module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+    before, tangent = nn.Linear(4, 4), torch.full((2, 4), 0.5)
+    for _ in range(2):
+        sources = []
+        for one in (reference, module):
+            source = torch.ones(2, 4, requires_grad=True)
+            captured = before(source) if "needing" in given else torch.ones(2, 4)
+            function = one if given == "dual" else lambda _, one=one, captured=captured: one(captured)
+            output, out_tangent = torch.func.jvp(function, (torch.ones(2, 4),), (tangent,))
+            (output.sum() + out_tangent.sum()).backward()
+            sources.append(source.grad)
+        assert (sources[0] is None) == ("needing" not in given)
+        torch.testing.assert_close(sources[0], sources[1])
+        for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.to_local(), expected.grad.chunk(world)[rank])

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import node_sequence_number, view_base
+from fsdp2._torch import functorch_active, node_sequence_number, view_base
 from fsdp2.runtime.trees import find_tensors, map_tensors
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "registrations",
     "watch_inputs",
     "watch_outputs",
+    "watch_transformed",
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -118,12 +119,14 @@ def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., 
     register_optimizer_step_post_hook(after_step)
 
 
-def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None]) -> tuple[Arguments, bool]:
-    """(``args``, ``kwargs``) that tell when backward is through with them, and whether they do.
+def watch_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None]
+) -> tuple[Arguments, bool | None]:
+    """(``args``, ``kwargs``) that tell when backward is through with them, and whether they do: None if they cannot.
 
     ``done`` runs when the gradients of all inputs that need one are computed. A single such input becomes a view with a
     hook on its node, so that the module may still change it in place; several go through one autograd function, which
-    alone can tell when the last is done. Inputs inside plain objects cannot be replaced; then nothing is watched.
+    alone can tell when the last is done. Inputs inside plain objects cannot be replaced; then none is watched (None).
     """
     if not torch.is_grad_enabled():
         return (args, kwargs), False
@@ -138,17 +141,20 @@ def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[
         needing = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
         replaceable = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
         if len(replaceable) != len(needing):
-            return (args, kwargs), False
-    if not needing or any(t.layout is not torch.strided for t in needing):
+            return (args, kwargs), None
+    if not needing:
         return (args, kwargs), False
+    if any(t.layout is not torch.strided for t in needing):
+        return (args, kwargs), None
+    new = []
     if len(needing) == 1:
         view = needing[0].view_as(needing[0])
-        view.grad_fn.register_prehook(lambda grads: done())  # type: ignore[union-attr]
-        if args and args[0] is needing[0]:
-            return ((view, *args[1:]), kwargs), True
-        new = [view]
-    else:
-        new = list(_InputsDone.apply(done, *needing))
+        if view.grad_fn is not None:  # under torch.func its node is out of reach
+            view.grad_fn.register_prehook(lambda grads: done())
+            if args and args[0] is needing[0]:
+                return ((view, *args[1:]), kwargs), True
+            new = [view]
+    new = new or list(_InputsDone.apply(done, *needing))
     replacements = iter(new)
     args, kwargs = map_tensors(lambda t: next(replacements) if t.requires_grad else t, (args, kwargs))
     return (args, kwargs), True
@@ -196,3 +202,40 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
         if base is not None and base.grad_fn is not None and node_sequence_number(base.grad_fn) >= since:
             base.grad_fn.register_prehook(lambda grads: starting(grads[0]))
     return watched
+
+
+def watch_transformed(output: Any, starting: Callable[[torch.Tensor], None]) -> Any:
+    """``output`` of a module that ran under ``torch.func``, its tensors telling ``starting`` when backward comes.
+
+    Inside a transform tensors say that they need no gradient although a backward outside of it may reach them.
+    """
+    if not functorch_active():
+        return output
+    return map_tensors(
+        lambda t: _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t,
+        output,
+        objects=True,
+    )
+
+
+class _BackwardStarts(torch.autograd.Function):
+    """Identity on a tensor, and on its tangent, whose backward tells first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(starting: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.starting = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        ctx.starting(grad)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, starting: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return None if tangent is None else _BackwardStarts.apply(ctx.starting, tangent)

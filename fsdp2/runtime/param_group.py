@@ -53,8 +53,8 @@ class FSDPParamGroup:
         self.reduce_axis = mesh.shard
         self.store = ShardStore(params, mesh, pieces, options)
         self.gradients = GroupGradients(self)
-        # Whether forwards yet to be gone back through tell when backward is through with their inputs, or cannot.
-        self._told: set[bool] = set()
+        # Whether forwards yet to be gone back through tell when backward is through with their inputs, by note_inputs.
+        self._told: set[bool | None] = set()
         self.has_units_below = False
         self.gathering: InFlight[Gathering] | None = None
         self._subgroup: SubgroupShards | None = None
@@ -284,8 +284,8 @@ class FSDPParamGroup:
         emit("pre_forward", self.name)
         return entering
 
-    def note_inputs(self, *, tell: bool) -> None:
-        """Whether the forward just entered tells when backward is through with its inputs."""
+    def note_inputs(self, *, tell: bool | None) -> None:
+        """Whether the forward just entered tells when backward is through with its inputs; None if it cannot."""
         self._told.add(tell)
 
     def post_forward(self, user: object, *, reshard: bool) -> None:
@@ -323,8 +323,10 @@ class FSDPParamGroup:
         emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
             self.unshard_now()
-        # Below may be gradients that come through weights of this group after its own are finished.
+        # Below may be gradients that come through weights of this group after its own are finished: for units, or for
+        # tensors that are no inputs (kept on the module, say), through frozen weights.
         count = self._told == {False} and not self.has_units_below and not self.shared
+        count = count and all(param.requires_grad for param in self.params)
         self.gradients.begin_backward(count=count, watch_all=self.root.creates_graph)
         return True
 
@@ -346,7 +348,8 @@ class FSDPParamGroup:
             self.root.queue_partial_end()
 
     def inputs_done(self) -> None:
-        """Backward is through with the group's inputs."""
+        """Backward is through with the group's inputs; under torch.func nothing before told that one runs."""
+        self.root.queue_end()
         self.post_backward()
 
     def end_backward(self, *, drop_gather: bool) -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.agreement import Agreement
-from fsdp2.runtime.hooks import Arguments, registrations, watch_inputs, watch_outputs
+from fsdp2.runtime.hooks import Arguments, registrations, watch_inputs, watch_outputs, watch_transformed
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
@@ -122,6 +122,7 @@ class FSDPState(ComposableState):
             group.post_forward(self, reshard=not in_backward)
         if torch.is_grad_enabled() and self.groups:
             watched = watch_outputs(output, self.pre_backward, self._first_node)
+            output = watch_transformed(output, self.pre_backward)
             for group in self.groups if watched and not in_backward else ():
                 self.root.backward_order.record(group)
         return self._cast_output(output)

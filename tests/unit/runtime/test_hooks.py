@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2._torch import autograd_sequence_number
-from fsdp2.runtime.hooks import carry_hooks, hook_forward, hook_gradient, hook_state_dict, watch_inputs, watch_outputs
+from fsdp2.runtime.hooks import (
+    carry_hooks,
+    hook_forward,
+    hook_gradient,
+    hook_state_dict,
+    watch_inputs,
+    watch_outputs,
+    watch_transformed,
+)
 
 
 class Log(list):
@@ -96,7 +104,7 @@ def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
 def test_without_an_input_that_needs_a_gradient_nothing_changes(args: tuple[Any, ...]) -> None:
     kwargs = {"mask": torch.ones(2, dtype=torch.bool)}
     (new_args, new_kwargs), watched = watch_inputs(args, kwargs, pytest.fail)
-    assert not watched and new_args is args and new_kwargs is kwargs
+    assert watched is False and new_args is args and new_kwargs is kwargs
 
 
 def test_without_gradients_nothing_changes() -> None:
@@ -113,7 +121,7 @@ def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
 
     args = (Box(torch.ones(2, requires_grad=True)), torch.ones(2, requires_grad=True))
     (new_args, _), watched = watch_inputs(args, {}, pytest.fail)
-    assert not watched and new_args is args
+    assert watched is None and new_args is args
 
 
 def test_a_single_input_may_be_changed_in_place() -> None:
@@ -248,3 +256,40 @@ def test_several_inputs_cannot_be_changed_in_place() -> None:
     ((hidden, residual), _), _ = watch_inputs((hidden, residual), {}, lambda: None)
     with pytest.raises(RuntimeError, match="modified inplace"):
         residual += hidden * 2
+
+
+# ---- torch.func ----
+
+
+def test_outputs_of_a_transform_tell_backward_outside_of_it() -> None:
+    log, leaf = Log(), torch.ones(2, requires_grad=True)
+
+    def function(x: Tensor) -> Any:
+        output = {"y": x * leaf, "count": torch.arange(2)}
+        told = watch_transformed(output, log.starting)
+        assert told["count"] is output["count"]
+        return told["y"]
+
+    output, tangent = torch.func.jvp(function, (torch.ones(2),), (torch.full((2,), 3.0),))
+    assert not log
+    output.sum().backward(retain_graph=True)
+    assert len(log) == 1
+    tangent.sum().backward()
+    assert len(log) == 2 and leaf.grad is not None and leaf.grad.tolist() == [4.0, 4.0]
+
+
+def test_a_single_input_of_a_transform_tells() -> None:
+    log, leaf = Log(), torch.ones(2, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        ((view,), _), watched = watch_inputs((leaf,), {}, log.done)
+        assert watched
+        return view * x
+
+    torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),))[0].sum().backward()
+    assert log == ["done"] and leaf.grad is not None
+
+
+def test_outside_of_transforms_outputs_stay_as_they_are() -> None:
+    output = (torch.ones(2), torch.ones(2, requires_grad=True))
+    assert watch_transformed(output, pytest.fail) is output

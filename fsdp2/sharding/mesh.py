@@ -122,6 +122,21 @@ class DataParallelMesh:
         return ("shard",) if self.shard.group is not None else ("replicate",)
 
     @property
+    def shard_process_group(self) -> dist.ProcessGroup | None:
+        """The group of the shard axis, by torch's name."""
+        return self.shard.group
+
+    @property
+    def shard_mesh_size(self) -> int:
+        """How many ranks parameters are cut over, by torch's name."""
+        return self.shard.size
+
+    @property
+    def shard_mesh_rank(self) -> int:
+        """This process's rank among them, by torch's name."""
+        return self.shard.rank
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
         """The 1D mesh that parameters are cut over (what all-gather extensions receive)."""
         if self.mesh.ndim == 1:

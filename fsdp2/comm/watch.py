@@ -50,6 +50,7 @@ class _Process:
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self.lost: str | None = None
         self._beats = 0
+        self._beat()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._stop = Event()
         self._thread = Thread(target=self._patrol, name="fsdp2-watch", daemon=True)
@@ -68,10 +69,13 @@ class _Process:
         atexit.unregister(self.leave)
 
     def _tick(self) -> None:  # a function, since a variable of the thread's loop would keep its last value alive
-        self._beats += 1
-        self.store.set(f"alive/{self.rank}", str(self._beats))
+        self._beat()
         for watch in list(self.watches):
             watch.patrol()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self.store.set(f"alive/{self.rank}", str(self._beats))
 
     def stop(self) -> None:
         """Be seen no more."""

@@ -78,5 +78,6 @@ def _run(program: Callable[[int, int], None], rank: int, world: int, port: int, 
     except Exception:
         traceback.print_exc()
         status = 1
+    sys.stderr.flush()
     # Collectives that nobody will finish are still under way: leave without waiting for them.
     os._exit(status)

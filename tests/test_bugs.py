@@ -39,6 +39,22 @@ def test_frozen_weights_below_the_last_gradient_of_their_group(rank, world, resh
     assert_parity(rank, world, case, Setup(reshard))
 
 
+@api.fsdp2_only  # torch's refuses ties across calls
+@on_ranks(2)
+def test_tying_to_a_unit_that_was_cast(rank, world):
+    """``Module.to`` swaps what a shard is, its mark as a managed parameter included. A later ``fully_shard`` that met
+    it as a tie took it for a parameter of tensor parallelism and died inside torch."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    api.ours.fully_shard(module[0], mesh=cpu_mesh(world))
+    module[0].to(torch.float64)
+    module[1].weight = module[0].weight
+    api.ours.fully_shard(module[1], mesh=cpu_mesh(world))
+    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    assert module[1].weight is module[0].weight and module[1].weight.to_local().shape == (2, 4)
+    module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
 @on_ranks(2)
 def test_unshard_twice(rank, world):
     """The second ``unshard`` took the full parameters shown on the module for parameters that somebody had put there,

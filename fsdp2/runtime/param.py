@@ -180,6 +180,7 @@ class FSDPParam:
         """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there."""
         for name, value in self.attributes.items():
             sharded.__dict__.setdefault(name, value)
+        sharded.__dict__["_fsdp2_managed"] = True
         self.sharded = sharded
         self.requires_grad = sharded.requires_grad
         for other in (self.full, self.subgroup):

@@ -46,7 +46,17 @@ OLD = {
 }
 """Public names of torch.distributed.fsdp that belong to FullyShardedDataParallel, the wrapper class of FSDP1."""
 
-EXTRA_NAMES = {"install", "iter_full_params", "summon_full_params", "uninstall", "use_weights"}
+EXTRA_NAMES = {
+    "broadcast_from_rank0",
+    "install",
+    "iter_full_params",
+    "load_safetensors",
+    "save_safetensors",
+    "summon_full_params",
+    "sync_module_states",
+    "uninstall",
+    "use_weights",
+}
 EXTRA_METHODS = {"set_transfer_sizes"}
 EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
 """What fsdp2 has and torch's has not: documented extras."""
@@ -110,6 +120,10 @@ TESTS: dict[str, str] = {
     "ShardPlacementResult": API + "test_meshes.py::test_several_meshes_in_one_unit",
     "register_fsdp_forward_method": MULTI + "test_module_methods.py::test_registered_forward_method",
     "share_comm_ctx": API + "test_communication.py::test_share_comm_ctx",
+    "broadcast_from_rank0": "tests/loading/test_broadcast.py::test_every_kind",
+    "load_safetensors": "tests/loading/test_safetensors.py::test_every_kind",
+    "save_safetensors": "tests/loading/test_safetensors.py::test_every_kind",
+    "sync_module_states": "tests/loading/test_sync.py::test_before_sharding",
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
     "use_weights": "tests/multi/test_weights.py::test_a_loss_that_uses_weights",
     "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",

@@ -4,6 +4,10 @@ from fsdp2.full.export import iter_full_params
 from fsdp2.full.summon import summon_full_params
 from fsdp2.fully_shard import fully_shard
 from fsdp2.install import install, uninstall
+from fsdp2.loading.broadcast import broadcast_from_rank0
+from fsdp2.loading.saving import save_safetensors
+from fsdp2.loading.sync import sync_module_states
+from fsdp2.loading.weights import load_safetensors
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.policies import (
     CPUOffloadPolicy,
@@ -23,12 +27,16 @@ __all__ = [
     "OffloadPolicy",
     "ShardPlacementResult",
     "UnshardHandle",
+    "broadcast_from_rank0",
     "fully_shard",
     "install",
     "iter_full_params",
+    "load_safetensors",
     "register_fsdp_forward_method",
+    "save_safetensors",
     "share_comm_ctx",
     "summon_full_params",
+    "sync_module_states",
     "uninstall",
     "use_weights",
 ]

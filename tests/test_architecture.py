@@ -135,6 +135,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.import_direction, "fsdp2/runtime/a.py", "from ..module import FSDPModule"),
     (rules.import_direction, "fsdp2/_torch.py", "from fsdp2._trace import emit"),
     (rules.import_direction, "fsdp2/module.py", "from fsdp2 import __init__"),
+    (rules.import_direction, "fsdp2/module.py", "from fsdp2.loading.weights import load_safetensors"),
     (rules.import_direction, "fsdp2/collect.py", "import fsdp2"),
     (rules.collectives, "fsdp2/runtime/a.py", "import torch.distributed as d\nd.all_reduce(x)"),
     (rules.collectives, "fsdp2/runtime/a.py", "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
@@ -206,7 +207,18 @@ def test_every_rule_is_tried():
 
 EXTRA_METHODS = {"set_transfer_sizes"}
 """Public methods that torch's FSDPModule does not have."""
-EXTRA_NAMES = {"ShardPlacementResult", "install", "iter_full_params", "summon_full_params", "uninstall", "use_weights"}
+EXTRA_NAMES = {
+    "ShardPlacementResult",
+    "broadcast_from_rank0",
+    "install",
+    "iter_full_params",
+    "load_safetensors",
+    "save_safetensors",
+    "summon_full_params",
+    "sync_module_states",
+    "uninstall",
+    "use_weights",
+}
 """Public names of the package that torch.distributed.fsdp does not have."""
 EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
 """Parameters that torch's functions and methods do not have, by name of the function."""

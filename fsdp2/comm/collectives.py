@@ -28,9 +28,12 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "broadcast",
     "chunks_in_flight",
+    "exchange_objects",
     "prefers_all_to_all",
     "reduce_scatter",
+    "share_object",
     "wire_view",
 ]
 
@@ -164,3 +167,27 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: boo
     options.asyncOp = async_op
     options.reduceOp = _op(average)
     return _works(group_all_reduce(axis.group, [_real(tensor)], options), axis, async_op)
+
+
+def broadcast(tensor: torch.Tensor, axis: Axis) -> None:
+    """Replace ``tensor`` by that of the first rank of ``axis``."""
+    if axis.size > 1:
+        dist.broadcast(wire_view(tensor), group=axis.group, group_src=0)
+
+
+def share_object(value: Any, axis: Axis, device: torch.device) -> Any:
+    """The ``value`` of the first rank of ``axis``, anything that can be pickled; ``device`` is one that it serves."""
+    if axis.size == 1 or axis.backend == "fake":
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=axis.group, group_src=0, device=device)
+    return box[0]
+
+
+def exchange_objects(value: Any, axis: Axis) -> list[Any]:
+    """The ``value`` of every rank of ``axis``, in rank order, anything that can be pickled."""
+    if axis.size == 1 or axis.backend == "fake":
+        return [value] * axis.size
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values

@@ -160,7 +160,7 @@ def many_parameters(source: Source) -> list[str]:
     return found
 
 
-LEVELS = {"_torch": 0, "_trace": 1, "policies": 2, "sharding": 3, "comm": 4, "runtime": 5, "__init__": 9}
+LEVELS = {"_torch": 0, "_trace": 1, "policies": 2, "sharding": 3, "comm": 4, "runtime": 5, "loading": 7, "__init__": 9}
 ABOVE_RUNTIME = 6
 
 

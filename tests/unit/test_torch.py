@@ -197,8 +197,7 @@ def test_the_hooks_of_a_tensor_are_found_in_order() -> None:
     handles = [tensor.register_hook(hook) for hook in hooks[:2]]
     handles += [tensor.register_post_accumulate_grad_hook(hook) for hook in hooks[2:]]
     assert _torch.gradient_hooks(tensor) == (hooks[:2], hooks[2:])
-    for handle in handles:
-        handle.remove()
+    assert [handle.remove() for handle in handles] == [None] * 4
     assert _torch.gradient_hooks(tensor) is None
 
 
@@ -207,16 +206,13 @@ def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)
     tensor[:2].add_(1)
     assert _torch.version_of(tensor) == 1
-    with torch.no_grad():
-        tensor.mul_(2)
+    torch.no_grad()(tensor.mul_)(2)
     assert _torch.version_of(tensor) == 2 and _torch.version_of(tensor.data) == 0
-    with torch.inference_mode():
-        assert _torch.version_of(torch.zeros(1)) == -1
+    assert _torch.version_of(torch.inference_mode()(torch.zeros)(1)) == -1
     with fake_mesh((2,)) as mesh:
         param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
         before = _torch.version_of(param)
-        with torch.no_grad():
-            param.add_(1)
+        torch.no_grad()(param.add_)(1)
         assert _torch.version_of(param) > before
 
 
@@ -289,9 +285,13 @@ def test_compilation_breaks_at_what_is_outside() -> None:
     assert compiling and not any(compiling)
 
 
-@probes("overrides_setattr")
-def test_modules_that_watch_their_attributes_are_told_from_others() -> None:
-    assert _torch.overrides_setattr(nn.LSTM(2, 2)) and not _torch.overrides_setattr(nn.Linear(2, 2))
+@probes("overrides_setattr", "non_persistent_buffers", "load_hooks")
+def test_modules_tell_what_they_watch_leave_out_and_call() -> None:
+    module, hook = nn.BatchNorm1d(2), lambda *_: None
+    assert _torch.overrides_setattr(nn.LSTM(2, 2)) and not _torch.overrides_setattr(module)
+    module.register_buffer("extra", torch.zeros(1), persistent=False)
+    module.register_load_state_dict_post_hook(hook)
+    assert _torch.non_persistent_buffers(module) == {"extra"} and _torch.load_hooks(module) == [hook]
 
 
 @probes("view_base", "pytree")

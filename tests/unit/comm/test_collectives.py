@@ -16,9 +16,12 @@ from fsdp2.comm.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
+    broadcast,
     chunks_in_flight,
+    exchange_objects,
     prefers_all_to_all,
     reduce_scatter,
+    share_object,
     wire_view,
 )
 from fsdp2.sharding.mesh import Axis
@@ -58,6 +61,13 @@ def test_one_rank_reduces_to_itself(average: bool) -> None:
     assert output.tolist() == [1.0] * 3
     assert all_reduce(output, ALONE, average=average, async_op=True) == []
     assert output.tolist() == [1.0] * 3
+
+
+def test_one_rank_tells_itself() -> None:
+    tensor = torch.ones(3)
+    broadcast(tensor, ALONE)
+    assert tensor.tolist() == [1.0] * 3
+    assert share_object("mine", ALONE, tensor.device) == "mine" and exchange_objects("mine", ALONE) == ["mine"]
 
 
 # ---- what travels ----
@@ -130,6 +140,23 @@ def test_an_exchange_is_one_work() -> None:
         axis = Axis.of(mesh, 0)
         assert len(all_to_all(torch.zeros(4), torch.ones(4), axis, async_op=True)) == 1
         assert all_to_all(torch.zeros(4), torch.ones(4), axis, async_op=False) == []
+
+
+def test_without_data_everybody_says_the_same() -> None:
+    with fake_mesh((2,)) as mesh:
+        axis = Axis.of(mesh, 0)
+        broadcast(torch.ones(2, dtype=torch.bool), axis)
+        assert share_object("mine", axis, torch.device("cpu")) == "mine"
+        assert exchange_objects("mine", axis) == ["mine"] * 2
+
+
+def test_a_broadcast_comes_from_the_first_rank_of_the_axis_as_bytes_if_need_be() -> None:
+    axis, tensor = Axis("group", 2, 1, "gloo"), torch.ones(2, dtype=torch.bool)
+    with mock.patch.object(collectives.dist, "broadcast") as sent:
+        broadcast(tensor, axis)
+    ((wire,), options) = sent.call_args
+    assert wire.dtype is torch.uint8 and wire.data_ptr() == tensor.data_ptr()
+    assert options == {"group": "group", "group_src": 0}
 
 
 # ---- the user's own ----

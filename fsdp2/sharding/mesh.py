@@ -164,7 +164,7 @@ def default_mesh() -> DeviceMesh:
         dist.init_process_group()
     world = dist.group.WORLD
     if world not in _default_meshes:
-        accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         _default_meshes[world] = init_device_mesh(accelerator.type, mesh_shape=(dist.get_world_size(),))
     return _default_meshes[world]
 

@@ -59,10 +59,11 @@ class RootContext:
 
     def limit_reductions(self) -> None:
         """Let as many chunks be in flight as the group that asked for most; they share one window."""
-        asked = []
-        for group in self.groups:
-            chunks = group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1)
-            asked.append(group.options.reduce_inputs or chunks_in_flight(group.mesh.shard, chunks))
+        groups = self.groups
+        asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
+        if not asked:
+            sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
+            asked = [chunks_in_flight(group.mesh.shard, chunks) for group, chunks in zip(groups, sizes)]
         self.comm.reductions.limit = max(asked, default=1)
 
     def begin_forward(self, state: FSDPState) -> bool:

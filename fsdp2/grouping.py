@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch import TorchShardPlacementResult, local_tensor
 from fsdp2.collect import Found, Managed, collect, move_to
-from fsdp2.optimizers import follow_parameters
+from fsdp2.optimizer.prebuilt import follow_parameters
 from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult
 from fsdp2.runtime.extension import has_extension
 from fsdp2.runtime.hooks import hook_state_dict

@@ -1,0 +1,1 @@
+"""Optimizers: those built before sharding, steps on local shards, gradient clipping."""

@@ -55,6 +55,7 @@ EXTRA_NAMES = {
     "summon_full_params",
     "sync_module_states",
     "uninstall",
+    "use_local_shards",
     "use_weights",
 }
 EXTRA_METHODS = {"set_transfer_sizes"}
@@ -124,6 +125,8 @@ TESTS: dict[str, str] = {
     "load_safetensors": "tests/loading/test_safetensors.py::test_every_kind",
     "save_safetensors": "tests/loading/test_safetensors.py::test_every_kind",
     "sync_module_states": "tests/loading/test_sync.py::test_before_sharding",
+    "use_local_shards": API + "test_local_shards.py::test_steps_are_those_on_dtensors",
+    "use_local_shards(elementwise)": API + "test_stand_ins.py::test_other_classes_that_are_elementwise",
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
     "use_weights": "tests/multi/test_weights.py::test_a_loss_that_uses_weights",
     "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
@@ -235,7 +238,11 @@ def rows() -> dict[str, list[Row]]:
             for row in callable_rows(name, getattr(theirs.FSDPModule, name), own)
         ]
     classes = [row for name, pair in public_classes().items() for row in class_rows(name, *pair)]
-    extras = [Row(name, "", "", "only here") for name in sorted(EXTRA_NAMES)]
+    extras = []
+    for name in sorted(EXTRA_NAMES):
+        extras += [Row(name, "", "", "only here")]
+        own = parameters(getattr(fsdp2, name)).items()
+        extras += [Row(name, p, show(entry), "only here") for p, entry in own]
     for name in sorted(EXTRA_METHODS):
         own = getattr(fsdp2.FSDPModule, name)
         extras += [Row(f"FSDPModule.{name}", "", "", "only here")]

@@ -9,6 +9,7 @@ from fsdp2.loading.saving import save_safetensors
 from fsdp2.loading.sync import sync_module_states
 from fsdp2.loading.weights import load_safetensors
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.optimizer.local_step import use_local_shards
 from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -38,5 +39,6 @@ __all__ = [
     "summon_full_params",
     "sync_module_states",
     "uninstall",
+    "use_local_shards",
     "use_weights",
 ]

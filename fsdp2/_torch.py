@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +73,7 @@ from torch.distributed.utils import _get_root_modules as root_modules
 
 # User-registered containers are walked the way torch walks them.
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "REGISTRY_KEY",
@@ -99,6 +101,7 @@ __all__ = [
     "TorchShardPlacementResult",
     "TrainingState",
     "accumulate_grad_node",
+    "after_init_group",
     "autograd_sequence_number",
     "chunk_cat",
     "composable_state",
@@ -106,6 +109,8 @@ __all__ = [
     "default_store",
     "dtensor_from_local",
     "dtensor_spec",
+    "dtensor_specs",
+    "dynamo_is_tracing",
     "flatten_mesh",
     "foreach_copy",
     "functorch_active",
@@ -119,12 +124,14 @@ __all__ = [
     "insert_composable_state",
     "load_hooks",
     "local_tensor",
+    "local_tensors",
     "node_sequence_number",
     "non_persistent_buffers",
     "outside_dynamo",
     "outside_functorch",
     "overrides_setattr",
     "profiler_running",
+    "put_first_after_step",
     "python_attributes",
     "pytree",
     "queue_end_of_backward",
@@ -237,6 +244,16 @@ def local_tensor(dtensor: Any) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def local_tensors(tensors: Iterable[Any]) -> list[Any]:
+    """The local tensor of each DTensor, the rest as it is; one pass in Python over what may be thousands."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:
+    """The spec of each DTensor, None for the rest; one pass in Python over what may be thousands."""
+    return [t._spec if isinstance(t, DTensor) else None for t in tensors]
+
+
 def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
     """Let a DTensor keep its identity while its local tensor moves into another buffer."""
     dtensor._local_tensor = local
@@ -323,6 +340,36 @@ def outside_dynamo(method: _M) -> _M:
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo looks for it
     return run  # type: ignore[return-value]  # same signature
+
+
+def dynamo_is_tracing() -> bool:
+    """Whether Dynamo runs this function while it traces: it takes tensors it has not seen for constants."""
+    return "torch._dynamo" in sys.modules and torch._guards.TracingContext.try_get() is not None
+
+
+def after_init_group(
+    optimizer: torch.optim.Optimizer, change: Callable[[dict[str, Any], tuple[list[Any], ...]], None]
+) -> None:
+    """Call ``change(group, lists)`` each time a step of one of torch's optimizers has collected a group's tensors.
+
+    They all do that in this method: parameters with a gradient, gradients, then one list for each kind of state. What
+    the lists hold afterwards is what the step computes with; the optimizer itself keeps what it had. A copy of the
+    optimizer does without ``change``.
+    """
+    collect, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]
+
+    @functools.wraps(collect)
+    def init_group(group: dict[str, Any], *lists: list[Any]) -> Any:
+        found = collect(reference(), group, *lists)
+        change(group, lists)
+        return found
+
+    optimizer._init_group = init_group  # type: ignore[attr-defined]
+
+
+def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
+    """Move a hook after the step ahead of those that were registered before it; torch can only append one."""
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
 
 def overrides_setattr(module: nn.Module) -> bool:

@@ -217,6 +217,7 @@ EXTRA_NAMES = {
     "summon_full_params",
     "sync_module_states",
     "uninstall",
+    "use_local_shards",
     "use_weights",
 }
 """Public names of the package that torch.distributed.fsdp does not have."""

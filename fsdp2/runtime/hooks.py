@@ -17,17 +17,19 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import functorch_active, node_sequence_number, view_base
+from fsdp2._torch import functorch_active, node_sequence_number, put_first_after_step, view_base
 from fsdp2.runtime.trees import find_tensors, map_tensors
 
 __all__ = [
     "carry_hooks",
     "hook_forward",
     "hook_gradient",
+    "hook_next_step",
     "hook_optimizers",
     "hook_registrations",
     "hook_state_dict",
     "registrations",
+    "settle_optimizer",
     "watch_inputs",
     "watch_outputs",
     "watch_transformed",
@@ -117,6 +119,18 @@ def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., 
     """Bracket ``step`` of every optimizer in the process, whenever it was built."""
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
+
+
+def hook_next_step(optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> RemovableHandle:
+    """Call ``before`` when the optimizer is about to step, behind all hooks there are; remove the handle afterwards."""
+    return optimizer.register_step_pre_hook(lambda *unused: before())
+
+
+def settle_optimizer(optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+    """Call ``settle`` first when the optimizer has stepped, and before its state is saved or replaced."""
+    put_first_after_step(optimizer, optimizer.register_step_post_hook(lambda *unused: settle()))
+    optimizer.register_state_dict_pre_hook(lambda *unused: settle())
+    optimizer.register_load_state_dict_pre_hook(lambda *unused: settle())
 
 
 def watch_inputs(

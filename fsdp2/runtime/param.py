@@ -24,7 +24,7 @@ from fsdp2.runtime.codec import compute_dtype, reduce_dtype
 from fsdp2.runtime.hooks import carry_hooks
 from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "show", "stand_in"]
+__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "lend_gradient", "show", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Slot:
 def is_managed_tensor(value: object) -> bool:
     """Whether ``value`` is a shard, a full parameter or a piece kept after forward."""
     return getattr(value, "_fsdp2_managed", False)
+
+
+def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Let ``lent``, which shows a shard's memory as a plain tensor, have the shard's gradient; None ends that."""
+    lent.grad = grad
 
 
 def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:
@@ -175,6 +180,7 @@ class FSDPParam:
         if self.hooks is not None:
             carry_hooks(sharded, *self.hooks)
         self.sharded = sharded
+        self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))  # one object for shard and gradients
 
     def adopt_shard(self, sharded: nn.Parameter) -> None:
         """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there."""

@@ -23,7 +23,7 @@ from fsdp2._torch import (
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 
-__all__ = ["ShardedSpec", "dense_strides"]
+__all__ = ["ShardedSpec", "dense_strides", "with_dtype"]
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -111,13 +111,13 @@ class ShardedSpec:
 
     def shard_as(self, local: torch.Tensor) -> DTensor:
         """Like ``shard``, for a piece of another dtype than the parameter's."""
-        return dtensor_from_local(local, _with_dtype(self.dtensor, local.dtype))
+        return dtensor_from_local(local, with_dtype(self.dtensor, local.dtype))
 
     def wrap_full(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as forward must see it: a DTensor again where the original was one."""
         if self.full is None:
             return tensor
-        return dtensor_from_local(tensor, _with_dtype(self.full, tensor.dtype))
+        return dtensor_from_local(tensor, with_dtype(self.full, tensor.dtype))
 
     def to_plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which this rank computes with, without tensor parallelism; all its ranks must call this."""
@@ -163,7 +163,8 @@ class ShardedSpec:
         return ShardedSpec(layout, mesh.shard.rank % size, spec, self.full, self.dp_dims)
 
 
-def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """``spec`` for values of ``dtype``, the same object where it is that already."""
     meta = spec.tensor_meta
     if meta is None or meta.dtype == dtype:
         return spec

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp2 import _torch
-from tests.unit import test_torch_collectives
+from tests.unit import test_torch_collectives, test_torch_optimizers
 from tests.unit.meshes import fake_mesh
 from tests.unit.probing import PROBED, probes
 
 
 def test_every_symbol_has_a_probe() -> None:
-    assert test_torch_collectives  # has its part of the probes
+    assert test_torch_collectives and test_torch_optimizers  # have their parts of the probes
     assert sorted(PROBED) == sorted(_torch.__all__)
 
 
@@ -235,14 +235,6 @@ def test_a_running_profiler_is_noticed() -> None:
 
 
 # ---- kernels, transforms, compilation, modules ----
-
-
-@probes("foreach_copy")
-def test_a_list_of_tensors_is_copied_and_cast_at_once() -> None:
-    targets = [torch.zeros(2), torch.zeros(2, 2).t(), torch.zeros(2, 3)[:, :1]]
-    sources = [torch.ones(2, dtype=torch.bfloat16), torch.arange(4.0).view(2, 2), torch.ones(1, 1).expand(2, 1)]
-    _torch.foreach_copy(targets, sources)
-    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(targets, sources))
 
 
 @probes("chunk_cat")

@@ -1,0 +1,85 @@
+"""The private torch symbols for lists of tensors and for optimizers still mean what fsdp2 takes them to mean."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2 import _torch
+from fsdp2.optimizer.local_step import _ELEMENTWISE
+from tests.unit.meshes import fake_mesh
+from tests.unit.probing import probes
+
+
+@pytest.mark.parametrize("kind", sorted(_ELEMENTWISE, key=lambda kind: kind.__name__))
+@probes("after_init_group")
+def test_optimizers_compute_with_what_is_in_their_lists(kind: Any) -> None:
+    names = list(inspect.signature(kind._init_group).parameters)
+    assert names[1] == "group" and names[3] == "grads"
+    shown, computed = nn.Parameter(torch.ones(3)), torch.zeros(3)
+    optimizer = kind([shown], lr=0.1)
+    seen: list[int] = []
+
+    def change(group: dict[str, Any], lists: tuple[list[Any], ...]) -> None:
+        assert group is optimizer.param_groups[0] and lists[0] == [shown] and lists[1] == [shown.grad]
+        assert all(len(entries) in (0, 1) for entries in lists)
+        seen.append(len(lists))
+        lists[0][:] = [computed]
+
+    _torch.after_init_group(optimizer, change)
+    shown.grad = torch.ones(3)
+    optimizer.step()
+    assert seen and torch.equal(shown, torch.ones(3))
+    assert kind is torch.optim.Rprop or not torch.equal(computed, torch.zeros(3))
+
+
+@probes("put_first_after_step")
+def test_a_hook_after_the_step_can_be_put_first() -> None:
+    parameter, seen = nn.Parameter(torch.ones(1)), []
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.register_step_post_hook(lambda *_: seen.append("second"))
+    _torch.put_first_after_step(optimizer, optimizer.register_step_post_hook(lambda *_: seen.append("first")))
+    optimizer.step()
+    assert seen == ["first", "second"]
+
+
+@probes("local_tensors", "dtensor_specs")
+def test_lists_of_dtensors_and_others() -> None:
+    with fake_mesh((2,)) as mesh:
+        plain, local = torch.ones(2), torch.ones(1, 2)
+        one = DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
+        locals_, specs = _torch.local_tensors([one, plain, None]), _torch.dtensor_specs([one, plain, None])
+        assert locals_[0] is _torch.local_tensor(one) and locals_[1] is plain and locals_[2] is None
+        assert specs == [_torch.dtensor_spec(one), None, None]
+
+
+@probes("foreach_copy")
+def test_a_list_of_tensors_is_copied_and_cast_at_once() -> None:
+    targets = [torch.zeros(2), torch.zeros(2, 2).t(), torch.zeros(2, 3)[:, :1]]
+    sources = [torch.ones(2, dtype=torch.bfloat16), torch.arange(4.0).view(2, 2), torch.ones(1, 1).expand(2, 1)]
+    _torch.foreach_copy(targets, sources)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(targets, sources))
+
+
+@probes("dynamo_is_tracing")
+def test_dynamo_tells_that_it_traces() -> None:
+    inside: list[bool] = []
+
+    class Optimizer(torch.optim.SGD):
+        def _init_group(self, *args: Any) -> Any:
+            inside.append(_torch.dynamo_is_tracing())
+            return super()._init_group(*args)
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = Optimizer([parameter])
+    optimizer.step()
+    assert inside == [False]
+    torch.compile(optimizer.step, backend="eager")()
+    torch._dynamo.reset()
+    assert inside[1] and not _torch.dynamo_is_tracing()

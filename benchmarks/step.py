@@ -50,7 +50,7 @@ class Candidate:
         self.name, self.model = name, model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         if name == "ours" and local_shards:
-            self.optimizer = importlib.import_module("fsdp2").use_local_shards(self.optimizer) or self.optimizer
+            importlib.import_module("fsdp2").use_local_shards(self.optimizer)
         self.losses: list[float] = []
 
     def step(self, data: Tensor) -> Times:

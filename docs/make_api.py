@@ -48,6 +48,7 @@ OLD = {
 
 EXTRA_NAMES = {
     "broadcast_from_rank0",
+    "clip_grad_norm_",
     "install",
     "iter_full_params",
     "load_safetensors",
@@ -125,6 +126,11 @@ TESTS: dict[str, str] = {
     "load_safetensors": "tests/loading/test_safetensors.py::test_every_kind",
     "save_safetensors": "tests/loading/test_safetensors.py::test_every_kind",
     "sync_module_states": "tests/loading/test_sync.py::test_before_sharding",
+    "clip_grad_norm_": API + "test_clip_grad_norm.py::test_any_mix_of_meshes",
+    "clip_grad_norm_(norm_type)": API + "test_clip_grad_norm.py::test_norms_are_those_of_a_single_process",
+    "clip_grad_norm_(error_if_nonfinite)": API + "test_clip_grad_norm.py::test_what_is_not_finite",
+    "clip_grad_norm_(foreach)": API + "test_clip_grad_norm.py::test_norms_are_torchs",
+    "clip_grad_norm_(pp_mesh)": API + "test_clip_grad_norm.py::test_pipeline_stages",
     "use_local_shards": API + "test_local_shards.py::test_steps_are_those_on_dtensors",
     "use_local_shards(elementwise)": API + "test_stand_ins.py::test_other_classes_that_are_elementwise",
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",

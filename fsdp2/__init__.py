@@ -9,6 +9,7 @@ from fsdp2.loading.saving import save_safetensors
 from fsdp2.loading.sync import sync_module_states
 from fsdp2.loading.weights import load_safetensors
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.optimizer.clip import clip_grad_norm_
 from fsdp2.optimizer.local_step import use_local_shards
 from fsdp2.policies import (
     CPUOffloadPolicy,
@@ -29,6 +30,7 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "broadcast_from_rank0",
+    "clip_grad_norm_",
     "fully_shard",
     "install",
     "iter_full_params",

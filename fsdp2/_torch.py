@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -113,6 +113,8 @@ __all__ = [
     "dynamo_is_tracing",
     "flatten_mesh",
     "foreach_copy",
+    "foreach_mul",
+    "foreach_norm",
     "functorch_active",
     "gradient_hooks",
     "graph_task_id",
@@ -203,6 +205,10 @@ chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 # One call copies (and casts) a whole list of tensors; there is no public form of it.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+# The same for norms and for scaling in place, which clipping is made of.
+foreach_norm: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+foreach_mul: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
 
 
 _M = TypeVar("_M", bound=Callable[..., Any])

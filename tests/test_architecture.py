@@ -210,6 +210,7 @@ EXTRA_METHODS = {"set_transfer_sizes"}
 EXTRA_NAMES = {
     "ShardPlacementResult",
     "broadcast_from_rank0",
+    "clip_grad_norm_",
     "install",
     "iter_full_params",
     "load_safetensors",

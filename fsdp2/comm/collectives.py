@@ -27,6 +27,7 @@ from fsdp2.sharding.mesh import Axis
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_reduce_max",
     "all_to_all",
     "broadcast",
     "chunks_in_flight",
@@ -191,3 +192,13 @@ def exchange_objects(value: Any, axis: Axis) -> list[Any]:
     values: list[Any] = [None] * axis.size
     dist.all_gather_object(values, value, group=axis.group)
     return values
+
+
+def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:
+    """Replace ``tensor`` by its elementwise maximum over ranks; which of NaN and a number wins is open."""
+    if axis.size == 1:
+        return
+    assert axis.group is not None
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # as torch's own functions set it
+    _works(group_all_reduce(axis.group, [tensor], options), axis, async_op=False)

@@ -24,7 +24,7 @@ from fsdp2.runtime.codec import compute_dtype, reduce_dtype
 from fsdp2.runtime.hooks import carry_hooks
 from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "lend_gradient", "show", "stand_in"]
+__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "is_temporary", "lend_gradient", "show", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Slot:
 def is_managed_tensor(value: object) -> bool:
     """Whether ``value`` is a shard, a full parameter or a piece kept after forward."""
     return getattr(value, "_fsdp2_managed", False)
+
+
+def is_temporary(value: object) -> bool:
+    """Whether ``value`` is shown while its group is in use; the reduced gradient is on the shard, not on it."""
+    return getattr(value, "_fsdp2_temporary", False)
 
 
 def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -211,7 +216,7 @@ class FSDPParam:
         layout = self.spec.layout
         full = self.spec.wrap_full(tensor.as_strided(layout.shape, layout.stride))
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
-        self.full.__dict__.update(self.attributes, _fsdp2_managed=True)
+        self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
 
     # ---- what the module shows ----
 

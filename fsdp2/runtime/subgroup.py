@@ -49,7 +49,7 @@ class SubgroupShards:
             self._sources.append(spec.cut(fulls[i]))
             param.subgroup = nn.Parameter(spec.shard_as(piece), requires_grad=param.requires_grad)
             set_local_tensor(param.subgroup, piece)
-            param.subgroup.__dict__["_fsdp2_managed"] = True
+            param.subgroup.__dict__.update(_fsdp2_managed=True, _fsdp2_temporary=True)
         self._flat.free()
 
     def keep(self) -> None:

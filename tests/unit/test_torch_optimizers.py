@@ -66,6 +66,16 @@ def test_a_list_of_tensors_is_copied_and_cast_at_once() -> None:
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(targets, sources))
 
 
+@probes("foreach_norm", "foreach_mul")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_products_of_lists(dtype: torch.dtype) -> None:
+    tensors = [torch.full((4,), 3.0, dtype=dtype), torch.zeros(2, dtype=dtype)]
+    norms = _torch.foreach_norm(tensors, 2.0, dtype=torch.float32)
+    assert [(norm.item(), norm.dtype) for norm in norms] == [(6.0, torch.float32), (0.0, torch.float32)]
+    _torch.foreach_mul(tensors, torch.tensor(0.5))
+    assert tensors[0].tolist() == [1.5] * 4
+
+
 @probes("dynamo_is_tracing")
 def test_dynamo_tells_that_it_traces() -> None:
     inside: list[bool] = []

@@ -19,7 +19,7 @@ from fsdp2.runtime.hooks import hook_optimizers, hook_registrations
 from fsdp2.runtime.param import FSDPParam, is_managed_tensor
 from fsdp2.runtime.shards import note_optimizer_step
 
-__all__ = ["follow_parameters"]
+__all__ = ["follow_parameters", "repair"]
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
 _hooked = False
@@ -29,14 +29,15 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
     """Remember which managed parameter took the place of each original."""
     global _hooked
     if not _hooked:
-        hook_optimizers(_repair, note_optimizer_step)
+        hook_optimizers(repair, note_optimizer_step)
         hook_registrations(is_managed_tensor)
         _hooked = True
     for original, param in zip(originals, params):
         _replaced[original] = weakref.ref(param)
 
 
-def _repair(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def repair(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    """Let ``optimizer`` hold the shards of parameters it was given before they were sharded; every step does."""
     if not _replaced:
         return
     for group in optimizer.param_groups:

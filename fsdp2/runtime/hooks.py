@@ -24,9 +24,11 @@ __all__ = [
     "carry_hooks",
     "hook_forward",
     "hook_gradient",
+    "hook_loading",
     "hook_next_step",
     "hook_optimizers",
     "hook_registrations",
+    "hook_saving",
     "hook_state_dict",
     "registrations",
     "settle_optimizer",
@@ -53,6 +55,28 @@ def hook_forward(
     ]
 
 
+def hook_saving(
+    modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Call ``before`` ahead of, and ``after`` behind, what ``state_dict`` does with each module and all below it."""
+    handles = []
+    for module in modules:
+        handles.append(module.register_state_dict_pre_hook(before))
+        handles.append(module.register_state_dict_post_hook(_Marked(after)))
+    return handles
+
+
+def hook_loading(
+    modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Call ``before`` ahead of what ``load_state_dict`` does with each module, ``after`` behind that and all below."""
+    handles = []
+    for module in modules:
+        handles.append(module.register_load_state_dict_pre_hook(before))
+        handles.append(module.register_load_state_dict_post_hook(after))
+    return handles
+
+
 def hook_state_dict(
     modules: Iterable[nn.Module],
     before_save: Callable[..., None],
@@ -62,10 +86,8 @@ def hook_state_dict(
 ) -> None:
     """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself."""
     for module in modules:
-        module.register_state_dict_pre_hook(before_save)
-        module.register_state_dict_post_hook(_Marked(after_save))
-        module.register_load_state_dict_pre_hook(before_load)
-        module.register_load_state_dict_post_hook(after_load)
+        hook_saving([module], before_save, after_save)
+        hook_loading([module], before_load, after_load)
 
 
 class _Marked:

@@ -58,6 +58,8 @@ EXTRA_NAMES = {
     "uninstall",
     "use_local_shards",
     "use_weights",
+    *("install", "uninstall", "merge_local_state_dicts"),
+    *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load"),
 }
 EXTRA_METHODS = {"set_transfer_sizes"}
 EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
@@ -67,6 +69,7 @@ PRIVATE_METHODS = ("_set_unshard_async_op",)
 """Methods of torch's FSDPModule with a leading underscore that libraries call."""
 
 MULTI, API, FULL = "tests/multi/", "tests/api/", "tests/full/"
+MULTI, API, STATE = "tests/multi/", "tests/api/", "tests/state_dicts/"
 TESTS: dict[str, str] = {
     "fully_shard": MULTI + "test_options.py::test_reshard_after_forward",
     "fully_shard(module)": MULTI + "test_options.py::test_grouped_modules",
@@ -145,6 +148,12 @@ TESTS: dict[str, str] = {
     "iter_full_params": FULL + "test_export.py::test_exports_every_parameter",
     "iter_full_params(dtype)": FULL + "test_export.py::test_dtype_and_device",
     "iter_full_params(device)": FULL + "test_export.py::test_dtype_and_device",
+    "state_dict_type": STATE + "test_settings.py::test_what_is_remembered",
+    "set_state_dict_type": STATE + "test_settings.py::test_what_is_remembered",
+    "get_state_dict_type": STATE + "test_settings.py::test_what_is_remembered",
+    "optim_state_dict": STATE + "test_optimizer.py::test_training_goes_on",
+    "optim_state_dict_to_load": STATE + "test_optimizer.py::test_training_goes_on",
+    "merge_local_state_dicts": STATE + "test_local.py::test_merging",
     "FSDPModule.set_transfer_sizes": MULTI + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
 }
 """The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""

@@ -19,6 +19,9 @@ from fsdp2.policies import (
     ShardPlacementResult,
     UnshardHandle,
 )
+from fsdp2.state_dicts.optimizer import optim_state_dict, optim_state_dict_to_load
+from fsdp2.state_dicts.pieces import merge_local_state_dicts
+from fsdp2.state_dicts.settings import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp2.weights import use_weights
 
 __all__ = [
@@ -32,12 +35,18 @@ __all__ = [
     "broadcast_from_rank0",
     "clip_grad_norm_",
     "fully_shard",
+    "get_state_dict_type",
     "install",
     "iter_full_params",
     "load_safetensors",
+    "merge_local_state_dicts",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "register_fsdp_forward_method",
     "save_safetensors",
+    "set_state_dict_type",
     "share_comm_ctx",
+    "state_dict_type",
     "summon_full_params",
     "sync_module_states",
     "uninstall",

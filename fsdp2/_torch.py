@@ -125,6 +125,7 @@ __all__ = [
     "group_reduce_scatter",
     "insert_composable_state",
     "load_hooks",
+    "loads_as_torch_does",
     "local_tensor",
     "local_tensors",
     "node_sequence_number",
@@ -381,3 +382,14 @@ def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHand
 def overrides_setattr(module: nn.Module) -> bool:
     """Whether the class watches its attributes (nn.LSTM keeps a list of its weights), so ``setattr`` must be used."""
     return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def loads_as_torch_does(module: nn.Module) -> bool:
+    """Whether what ``load_state_dict`` gives ``module`` is loaded as it is: no code but torch's and ours sees it first.
+
+    Such code may rename or reshape what it is given, so its module's state dict cannot be judged beforehand.
+    """
+    if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
+        return False
+    known = ("fsdp2.", "torch.distributed.algorithms._checkpoint.")
+    return all(getattr(h, "__module__", "").startswith(known) for h in module._load_state_dict_pre_hooks.values())

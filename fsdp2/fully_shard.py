@@ -22,10 +22,11 @@ from fsdp2.collect import collect
 from fsdp2.grouping import PlacementFn, Unit
 from fsdp2.module import make_fsdp_module
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, PolicyOf, policy_by_name
-from fsdp2.runtime.hooks import hook_forward
+from fsdp2.runtime.hooks import hook_forward, hook_loading
 from fsdp2.runtime.options import GroupOptions
 from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh, default_mesh
+from fsdp2.state_dicts.loading import after_load_tree, before_load_tree
 
 __all__ = ["fully_shard"]
 
@@ -179,6 +180,7 @@ def _attach(state: FSDPState) -> None:
         module.__dict__[REGISTRY_KEY] = registry
     handles = hook_forward(state.modules, state.pre_forward, state.post_forward)
     state._pre_forward_hook_handle, state._post_forward_hook_handle = handles[0]
+    hook_loading(state.modules, before_load_tree, after_load_tree)
 
 
 fully_shard.state = get_state  # type: ignore[attr-defined]  # torch's function has it too; pipelining asks for it

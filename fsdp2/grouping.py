@@ -23,6 +23,7 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.state_dicts.loading import ShardLoader
 from fsdp2.ties import join_ties, remember_managed
 
 __all__ = ["PlacementFn", "Unit"]
@@ -59,7 +60,8 @@ class Unit:
             if group in hooked:
                 continue
             owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
-            hook_state_dict(owners, group.before_save, group.after_save, group.before_load, group.after_load)
+            loader = ShardLoader(group)
+            hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
 
     def adopt_added(self) -> None:
         """Manage parameters that appeared below the unit's modules since (LoRA adapters, say)."""

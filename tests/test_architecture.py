@@ -137,6 +137,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.import_direction, "fsdp2/module.py", "from fsdp2 import __init__"),
     (rules.import_direction, "fsdp2/module.py", "from fsdp2.loading.weights import load_safetensors"),
     (rules.import_direction, "fsdp2/collect.py", "import fsdp2"),
+    (rules.import_direction, "fsdp2/runtime/a.py", "from fsdp2.state_dicts.names import clean_name"),
+    (rules.import_direction, "fsdp2/state_dicts/a.py", "from fsdp2.grouping import Unit"),
     (rules.collectives, "fsdp2/runtime/a.py", "import torch.distributed as d\nd.all_reduce(x)"),
     (rules.collectives, "fsdp2/runtime/a.py", "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
     (rules.collectives, "fsdp2/runtime/a.py", "from torch.distributed import broadcast as b"),
@@ -220,6 +222,8 @@ EXTRA_NAMES = {
     "uninstall",
     "use_local_shards",
     "use_weights",
+    *("ShardPlacementResult", "install", "uninstall", "merge_local_state_dicts"),
+    *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load"),
 }
 """Public names of the package that torch.distributed.fsdp does not have."""
 EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}

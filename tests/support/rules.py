@@ -160,12 +160,14 @@ def many_parameters(source: Source) -> list[str]:
     return found
 
 
-LEVELS = {"_torch": 0, "_trace": 1, "policies": 2, "sharding": 3, "comm": 4, "runtime": 5, "loading": 7, "__init__": 9}
-ABOVE_RUNTIME = 6
+LEVELS = {"_torch": 0, "_trace": 1, "policies": 2, "sharding": 3, "comm": 4, "runtime": 5, "__init__": 10}
+LEVELS |= {"collect": 6, "optimizer": 6, "state_dicts": 7, "loading": 9}
+ABOVE_RUNTIME = 8
 
 
 def import_direction(source: Source) -> list[str]:
-    """policies, sharding <- comm <- runtime <- everything else <- __init__; below all of them _torch, then _trace."""
+    """policies, sharding <- comm <- runtime <- collect, optimizers <- state_dicts <- everything else <- __init__; below
+    all of them _torch, then _trace."""
     found = []
     mine = LEVELS.get(source.component, ABOVE_RUNTIME)
     for line, name in source.imported():

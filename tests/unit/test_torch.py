@@ -286,6 +286,15 @@ def test_modules_tell_what_they_watch_leave_out_and_call() -> None:
     assert _torch.non_persistent_buffers(module) == {"extra"} and _torch.load_hooks(module) == [hook]
 
 
+@probes("loads_as_torch_does")
+def test_modules_that_look_at_what_they_load_are_told_from_others() -> None:
+    hooked, own = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.register_load_state_dict_pre_hook(lambda *args: None)
+    own.__class__ = type("Own", (nn.Linear,), {"_load_from_state_dict": lambda *args: None})
+    kinds = (nn.Linear(2, 2), nn.BatchNorm1d(2), hooked, own)
+    assert [_torch.loads_as_torch_does(module) for module in kinds] == [True, True, False, False]
+
+
 @probes("view_base", "pytree")
 def test_views_know_their_base_and_containers_are_taken_apart() -> None:
     base, tree = torch.zeros(4), OrderedDict(a=1, b=2)

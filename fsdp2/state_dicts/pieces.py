@@ -1,0 +1,136 @@
+"""Local state dicts: this rank's piece of each parameter, with what is needed to put the pieces together again.
+
+A piece is a plain dictionary: ``piece`` is the local tensor, ``shape`` the whole tensor's shape, ``offset`` where in it
+the piece starts. Pieces are boxes, also under tensor parallelism, so this is enough for any number of ranks; replicas
+have equal offsets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp2._torch import DTensorSpec, dtensor_spec, local_tensor
+from fsdp2.sharding.layout import ShardLayout
+from fsdp2.sharding.spec import ShardedSpec
+
+__all__ = ["is_piece", "merge_local_state_dicts", "offset_of", "piece_of"]
+
+_KEYS = {"piece", "shape", "offset"}
+
+
+def is_piece(value: object) -> bool:
+    """Whether ``value`` is a piece."""
+    return isinstance(value, Mapping) and set(value) == _KEYS
+
+
+def piece_of(value: DTensor, spec: ShardedSpec | None, name: str) -> dict[str, Any]:
+    """The piece of ``value``, whose local tensor it shares; ``spec`` is that of a managed parameter cut alike."""
+    shape = tuple(value.shape)
+    offset = _offset_on_mesh(dtensor_spec(value), shape, name) if spec is None else offset_of(spec, name)
+    return {"piece": local_tensor(value).detach(), "shape": shape, "offset": offset}
+
+
+def offset_of(spec: ShardedSpec, name: str) -> tuple[int, ...]:
+    """Where this rank's piece of a managed parameter starts in the whole parameter."""
+    layout = spec.layout
+    if spec.full is None or spec.full.tensor_meta is None:
+        offset = [0] * len(layout.shape)
+    else:
+        offset = list(_offset_on_mesh(spec.full, tuple(spec.full.tensor_meta.shape), name))
+    if layout.dim is not None:
+        offset[layout.dim] += layout.bounds(spec.rank)[0]
+    return tuple(offset)
+
+
+def _offset_on_mesh(spec: DTensorSpec, shape: tuple[int, ...], name: str) -> tuple[int, ...]:
+    offset, size = [0] * len(shape), list(shape)
+    coordinate = spec.mesh.get_coordinate() or ()
+    for i, (at, placement) in enumerate(zip(coordinate, spec.placements)):
+        if type(placement) is Shard:
+            layout = ShardLayout(tuple(size), tuple(size), placement.dim, spec.mesh.size(i))
+            start, length = layout.bounds(at)
+            offset[placement.dim] += start
+            size[placement.dim] = length
+        elif not isinstance(placement, Replicate):
+            raise NotImplementedError(
+                f"{name}: a local state dict holds boxes, got a DTensor placed as {spec.placements}; use "
+                "StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT"
+            )
+    return tuple(offset)
+
+
+def merge_local_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The full state dict that the local ones of all ranks, in any order, are the pieces of.
+
+    It serves for models and optimizers, loads into any number of ranks or into the plain model, and communicates
+    nothing. What is not in pieces (buffers, ignored parameters, hyperparameters) is taken from the first.
+
+    Raises:
+        TypeError: not a list of state dicts.
+        ValueError: they have different keys, or pieces are missing or do not fit together.
+    """
+    dicts = list(state_dicts) if isinstance(state_dicts, Sequence) else []
+    if not dicts or not all(isinstance(one, Mapping) for one in dicts):
+        raise TypeError(
+            f"merge_local_state_dicts: expected a list of all ranks' state dicts, got {type(state_dicts).__name__}"
+        )
+    merged = _merge(dicts, "")
+    metadata = getattr(dicts[0], "_metadata", None)
+    if metadata is not None:
+        vars(merged)["_metadata"] = metadata
+    return merged
+
+
+def _merge(values: list[Any], name: str) -> Any:
+    first = values[0]
+    if is_piece(first):
+        if not all(map(is_piece, values)):
+            raise ValueError(f"{name}: a piece in one state dict, something else in another; give those of one save")
+        return _join(values, name)
+    if not isinstance(first, Mapping):
+        return first
+    for index, other in enumerate(values):
+        if not isinstance(other, Mapping) or other.keys() != first.keys():
+            got = sorted(map(str, set(other) ^ set(first))) if isinstance(other, Mapping) else other
+            raise ValueError(
+                f"{name or 'merge_local_state_dicts'}: state dicts 0 and {index} must have the same keys; only one has "
+                f"{got}. Give the local state dicts of all ranks from one save"
+            )
+    merged: dict[Any, Any] = OrderedDict() if isinstance(first, OrderedDict) else {}
+    for key in first:
+        merged[key] = _merge([value[key] for value in values], f"{name}.{key}" if name else str(key))
+    return merged
+
+
+@torch.no_grad()
+def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
+    shape, first = tuple(pieces[0]["shape"]), pieces[0]["piece"]
+    full = torch.empty(shape, dtype=first.dtype, device=first.device)
+    filled: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for piece in pieces:
+        tensor, offset = piece["piece"], tuple(piece["offset"])
+        if tuple(piece["shape"]) != shape or tensor.dtype != full.dtype or tensor.ndim != full.ndim:
+            raise ValueError(
+                f"{name}: pieces of different tensors; got shape {tuple(piece['shape'])} and dtype {tensor.dtype} "
+                f"beside {shape} and {full.dtype}. Give the local state dicts of all ranks from one save"
+            )
+        if not tensor.numel() or filled.get(offset) == tuple(tensor.shape):
+            continue  # an empty piece, or a replica
+        box = full
+        for dim, (start, length) in enumerate(zip(offset, tensor.shape)):
+            box = box.narrow(dim, start, length)
+        box.copy_(tensor)
+        filled[offset] = tuple(tensor.shape)
+    covered = sum(math.prod(size) for size in filled.values())
+    if covered != full.numel():
+        raise ValueError(
+            f"{name}: the pieces hold {covered} elements, expected the {full.numel()} of shape {shape}; give the local "
+            "state dicts of all ranks from one save"
+        )
+    return full

@@ -1,0 +1,51 @@
+"""Pieces are put together again, however they were cut, or it is said which are missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp2.state_dicts.pieces import is_piece, merge_local_state_dicts
+
+
+def cut(whole: torch.Tensor, dim: int, ranks: int, offset: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Return the pieces of ``torch.chunk``, empty ones included."""
+    size, chunk = whole.size(dim), -(-whole.size(dim) // ranks)
+    pieces = []
+    for rank in range(ranks):
+        start = min(rank * chunk, size)
+        where = tuple(start if d == dim else 0 for d in range(whole.ndim))
+        piece = whole.narrow(dim, start, min(chunk, size - start))
+        pieces.append({"piece": piece, "shape": tuple(whole.shape), "offset": where})
+    return pieces
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_any_cut_is_undone(shape: list[int], data: st.DataObject) -> None:
+    whole = torch.rand(shape)
+    dim, ranks = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+    pieces = data.draw(st.permutations(cut(whole, dim, ranks)))
+    merged = merge_local_state_dicts([{"w": piece, "other": 1} for piece in pieces])
+    assert torch.equal(merged["w"], whole) and merged["other"] == 1
+    if len(pieces[0]["piece"]):
+        rest = [{"w": piece} for piece in pieces if piece is not max(pieces, key=lambda p: p["piece"].numel())]
+        if rest:
+            with pytest.raises(ValueError, match=r"w: the pieces hold \d+ elements, expected the"):
+                merge_local_state_dicts(rest)
+
+
+def test_boxes_and_replicas() -> None:
+    whole = torch.rand(4, 6)
+    boxes = [{"piece": whole[i : i + 2, j : j + 3], "shape": (4, 6), "offset": (i, j)} for i in (0, 2) for j in (0, 3)]
+    assert torch.equal(merge_local_state_dicts([{"w": box} for box in boxes + boxes])["w"], whole)
+    scalar = {"piece": torch.tensor(3.0), "shape": (), "offset": ()}
+    assert merge_local_state_dicts([{"deep": {"s": scalar}}] * 2)["deep"]["s"] == 3.0
+
+
+def test_what_a_piece_is() -> None:
+    assert is_piece({"piece": torch.ones(1), "shape": (1,), "offset": (0,)})
+    assert not is_piece({"piece": 1}) and not is_piece(torch.ones(1)) and not is_piece(None)

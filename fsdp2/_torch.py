@@ -124,7 +124,6 @@ __all__ = [
     "group_all_to_all",
     "group_reduce_scatter",
     "insert_composable_state",
-    "load_hooks",
     "loads_as_torch_does",
     "local_tensor",
     "local_tensors",
@@ -285,11 +284,6 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """The names of the module's own buffers that state dicts leave out."""
     return module._non_persistent_buffers_set
-
-
-def load_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """What runs after a module's ``load_state_dict``: among them is every group whose parameters it shows."""
-    return list(module._load_state_dict_post_hooks.values())
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:

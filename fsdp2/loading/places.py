@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fsdp2._torch import graph_task_id, load_hooks, local_tensor, non_persistent_buffers
+from fsdp2._torch import graph_task_id, local_tensor, non_persistent_buffers
 from fsdp2.loading.boxes import Box, intersect, narrow, whole, within
 from fsdp2.loading.ranks import Ranks
 from fsdp2.runtime.lifecycle import Phase, Residency
 from fsdp2.runtime.param import FSDPParam, is_managed_tensor
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import get_state
 from fsdp2.sharding.mesh import Axis
+from fsdp2.ties import groups_below
 
 __all__ = ["Place", "Places", "find_places", "plain_name", "ranks_of"]
 
@@ -205,15 +205,7 @@ def ranks_of(model: object, *, managed: bool = False) -> Ranks | None:
 
 def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     """The groups whose parameters ``model`` shows, also those of a unit around it."""
-    groups: dict[FSDPParamGroup, None] = {}
-    for module in model.modules():
-        state = get_state(module)
-        groups.update(dict.fromkeys(state.groups if state is not None else ()))
-        for hook in load_hooks(module):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, FSDPParamGroup):
-                groups[owner] = None
-    return list(groups)
+    return [group for _, group in groups_below(model)]
 
 
 def _managed_tensors(groups: list[FSDPParamGroup]) -> dict[int, tuple[FSDPParam, FSDPParamGroup]]:

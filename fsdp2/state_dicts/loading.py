@@ -32,6 +32,8 @@ class ShardLoader:
 
         What is of the wrong shape stays as it is, for torch to report.
         """
+        if self.group.lifecycle.lent:  # the modules show plain parameters, which load as such
+            return
         self.group.before_load()
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for param in self.group.params:
@@ -71,6 +73,8 @@ class ShardLoader:
 
     def after_load(self, module: nn.Module, *unused: object) -> None:
         """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
+        if self.group.lifecycle.lent:
+            return
         for param in self.group.params:
             if len(param.slots) < 2:
                 continue

@@ -190,9 +190,6 @@ TORCH_COMMS = tuple(
 # The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# Whether the running backward will reach a node; tells which inputs and parameters take part in it.
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-
 # Nodes created from now on have at least this number: tells a view made inside a module from a view of its input.
 autograd_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -232,6 +229,17 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A 1D mesh over all ranks of ``mesh``, for data parallelism over several of its dimensions."""
     return mesh._flatten(name)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the running backward will accumulate into the leaf of ``node``, whose hooks then run.
+
+    The engine refuses to say so of a leaf that ``torch.autograd.grad`` was asked for: nothing is accumulated there.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
 
 
 def accumulate_grad_node(leaf: torch.Tensor) -> Any:

@@ -131,6 +131,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free full parameters after backward (True) or keep them for the next forward (False)."""
         self._set(recurse, reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward))
+        for state in self._states(recurse) if not reshard_after_backward else ():
+            state.unshard_before_backward()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's full parameters at all (an embedding's does not)."""

@@ -284,6 +284,11 @@ class FSDPParamGroup:
         emit("pre_forward", self.name)
         return entering
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether there are forwards that backward has yet to go back through."""
+        return bool(self._told)
+
     def note_inputs(self, *, tell: bool | None) -> None:
         """Whether the forward just entered tells when backward is through with its inputs; None if it cannot."""
         self._told.add(tell)

@@ -176,6 +176,17 @@ class FSDPState(ComposableState):
             for group in reversed(state.groups):
                 group.prefetch(Phase.BACKWARD)
 
+    def unshard_before_backward(self) -> None:
+        """Show full parameters where several backwards are to come on forwards that ran and none of them may reshard.
+
+        A pipeline that splits backward in two (zero bubble) looks on the module for the parameters to differentiate,
+        before the first part and before the second, neither of which enters by the outputs.
+        """
+        for group in self.groups if not self.root.is_last_backward else ():
+            if group.awaits_backward:
+                group.unshard_now()
+                group.note_kept()
+
     # ---- the root ----
 
     def init_root(self) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from tests.support import api
-from tests.support.models import children, mlp
+from tests.support.models import Block, children, mlp
 from tests.support.oracle import cpu_mesh
 from tests.support.pool import on_ranks
 
@@ -54,3 +59,41 @@ def test_parameters_looked_up_between_forward_and_backward(rank, world, reshard)
     (reference(inputs).sum() + reference(inputs * 2).sum()).backward()
     for mine, whole in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
+
+
+@on_ranks(2)
+def test_the_embedding_before_a_compiled_block(rank, world):
+    """Under tensor parallelism a block's input may be a collective under way. A compiled block takes such an input for
+    one that needs no gradient: backward died, and with torch's fully_shard the embedding's gradient is zero."""
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    grads = []
+    for backend in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4), Block(4))
+        spread = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model, mesh["tp"], {"0": spread})
+        model[1].compile(backend=backend, fullgraph=True)
+        for unit in (model[1], model):
+            api.ours.fully_shard(unit, mesh=mesh["dp"])
+        model(torch.arange(12).view(2, 6) % 6).square().sum().backward()
+        model.reshard()
+        grads.append(model[0].weight.grad.full_tensor())
+        torch._dynamo.reset()
+    assert grads[0].count_nonzero() == 24
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@on_ranks(2)
+def test_saving_in_the_background(rank, world, tmp_path):
+    """Shards were views further back in one storage. ``dcp.async_save`` takes a DTensor of such a piece for a tensor
+    with data and died with "invalid python storage", and saving one parameter wrote the shards of its whole group."""
+    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
+    for parameter in module.parameters():
+        local = parameter.to_local()
+        assert parameter.data_ptr() == 0 and local.untyped_storage().nbytes() == local.nbytes
+    before = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    dcp.async_save(module.state_dict(), checkpoint_id=tmp_path).result()
+    other = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
+    dcp.load(other.state_dict(), checkpoint_id=tmp_path)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), before[name])

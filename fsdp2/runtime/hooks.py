@@ -17,7 +17,13 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import functorch_active, node_sequence_number, put_first_after_step, view_base
+from fsdp2._torch import (
+    AsyncCollectiveTensor,
+    functorch_active,
+    node_sequence_number,
+    put_first_after_step,
+    view_base,
+)
 from fsdp2.runtime.trees import find_tensors, map_tensors
 
 __all__ = [
@@ -162,7 +168,8 @@ def watch_inputs(
 
     ``done`` runs when the gradients of all inputs that need one are computed. A single such input becomes a view with a
     hook on its node, so that the module may still change it in place; several go through one autograd function, which
-    alone can tell when the last is done. Inputs inside plain objects cannot be replaced; then none is watched (None).
+    alone can tell when the last is done, and so does one that a collective still fills. Inputs inside plain objects
+    cannot be replaced; then none is watched (None).
     """
     if not torch.is_grad_enabled():
         return (args, kwargs), False
@@ -183,7 +190,7 @@ def watch_inputs(
     if any(t.layout is not torch.strided for t in needing):
         return (args, kwargs), None
     new = []
-    if len(needing) == 1:
+    if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
         view = needing[0].view_as(needing[0])
         if view.grad_fn is not None:  # under torch.func its node is out of reach
             view.grad_fn.register_prehook(lambda grads: done())
@@ -197,13 +204,17 @@ def watch_inputs(
 
 
 class _InputsDone(torch.autograd.Function):
-    """Identity on several tensors whose backward runs once all their gradients are there."""
+    """Identity on several tensors whose backward runs once all their gradients are there.
+
+    A result that a collective still fills (what tensor parallelism hands on) is waited for: a compiled module takes
+    such an input for one that needs no gradient, and whatever made it would get none.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return inputs
+        return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

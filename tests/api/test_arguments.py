@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.api.parity import Run, assert_parity, full, mesh_1d, mesh_2d, play, setting, shard_each, stack
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.counting import Collectives
 from tests.support.pool import on_ranks
 
@@ -23,6 +24,7 @@ def plain(module, fsdp) -> None:
     shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=True)
 
 
+@composes("CPU offload", "hybrid sharding", "mixed precision", "SGD")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("pin", [True, False])
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])

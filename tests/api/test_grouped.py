@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.api.parity import Run, assert_parity, mesh_1d, mesh_2d
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.pool import on_ranks
 
 
@@ -70,6 +71,7 @@ def test_chunked_loss(rank, world, each, reshard):
     assert_parity(Options(reshard), build=Chunked, program=lambda run: program(run, each))
 
 
+@composes("hybrid sharding", "accumulation")
 @on_ranks(4)
 @pytest.mark.parametrize("each", [False, True])
 def test_chunked_loss_with_a_replicate_axis(rank, world, each):

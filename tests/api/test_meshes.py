@@ -15,12 +15,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from tests.api.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.counting import Collectives
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+@composes("hybrid sharding", "SGD")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_two_dimensions_are_hybrid_sharding(rank, world, reshard):
@@ -31,6 +33,7 @@ def test_two_dimensions_are_hybrid_sharding(rank, world, reshard):
     assert weight.to_local().shape == (8 // (world // 2), 8)
 
 
+@composes("hybrid sharding", "uneven", "mixed precision")
 @on_ranks(4)
 def test_hybrid_sharding_of_uneven_parameters_in_mixed_precision(rank, world):
     """Neither the axis' size nor the dtypes matter."""
@@ -62,6 +65,7 @@ class Experts(nn.Module):
         return self.pair(torch.tanh(self.expert(torch.tanh(self.shared(x)))))
 
 
+@composes("several meshes", "hybrid sharding", "shard dim")
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -109,6 +113,7 @@ def tensor_parallel(module: nn.Module, mesh) -> None:
     parallelize_module(module, mesh, plan)
 
 
+@composes("tensor parallel", "uneven", "SGD")
 @on_ranks(4)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_over_tensor_parallelism(rank, world, reshard):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from tests.api.parity import assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support import api
+from tests.support.composition import composes, refused
 from tests.support.pool import on_ranks
 
 
@@ -69,6 +70,8 @@ def ranks_of(dims: DataParallelMeshDims, mesh: DeviceMesh) -> tuple[int, int]:
     return index, count
 
 
+@composes("named dimensions", "tensor parallel", "SGD")
+@composes("named dimensions", "hybrid sharding", "SGD")
 @on_ranks(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("reshard", [None, True, False])
@@ -105,6 +108,7 @@ def test_parameters_stay_on_the_whole_mesh(rank, world, reshard):
     assert torch.equal(module[0].weight.to_local(), before.to_local())
 
 
+@refused("named dimensions", "reshard to int", by="both", reason="NotImplementedError when `fully_shard` is called")
 @on_ranks(2)
 def test_what_is_refused(rank, world):
     """Dimensions that do not exist, parameters that do not lie where they must, and an int to reshard to."""

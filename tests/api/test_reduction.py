@@ -21,6 +21,7 @@ from tests.api.parity import (
     stack,
 )
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.counting import Collectives
 from tests.support.pool import on_ranks
 
@@ -53,6 +54,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
 SETTERS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
 
 
+@composes("divide factor", "hybrid sharding")
 @on_ranks(1, 2, 4)
 @whens
 @pytest.mark.parametrize("setter", SETTERS)

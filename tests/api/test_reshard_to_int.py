@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.api.parity import SEED, Run, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support import api
+from tests.support.composition import composes, refused
 from tests.support.counting import Collectives
 from tests.support.pool import on_ranks
 
@@ -37,6 +38,7 @@ def train_and_look(size: int, run: Run) -> None:
         run.update()
 
 
+@composes("reshard to int", "shard dim")
 @on_ranks(4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parameters_stay_on_two_ranks(rank, world, dim):
@@ -86,6 +88,7 @@ def test_process_groups_are_made_once(rank, world):
     assert made[0] <= 2 and made[1] == 0
 
 
+@composes("reshard to int", "hybrid sharding")
 @on_ranks(4)
 def test_with_a_replicate_axis(rank, world):
     """A (1, 4) mesh: replicate, then shard over four, two of them after forward."""
@@ -104,6 +107,8 @@ class TensorParallel(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.Linear(16, 8))
 
 
+@composes("reshard to int", "tensor parallel")
+@refused("reshard to int", "tensor parallel", by="torch", reason="parameters that are DTensors")
 @on_ranks(4)
 def test_tensor_parallel_parameters(rank, world):
     """DTensor parameters, which torch refuses here, stay cut over half of the data-parallel ranks."""

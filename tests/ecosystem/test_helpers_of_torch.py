@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 import fsdp2
 from tests.api.parity import mesh_1d, mesh_of
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.pool import on_ranks
 
 pytest.importorskip("expecttest", reason="torch's test helpers need expecttest")
@@ -75,6 +76,7 @@ def test_models_and_parity(rank, world):
         assert type(model[0]).__name__ == "FSDPMLP"
 
 
+@composes("tensor parallel", "recomputation")
 @on_ranks(4, limit=120)
 def test_tensor_parallel_stack(rank, world):
     """``MLPStack.parallelize``: tensor parallelism, then fully_shard, with activation checkpointing."""

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from tests.api.parity import mesh_1d, mesh_2d, stack
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.pool import on_ranks
 
 
@@ -52,6 +53,7 @@ OPTIONS = {
 }
 
 
+@composes("Adam", "hybrid sharding")
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("how", OPTIONS)

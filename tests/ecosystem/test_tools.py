@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.api.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.pool import on_ranks
 
 
@@ -26,6 +27,8 @@ def hybrid(module, fsdp) -> None:
     shard_each(module, fsdp, mesh=mesh_2d())
 
 
+@composes("clipping", "SGD")
+@composes("clipping", "hybrid sharding", "SGD")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("prepare", [plain, hybrid])
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
@@ -55,6 +58,7 @@ def test_clip_grad_norm_reduces_once(rank, world):
     assert whole > 0 and seen.get_total_counts() == 1, seen.get_comm_counts()
 
 
+@composes("GradScaler", "SGD")
 @on_ranks(2, 4)
 def test_grad_scaler(rank, world):
     """A gradient that is not finite on one rank is found on all: every rank skips the step and backs the scale off."""
@@ -91,6 +95,8 @@ class Blocks(nn.Sequential):
         return super().forward(x.detach().requires_grad_())  # which reentrant checkpointing needs
 
 
+@composes("recomputation", "SGD")
+@composes("reentrant recomputation", "SGD")
 @on_ranks(2)
 @pytest.mark.parametrize("order", ["wrapped first", "sharded first", "composable"])
 @pytest.mark.parametrize("reentrant", [False, True])

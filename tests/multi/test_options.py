@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
+from tests.support.composition import composes, refused
 from tests.support.oracle import Setup, assert_parity
 from tests.support.pool import on_ranks
 
@@ -67,6 +68,8 @@ def test_shard_on_the_last_dimension(rank, world, case):
     assert_parity(rank, world, case, Setup(placement="last"))
 
 
+@composes("shard dim", "uneven")
+@refused("shard dim", "uneven", by="torch", reason="NotImplementedError when `fully_shard` is called")
 @api.fsdp2_only
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support import api
 from tests.support.cases import CASES, parametrize_cases
+from tests.support.composition import composes
 from tests.support.models import Odd, Tied
 from tests.support.oracle import TRANSFERS, Setup, assert_parity, build, build_sharded, cpu_mesh
 from tests.support.pool import on_ranks
@@ -145,6 +146,7 @@ def test_post_accumulate_hooks_are_kept(rank, world, transfer):
     assert all(placements == (Shard(0),) for _, placements in seen)
 
 
+@composes("optimizer in backward", "SGD")
 @on_ranks(1, 2)
 @transfers
 def test_optimizer_in_backward(rank, world, transfer):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import api
 from tests.support.cases import CASES
+from tests.support.composition import composes
 from tests.support.models import mlp
 from tests.support.oracle import DIRECT, Run, Setup, assert_parity, build, cpu_mesh
 from tests.support.pool import on_ranks
@@ -34,6 +35,8 @@ def preference_pairs(run: Run) -> None:
         run.update()
 
 
+@composes("recomputation", "SGD")
+@composes("reentrant recomputation", "SGD")
 @on_ranks(2)
 @pytest.mark.parametrize("program", [train, preference_pairs])
 @pytest.mark.parametrize("reshard", [None, True, False])
@@ -43,6 +46,7 @@ def test_checkpointing(rank, world, case, reshard, program):
     assert_parity(rank, world, case, Setup(reshard), program)
 
 
+@composes("recomputation", "mixed precision")
 @on_ranks(2)
 def test_checkpointing_in_mixed_precision(rank, world):
     """Recomputation casts inputs and outputs as the first computation did."""

@@ -1,0 +1,68 @@
+"""docs/compositions.md is what the decorators of the tests say, and they say it of every test of this folder."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.composition import FEATURES, composes, refused
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def table() -> ModuleType:
+    """Return docs/make_compositions.py as a module."""
+    spec = importlib.util.spec_from_file_location("make_compositions", ROOT / "docs" / "make_compositions.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_file_is_up_to_date(table):
+    """The file is what the script writes; after a change: ``python docs/make_compositions.py``."""
+    assert (ROOT / "docs" / "compositions.md").read_text() == table.text()
+
+
+def test_every_test_says_what_it_combines(table):
+    """No test of this folder without a decorator, and no decorator on what does not run on processes."""
+    known = {(one.path, one.test) for one in table.everything()}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            on_ranks = any(ast.unparse(decorator).startswith("on_ranks(") for decorator in node.decorator_list)
+            tagged = (name, node.name) in known
+            assert tagged <= on_ranks, f"{name}::{node.name} says what it combines and does not run on processes"
+            here = path.parent == Path(__file__).parent
+            assert tagged or not here or not on_ranks, f"{name}::{node.name} does not say what it combines"
+
+
+def test_every_feature_is_exercised(table):
+    """Each feature alone and with another; what torch alone refuses is exercised by us."""
+    found = table.everything()
+    works = [one.features for one in found if not one.by]
+    assert {feature for features in works for feature in features} == set(FEATURES)
+    for feature in FEATURES:
+        assert any(feature in features and len(features) > 1 for features in works), feature
+    for one in found:
+        if one.by == "torch" and one.features != {"experts", "clipping"}:
+            assert any(one.features <= features for features in works), f"{table.named(one.features)}: who does it?"
+
+
+def test_wrong_decorators_are_noticed():
+    """Features that nobody explains, and refusals without a reason."""
+    with pytest.raises(AssertionError, match="tensor paralel"):
+        composes("tensor paralel", "uneven")
+    with pytest.raises(AssertionError):
+        refused("uneven", by="fsdp2", reason="")
+    with pytest.raises(AssertionError):
+        refused("uneven", by="somebody", reason="because")

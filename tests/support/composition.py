@@ -1,0 +1,68 @@
+"""Which features a test combines: decorators that ``docs/make_compositions.py`` reads to draw its matrix.
+
+    @composes("tensor parallel", "hybrid sharding")
+    @refused("named dimensions", "reshard to int", by="both", reason="...")
+
+The script reads the source, so the arguments are literals. A test whose cases combine different features has several
+``composes`` lines, one for each combination. Sharding itself goes without saying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FEATURES = {
+    "hybrid sharding": "a mesh of a replicate and a shard axis",
+    "tensor parallel": "`parallelize_module` before `fully_shard`",
+    "sequence parallel": "norms and residuals cut along the sequence",
+    "loss parallel": "logits cut along the vocabulary",
+    "named dimensions": "`dp_mesh_dims` on the mesh that DTensors lie on",
+    "uneven": "sizes that ranks do not divide, empty shards included",
+    "shard dim": "`Shard(d)` with d > 0, from `shard_placement_fn`",
+    "experts": "experts on a mesh of their own",
+    "several meshes": "parameters of one call on several meshes",
+    "divide factor": "`set_gradient_divide_factor`",
+    "reshard to int": "`reshard_after_forward=<int>`",
+    "mixed precision": "`MixedPrecisionPolicy`",
+    "CPU offload": "`CPUOffloadPolicy`",
+    "accumulation": "several backwards before one reduction",
+    "recomputation": "activation checkpointing, not reentrant",
+    "reentrant recomputation": "activation checkpointing, reentrant",
+    "selective recomputation": "a policy says which results are kept",
+    "activations on the CPU": "saved activations are offloaded",
+    "used twice": "one unit runs several times in a forward",
+    "pipeline": "torch.distributed.pipelining",
+    "zero bubble": "a schedule that splits backward in two",
+    "compile": "torch.compile of blocks",
+    "SGD": "`torch.optim.SGD`",
+    "Adam": "`torch.optim.Adam(W)`, for-loop, foreach and fused",
+    "Muon": "`torch.optim.Muon`",
+    "optimizer in backward": "steps in post-accumulate hooks",
+    "GradScaler": "`torch.amp.GradScaler`",
+    "LR schedule": "`torch.optim.lr_scheduler`",
+    "averaged model": "`swa_utils.AveragedModel`",
+    "clipping": "the norm of all gradients",
+    "saved elsewhere": "a DCP checkpoint of another mesh, size or shard dimension",
+    "async save": "`dcp.async_save`",
+}
+"""The features by name and what is meant, in the order of the matrix."""
+
+
+def composes(*features: str) -> Callable[[F], F]:
+    """Return a decorator that says which features a test combines."""
+    return _known(features)
+
+
+def refused(*features: str, by: str, reason: str) -> Callable[[F], F]:
+    """Return a decorator that says which combination is refused, ``by`` "torch", "fsdp2" or "both", and why."""
+    assert by in ("torch", "fsdp2", "both") and reason
+    return _known(features)
+
+
+def _known(features: tuple[str, ...]) -> Callable[[F], F]:
+    unknown = set(features) - set(FEATURES)
+    assert features and not unknown, f"{sorted(unknown)}: not in FEATURES of tests/support/composition.py"
+    return lambda function: function

@@ -211,3 +211,25 @@ def test_backward_through_a_jvp(rank, world, given, reshard):
         torch.testing.assert_close(sources[0], sources[1])
         for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(got.grad.to_local(), expected.grad.chunk(world)[rank])
+
+
+class TiedBelow(nn.Module):
+    """The last layer, a unit, shares its weight with a layer of the root in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.middle.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_weight_tied_between_a_unit_and_the_one_around_it(rank, world, reshard):
+    """The unit's post-backward freed the weight, which the root's layer below still needed to pass its gradient on:
+    "out of bounds for storage of size 0". Found by a random plan."""
+    case = Case(TiedBelow, rows(6), lambda model: [model.last], torch_takes_it=False)
+    assert_parity(rank, world, case, Setup(reshard))

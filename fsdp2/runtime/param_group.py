@@ -269,9 +269,9 @@ class FSDPParamGroup:
         self._users.clear()
 
     def pre_forward(self, user: object) -> bool:
-        """Gather for ``user``; whether this forward pass starts here (a grouped call enters once per member)."""
+        """Gather for ``user``; whether a forward pass starts here: not inside another user's, nor with each member."""
         self._users.add(user)
-        entering = len(self.modules) == 1 or self.lifecycle.phase is not Phase.FORWARD
+        entering = self._users == {user} and (len(self.modules) == 1 or self.lifecycle.phase is not Phase.FORWARD)
         if self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
             self._drop_stale()
         kept = self.lifecycle.residency is Residency.UNSHARDED

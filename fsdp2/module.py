@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -31,7 +32,8 @@ from fsdp2.sharding.packing import TransferSizes
 
 __all__ = ["FSDPModule", "make_fsdp_module", "register_fsdp_forward_method", "share_comm_ctx"]
 
-_classes: dict[type, type] = {}
+# Weak both ways: a class made in a function or a notebook reaches whatever its methods do, models included.
+_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 class _Unsharding(UnshardHandle):
@@ -347,9 +349,11 @@ class FSDPModule(TorchFSDPModule):
 def make_fsdp_module(module: nn.Module) -> None:
     """Give ``module`` the class that is both its own and ``FSDPModule``; names and attributes do not change."""
     cls = type(module)
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": deepcopy_module})
-    module.__class__ = _classes[cls]
+    made = _classes[cls]() if cls in _classes else None
+    if made is None:
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": deepcopy_module})
+        _classes[cls] = weakref.ref(made)
+    module.__class__ = made
 
 
 def _bool(name: str, value: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -211,6 +213,31 @@ def test_backward_through_a_jvp(rank, world, given, reshard):
         torch.testing.assert_close(sources[0], sources[1])
         for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(got.grad.to_local(), expected.grad.chunk(world)[rank])
+
+
+@on_ranks(1)
+def test_classes_made_in_a_function_are_freed(rank, world):
+    """The sharded classes were remembered for good, each with the class it was made of, and that with all its methods
+    can reach: a model that a class in a notebook or a function refers to was never freed."""
+
+    def build() -> nn.Module:
+        class Local(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) + 0 * len(list(model.children()))
+
+        model = api.ours.fully_shard(Local(4, 4), mesh=cpu_mesh(world))
+        return model
+
+    module = build()
+    original = type(module).__bases__[1]
+    again = api.ours.fully_shard(original(2, 2), mesh=cpu_mesh(world))
+    assert type(again) is type(module) and issubclass(type(module), original)
+    freed = weakref.ref(original)
+    del original, again
+    del module
+    for _ in range(2):
+        gc.collect()
+    assert freed() is None
 
 
 class TiedBelow(nn.Module):

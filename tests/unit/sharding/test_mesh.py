@@ -166,6 +166,14 @@ def test_the_default_mesh_is_one_per_process_group() -> None:
         assert default_mesh().mesh.tolist() == [0, 1]
 
 
+def test_the_default_mesh_is_on_an_accelerator_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A torch built for CUDA names it on machines without one, too, unless asked to look.
+    named = lambda check_available=False: None if check_available else torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
+    with fake_mesh((2,)):
+        assert default_mesh().device_type == "cpu"
+
+
 def test_the_default_mesh_makes_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     init = dist.init_process_group
     monkeypatch.setattr(dist, "init_process_group", lambda: init("fake", store=FakeStore(), rank=1, world_size=2))

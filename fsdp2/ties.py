@@ -89,7 +89,7 @@ def join_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> l
 
 def _check(entry: Found, param: FSDPParam, group: FSDPParamGroup, mesh: DataParallelMesh, state: FSDPState) -> None:
     ours, theirs = state.mp_policy.param_dtype, param.policy.param_dtype
-    if group.mesh.mesh != mesh.mesh:
+    if group.mesh.mesh != mesh.mesh and _ranks(group.mesh) != _ranks(mesh):
         got, expected = f"the mesh {mesh.mesh}", f"{group.mesh.mesh}"
     elif ours != theirs:
         got, expected = f"mp_policy.param_dtype={ours}", f"{theirs}"
@@ -100,6 +100,11 @@ def _check(entry: Found, param: FSDPParam, group: FSDPParamGroup, mesh: DataPara
         f"expected {expected} as there. Use the same for both, or fully_shard([module_a, module_b]) to place them in "
         "one unit"
     )
+
+
+def _ranks(mesh: DataParallelMesh) -> list[int]:
+    """The ranks gradients are the mean of, however parameters are spread over them."""
+    return sorted(mesh.mesh.mesh.flatten().tolist())
 
 
 @torch.no_grad()

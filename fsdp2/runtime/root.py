@@ -63,7 +63,7 @@ class RootContext:
         asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
         if not asked:
             sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
-            asked = [chunks_in_flight(group.mesh.shard, chunks) for group, chunks in zip(groups, sizes)]
+            asked = [chunks_in_flight(group.mesh.first, chunks) for group, chunks in zip(groups, sizes)]
         self.comm.reductions.limit = max(asked, default=1)
 
     def begin_forward(self, state: FSDPState) -> bool:

@@ -29,8 +29,12 @@ class Axis:
     @classmethod
     def of(cls, mesh: DeviceMesh, dim: int) -> Axis:
         """The axis of dimension ``dim`` of ``mesh``."""
-        group = mesh.get_group(dim)
-        return cls(group, group.size(), group.rank(), _backend(group, mesh.device_type))
+        return cls.of_group(mesh.get_group(dim), mesh.device_type)
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, device_type: str) -> Axis:
+        """The axis of ``group`` for tensors on that kind of device."""
+        return cls(group, group.size(), group.rank(), _backend(group, device_type))
 
     def with_own_group(self) -> Axis:
         """The same ranks with a process group of their own; every rank of the axis must call it."""
@@ -54,8 +58,9 @@ _ABSENT = Axis(None, 1, 0, "none")
 class DataParallelMesh:
     """The mesh of one call: parameters are cut over ``shard``, gradients summed over ``shard`` and ``replicate``.
 
-    ``mesh`` has the data-parallel dimensions alone: (shard), (replicate, shard) or (replicate). ``spmd`` is the mesh
-    that parameters already lie on, and ``dims`` names its data-parallel dimensions, where the caller said so.
+    ``mesh`` has the data-parallel dimensions alone: (shard), (replicate, shard) or (replicate); both dimensions may be
+    one replicate axis. ``spmd`` is the mesh that parameters already lie on, and ``dims`` names its data-parallel
+    dimensions, where the caller said so.
     """
 
     mesh: DeviceMesh
@@ -114,12 +119,33 @@ class DataParallelMesh:
         shard = Axis.of(parts[-1], 0) if shard_names else _ABSENT
         return cls(dp_mesh, shard, replicate, _device_of(mesh), mesh, dims)
 
+    def replicated(self) -> DataParallelMesh:
+        """The same ranks without a shard axis: each keeps its parameters whole, gradients are summed over all of them.
+
+        Every rank of the mesh must call it: ranks along two dimensions get a process group.
+        """
+        if self.shard.group is None:
+            return self
+        if self.spmd is not None and self.dims is not None:
+            names = (*self.dims.replicate_names, *self.dims.shard_names)
+            own = tuple(name for name in self.spmd.mesh_dim_names or () if name in names)
+            return self._from_named(self.spmd, DataParallelMeshDims(replicate=own))
+        line = self.mesh
+        if line.ndim == 2:
+            line = flatten_mesh(line, "_".join(line.mesh_dim_names or ()))
+        return replace(self, shard=_ABSENT, replicate=Axis.of(line, 0))
+
+    @property
+    def first(self) -> Axis:
+        """The axis that gradients travel over first: the shard axis, or the replicate axis where there is none."""
+        return self.replicate if self.shard.group is None else self.shard
+
     @property
     def roles(self) -> tuple[str, ...]:
         """What each dimension of ``mesh`` is for: "shard" or "replicate"."""
-        if self.mesh.ndim == 2:
-            return ("replicate", "shard")
-        return ("shard",) if self.shard.group is not None else ("replicate",)
+        if self.shard.group is None:
+            return ("replicate",) * self.mesh.ndim
+        return ("replicate", "shard") if self.mesh.ndim == 2 else ("shard",)
 
     @property
     def shard_process_group(self) -> dist.ProcessGroup | None:

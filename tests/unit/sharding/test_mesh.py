@@ -57,6 +57,35 @@ def test_an_axis_can_have_a_communicator_of_its_own() -> None:
         assert tensor.tolist() == [1.0, 1.0]
 
 
+# ---- without a shard axis ----
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_same_ranks_may_replicate_only(rank: int) -> None:
+    with fake_mesh((4,), ("dp",), rank) as mesh:
+        whole = DataParallelMesh.from_mesh(mesh).replicated()
+        assert_absent(whole.shard)
+        assert ranks_of(whole.replicate) == [0, 1, 2, 3] and whole.mesh is mesh
+        assert whole.roles == ("replicate",) and whole.replicated() is whole and whole.first is whole.replicate
+    with fake_mesh((2, 2), ("r", "s"), rank) as mesh:
+        both = DataParallelMesh.from_mesh(mesh)
+        whole = both.replicated()
+        assert_absent(whole.shard)
+        assert ranks_of(whole.replicate) == [0, 1, 2, 3] and whole.mesh is mesh
+        assert whole.roles == ("replicate", "replicate") and both.roles == ("replicate", "shard")
+        assert both.first is both.shard and both.replicated().replicate.group is whole.replicate.group
+
+
+@pytest.mark.parametrize(("shard", "replicate"), [("dp", None), (("dp", "cp"), None), ("cp", "dp")])
+def test_named_dimensions_may_replicate_only(shard: str | tuple[str, ...], replicate: str | None) -> None:
+    with fake_mesh((2, 2, 2), ("dp", "cp", "tp"), 5) as mesh:
+        given = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=shard, replicate=replicate))
+        whole = given.replicated()
+        assert_absent(whole.shard)
+        assert ranks_of(whole.replicate) == ([1, 5] if shard == "dp" else [1, 3, 5, 7])
+        assert whole.spmd is mesh and whole.roles == ("replicate",) and whole.dims.shard_names == ()
+
+
 # ---- positional dimensions ----
 
 

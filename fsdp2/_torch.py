@@ -101,7 +101,7 @@ __all__ = [
     "TorchShardPlacementResult",
     "TrainingState",
     "accumulate_grad_node",
-    "after_init_group",
+    "around_init_group",
     "autograd_sequence_number",
     "chunk_cat",
     "composable_state",
@@ -356,22 +356,21 @@ def dynamo_is_tracing() -> bool:
     return "torch._dynamo" in sys.modules and torch._guards.TracingContext.try_get() is not None
 
 
-def after_init_group(
-    optimizer: torch.optim.Optimizer, change: Callable[[dict[str, Any], tuple[list[Any], ...]], None]
+def around_init_group(
+    optimizer: torch.optim.Optimizer,
+    around: Callable[[Callable[[], Any], dict[str, Any], tuple[list[Any], ...]], Any],
 ) -> None:
-    """Call ``change(group, lists)`` each time a step of one of torch's optimizers has collected a group's tensors.
+    """Let ``around(collect, group, lists)`` fill the lists with a group's tensors in each step of torch's optimizer.
 
-    They all do that in this method: parameters with a gradient, gradients, then one list for each kind of state. What
-    the lists hold afterwards is what the step computes with; the optimizer itself keeps what it had. A copy of the
-    optimizer does without ``change``.
+    All of torch's do that in this method: parameters with a gradient, gradients, then one list for each kind of state.
+    ``collect()`` does it their way; what it returns must be returned. What the lists hold in the end is what the step
+    computes with; the optimizer itself keeps what it has. A copy of the optimizer does without ``around``.
     """
-    collect, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]
+    own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]
 
-    @functools.wraps(collect)
+    @functools.wraps(own)
     def init_group(group: dict[str, Any], *lists: list[Any]) -> Any:
-        found = collect(reference(), group, *lists)
-        change(group, lists)
-        return found
+        return around(lambda: own(reference(), group, *lists), group, lists)
 
     optimizer._init_group = init_group  # type: ignore[attr-defined]
 

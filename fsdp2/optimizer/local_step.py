@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch import optim
 from fsdp2._torch import (
     AsyncCollectiveTensor,
     DTensorSpec,
-    after_init_group,
+    around_init_group,
     dtensor_specs,
     dynamo_is_tracing,
     local_tensors,
 )
 from fsdp2.optimizer.alike import agreeing_local, cut_alike, local_state, shown_state
+from fsdp2.optimizer.collecting import Collecting
 from fsdp2.optimizer.stand_ins import step_on_stand_ins
 from fsdp2.runtime.hooks import settle_optimizer
 
@@ -99,7 +101,7 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
 
 def _step_on_local_lists(optimizer: optim.Optimizer) -> None:
     lists = _LocalLists(optimizer)
-    after_init_group(optimizer, lists.localize)
+    around_init_group(optimizer, lists.collect)
     if isinstance(optimizer, optim.SGD):
         settle_optimizer(optimizer, lists.settle)
 
@@ -109,19 +111,31 @@ class _LocalLists:
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._collecting = Collecting()
         # Specs that were found to agree, by group and list: comparing lists of the same objects takes no time.
         self._agreed: dict[tuple[int, int], tuple[list[DTensorSpec | None], list[DTensorSpec | None]]] = {}
         self._lent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
-    def localize(self, group: dict[str, Any], lists: tuple[list[Any], ...]) -> None:
-        """Replace DTensors in ``lists`` (parameters, gradients, then one for each kind of state) by local tensors.
+    def collect(self, by_torch: Callable[[], Any], group: dict[str, Any], lists: tuple[list[Any], ...]) -> Any:
+        """Fill ``lists`` (parameters, gradients, then one for each kind of state) with a group's local tensors.
 
         Raises:
             RuntimeError: a parameter's state is not cut like the parameter.
         """
+        optimizer = self._optimizer()
+        if optimizer is None or group.get("differentiable") or dynamo_is_tracing():
+            return by_torch()
+        known, found = self._collecting.again(optimizer, group, lists)
+        if not known:
+            found = by_torch()
+            self._collecting.learn(optimizer, group, lists, found)
+        self._localize(group, lists)
+        return found
+
+    def _localize(self, group: dict[str, Any], lists: tuple[list[Any], ...]) -> None:
         params = lists[0]
         specs = dtensor_specs(params)
-        if group.get("differentiable") or dynamo_is_tracing() or not any(specs):
+        if not any(specs):
             return
         for i, tensors in enumerate(lists[1:], 1):
             if not tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.probing import probes
 
 
 @pytest.mark.parametrize("kind", sorted(_ELEMENTWISE, key=lambda kind: kind.__name__))
-@probes("after_init_group")
+@probes("around_init_group")
 def test_optimizers_compute_with_what_is_in_their_lists(kind: Any) -> None:
     names = list(inspect.signature(kind._init_group).parameters)
     assert names[1] == "group" and names[3] == "grads"
@@ -25,13 +26,15 @@ def test_optimizers_compute_with_what_is_in_their_lists(kind: Any) -> None:
     optimizer = kind([shown], lr=0.1)
     seen: list[int] = []
 
-    def change(group: dict[str, Any], lists: tuple[list[Any], ...]) -> None:
+    def around(collect: Callable[[], Any], group: dict[str, Any], lists: tuple[list[Any], ...]) -> Any:
+        found = collect()
         assert group is optimizer.param_groups[0] and lists[0] == [shown] and lists[1] == [shown.grad]
         assert all(len(entries) in (0, 1) for entries in lists)
         seen.append(len(lists))
         lists[0][:] = [computed]
+        return found
 
-    _torch.after_init_group(optimizer, change)
+    _torch.around_init_group(optimizer, around)
     shown.grad = torch.ones(3)
     optimizer.step()
     assert seen and torch.equal(shown, torch.ones(3))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,9 +88,6 @@ def test_plain_parameters_alone_are_stepped_as_ever(kind: Any) -> None:
 
 
 def test_an_optimizer_dies_without_garbage_collection() -> None:
-    import gc
-    import weakref
-
     gc.disable()
     try:
         optimizer = use_local_shards(torch.optim.SGD(matrix(), lr=0.1, momentum=0.9))
@@ -95,6 +96,51 @@ def test_an_optimizer_dies_without_garbage_collection() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_what_changes_between_steps_is_noticed(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = kind._init_group
+    monkeypatch.setattr(kind, "_init_group", lambda self, *lists: calls.append(1) or original(self, *lists))
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    with fake_mesh((2,)) as mesh:
+        modules, optimizers, asked = [nn.Linear(4, 6) for _ in range(2)], [], []
+        modules[1].load_state_dict(modules[0].state_dict())
+        for use, module in enumerate(modules):
+            fully_shard(module, mesh=mesh)
+            optimizer = kind([module.weight], lr=0.1, **options)
+            optimizers.append(use_local_shards(optimizer) if use else optimizer)
+
+        def step(change: Callable[[Any, Any], object] = lambda module, optimizer: None, bias: bool = False) -> None:
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                module.weight.grad = torch.ones_like(module.weight)
+                module.bias.grad = torch.ones_like(module.bias) if bias else None
+                change(module, optimizer)
+                calls.clear()
+                optimizer.step()
+            asked.append(len(calls))
+            for name in ("weight", "bias"):
+                one, other = (getattr(module, name).to_local() for module in modules)
+                assert torch.equal(one, other)
+
+        step()
+        step()  # SGD has its momentum from here on
+        step()
+        step(lambda _, o: o.param_groups[0].update(lr=0.01))
+        assert asked[2:] == [0, 0]
+        step(lambda _, o: o.param_groups[0].update(weight_decay=0.5))
+        step(lambda _, o: o.param_groups[0].update(maximize=True))
+        step(lambda _, o: o.state.clear())
+        step(lambda m, o: o.add_param_group({"params": [m.bias]}), bias=True)
+        assert asked[4:7] == [1, 1, 1] and asked[7] >= 1
+        step(bias=True)
+        step(bias=True)
+        assert asked[-1] == 0
+        step()
+        step(lambda _, o: o.load_state_dict(copy.deepcopy(o.state_dict())))
+        step(lambda _, o: o.param_groups[0].update(lr=torch.tensor(0.1)))
+        assert asked[-1] >= 1
 
 
 def test_an_optimizer_built_before_sharding() -> None:

@@ -47,11 +47,15 @@ OLD = {
 """Public names of torch.distributed.fsdp that belong to FullyShardedDataParallel, the wrapper class of FSDP1."""
 
 EXTRA_NAMES = {
+    "ShardedGradScaler",
     "broadcast_from_rank0",
     "clip_grad_norm_",
+    "fsdp_modules",
     "install",
     "iter_full_params",
     "load_safetensors",
+    "no_sync",
+    "plan_units",
     "save_safetensors",
     "summon_full_params",
     "sync_module_states",
@@ -62,14 +66,18 @@ EXTRA_NAMES = {
     *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load"),
 }
 EXTRA_METHODS = {"set_transfer_sizes"}
-EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
+EXTRA_PARAMETERS: dict[str, set[str]] = {
+    "fully_shard": {"ignored_modules", "policy", "replicated_params", "strategy"},
+    "unshard": {"recurse"},
+    "reshard": {"recurse"},
+}
 """What fsdp2 has and torch's has not: documented extras."""
 
 PRIVATE_METHODS = ("_set_unshard_async_op",)
 """Methods of torch's FSDPModule with a leading underscore that libraries call."""
 
 MULTI, API, FULL = "tests/multi/", "tests/api/", "tests/full/"
-MULTI, API, STATE = "tests/multi/", "tests/api/", "tests/state_dicts/"
+PLANNING, STATE = "tests/planning/", "tests/state_dicts/"
 TESTS: dict[str, str] = {
     "fully_shard": MULTI + "test_options.py::test_reshard_after_forward",
     "fully_shard(module)": MULTI + "test_options.py::test_grouped_modules",
@@ -80,6 +88,10 @@ TESTS: dict[str, str] = {
     "fully_shard(offload_policy)": API + "test_arguments.py::test_cpu_offload",
     "fully_shard(ignored_params)": API + "test_arguments.py::test_ignored_params",
     "fully_shard(dp_mesh_dims)": API + "test_named_dimensions.py::test_training",
+    "fully_shard(ignored_modules)": PLANNING + "test_modules.py::test_ignored_modules",
+    "fully_shard(policy)": PLANNING + "test_policies.py::test_forms",
+    "fully_shard(replicated_params)": PLANNING + "test_replicated_params.py::test_training",
+    "fully_shard(strategy)": PLANNING + "test_strategies.py::test_training",
     "FSDPModule": MULTI + "test_module_methods.py::test_indexing_and_names",
     "FSDPModule.reshard": MULTI + "test_module_methods.py::test_unshard_and_reshard",
     "FSDPModule.unshard": MULTI + "test_module_methods.py::test_unshard_and_reshard",
@@ -136,6 +148,10 @@ TESTS: dict[str, str] = {
     "clip_grad_norm_(pp_mesh)": API + "test_clip_grad_norm.py::test_pipeline_stages",
     "use_local_shards": API + "test_local_shards.py::test_steps_are_those_on_dtensors",
     "use_local_shards(elementwise)": API + "test_stand_ins.py::test_other_classes_that_are_elementwise",
+    "ShardedGradScaler": PLANNING + "test_grad_scaler.py::test_found_inf_agrees",
+    "fsdp_modules": PLANNING + "test_modules.py::test_fsdp_modules",
+    "no_sync": PLANNING + "test_modules.py::test_no_sync_accumulates",
+    "plan_units": PLANNING + "test_policies.py::test_what_is_chosen_is_logged",
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
     "use_weights": "tests/multi/test_weights.py::test_a_loss_that_uses_weights",
     "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
@@ -257,6 +273,10 @@ def rows() -> dict[str, list[Row]]:
     for name in sorted(EXTRA_NAMES):
         extras += [Row(name, "", "", "only here")]
         own = parameters(getattr(fsdp2, name)).items()
+        extras += [Row(name, p, show(entry), "only here") for p, entry in own]
+    for name in [name for name in EXTRA_PARAMETERS if name in fsdp2.__all__]:
+        own = [item for item in parameters(getattr(fsdp2, name)).items() if item[0] in EXTRA_PARAMETERS[name]]
+        extras += [Row(name, "", "", "more parameters")]
         extras += [Row(name, p, show(entry), "only here") for p, entry in own]
     for name in sorted(EXTRA_METHODS):
         own = getattr(fsdp2.FSDPModule, name)

@@ -11,6 +11,9 @@ from fsdp2.loading.weights import load_safetensors
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.optimizer.clip import clip_grad_norm_
 from fsdp2.optimizer.local_step import use_local_shards
+from fsdp2.planning.grad_scaler import ShardedGradScaler
+from fsdp2.planning.modules import fsdp_modules, no_sync
+from fsdp2.planning.plan import plan_units
 from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -31,17 +34,21 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",
+    "ShardedGradScaler",
     "UnshardHandle",
     "broadcast_from_rank0",
     "clip_grad_norm_",
+    "fsdp_modules",
     "fully_shard",
     "get_state_dict_type",
     "install",
     "iter_full_params",
     "load_safetensors",
     "merge_local_state_dicts",
+    "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "plan_units",
     "register_fsdp_forward_method",
     "save_safetensors",
     "set_state_dict_type",

@@ -103,6 +103,7 @@ __all__ = [
     "accumulate_grad_node",
     "around_init_group",
     "autograd_sequence_number",
+    "check_finite_and_unscale",
     "chunk_cat",
     "composable_state",
     "concatenate_meshes",
@@ -138,6 +139,7 @@ __all__ = [
     "pytree",
     "queue_end_of_backward",
     "root_modules",
+    "run_policy",
     "set_local_tensor",
     "torch_fully_shard",
     "torch_group_module",
@@ -176,16 +178,8 @@ group_all_reduce = _group_method("allreduce", "allreduce")
 # (The decorator that adds __wrapped__ is untyped.)
 torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
-TORCH_COMMS = tuple(
-    comm
-    for comm in (
-        ProcessGroupAllocAllGather,
-        ProcessGroupAllocReduceScatter,
-        SymmMemAllGather,
-        SymmMemReduceScatter,
-    )
-    if comm is not None
-)
+_comms = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter, SymmMemAllGather, SymmMemReduceScatter)
+TORCH_COMMS = tuple(comm for comm in _comms if comm is not None)
 
 # The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -199,6 +193,9 @@ profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled
 
 # One kernel packs gradients into one row per rank, padded and cast.
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+
+# One kernel unscales a list of gradients and notes whether one is not finite; what torch.amp.GradScaler itself calls.
+check_finite_and_unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 
 # One call copies (and casts) a whole list of tensors; there is no public form of it.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
@@ -302,6 +299,11 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
 def version_of(tensor: Any) -> int:
     """How often ``tensor`` was changed in place; -1 for inference tensors, which do not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def run_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]] | None:
+    """What a ModuleWrapPolicy or CustomPolicy matches in ``root``, each with its arguments; None for anything else."""
+    return policy._run_policy(root, ignored, {}) if hasattr(policy, "_run_policy") else None
 
 
 def python_attributes(param: torch.Tensor) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +34,15 @@ class Managed:
     buffers: list[torch.Tensor]
 
 
-def collect(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> Managed:
+def collect(
+    roots: tuple[nn.Module, ...], ignored: set[nn.Parameter], ignored_modules: Collection[nn.Module] = ()
+) -> Managed:
     """Walk the modules below ``roots``, children first, stopping at those that another call or ``replicate`` manages.
 
     Raises:
         ValueError: a module below is managed by torch's own fully_shard.
     """
-    modules = _managed_modules(roots)
+    modules = _managed_modules(roots, ignored_modules)
     prefixes = {module: name for root in roots for name, module in root.named_modules()}
     found: dict[nn.Parameter, Found] = {}
     buffers: dict[torch.Tensor, None] = {}
@@ -64,9 +66,9 @@ def collect(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> Managed
     return Managed(modules, list(found.values()), list(buffers))
 
 
-def _managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
+def _managed_modules(roots: tuple[nn.Module, ...], ignored: Collection[nn.Module]) -> list[nn.Module]:
     managed: dict[nn.Module, None] = {}
-    visited: set[nn.Module] = set()
+    visited: set[nn.Module] = set(ignored)
 
     def visit(module: nn.Module) -> None:
         visited.add(module)

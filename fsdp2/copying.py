@@ -14,7 +14,7 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.ties import remember_group
 
-__all__ = ["deepcopy_module"]
+__all__ = ["deepcopy_module", "refuse_pickling"]
 
 
 def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -39,6 +39,19 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for state in states:
         _finish_state(state, memo)
     return clone
+
+
+def refuse_pickling(module: nn.Module, protocol: Any) -> Any:
+    """What ``module.__reduce_ex__`` is: process groups, hooks and lanes belong to this process.
+
+    Raises:
+        TypeError: always; it says what to do.
+    """
+    raise TypeError(
+        f"cannot pickle {type(module).__name__}: it is sharded over process groups of this process. Save its "
+        "state_dict() (torch.distributed.checkpoint, or torch.save on each rank), then build the model, shard it and "
+        "call load_state_dict(); copy.deepcopy makes a copy in this process"
+    )
 
 
 @torch.no_grad()

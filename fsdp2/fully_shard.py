@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp2._torch import (
     REGISTRY_KEY,
@@ -19,16 +23,27 @@ from fsdp2._torch import (
     torch_fully_shard,
 )
 from fsdp2.collect import collect
+from fsdp2.copying import deepcopy_module, refuse_pickling
 from fsdp2.grouping import PlacementFn, Unit
-from fsdp2.module import make_fsdp_module
+from fsdp2.module import FSDPModule
+from fsdp2.planning.arguments import merge_arguments
+from fsdp2.planning.plan import describe
+from fsdp2.planning.policy import Policy, choose_units
+from fsdp2.planning.strategy import follow_strategy
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, PolicyOf, policy_by_name
 from fsdp2.runtime.hooks import hook_forward, hook_loading
 from fsdp2.runtime.options import GroupOptions
+from fsdp2.runtime.param import is_managed_tensor
 from fsdp2.runtime.state import FSDPState, get_state
-from fsdp2.sharding.mesh import DataParallelMesh, default_mesh
+from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.state_dicts.loading import after_load_tree, before_load_tree
 
 __all__ = ["fully_shard"]
+
+logger = logging.getLogger("fsdp2")
+
+# Weak both ways: a class made in a function or a notebook reaches whatever its methods do, models included.
+_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 def fully_shard(
@@ -41,12 +56,16 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    policy: Policy = None,
+    strategy: ShardingStrategy | None = None,
+    replicated_params: set[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it as an ``FSDPModule``.
 
     The call makes one unit of all parameters below ``module`` that no earlier call on a submodule manages: call it
-    bottom-up, on each block and then on the whole model. A unit's parameters are gathered before its forward and its
-    backward and freed after; its gradients are reduced to shards of their mean.
+    bottom-up, on each block and then on the whole model, or let ``policy`` choose the blocks. A unit's parameters are
+    gathered before its forward and its backward and freed after; its gradients are reduced to shards of their mean.
 
     Args:
         module: A module, or several that communicate as one unit and need not all run in every forward.
@@ -60,39 +79,118 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``. Or a policy for
             each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (first match; ``""`` for all
             others and for the unit's inputs and outputs), or a function of the name. They still travel in one gather.
+            With ``policy``, names are those in ``module``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU.
         ignored_params: Parameters to leave alone: not sharded, not moved, their gradients not reduced.
         dp_mesh_dims: ``mesh`` is the whole mesh that the parameters, all of them DTensors, lie on; these of its
             dimensions are the data-parallel ones.
+        policy: Which submodules become units first, with the same arguments except ``output_dtype``, which is for what
+            ``module`` returns: torch's ``ModuleWrapPolicy`` or ``CustomPolicy``, any function for FSDP1's
+            ``auto_wrap_policy`` (``size_based_auto_wrap_policy``), a set of module classes, a function ``(module) ->
+            bool | dict`` (of arguments for that unit), or "auto": the blocks that repeat. ``plan_units`` shows what it
+            comes to, as does the logger "fsdp2" at INFO.
+        strategy: torch's ``ShardingStrategy``, which stands for a mesh and for ``reshard_after_forward``: FULL_SHARD
+            (True), SHARD_GRAD_OP (False), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (the same on a 2D mesh, by default cut
+            within a node) or NO_SHARD (whole on every rank of the mesh, gradients all-reduced).
+        replicated_params: Parameters kept whole on every rank, equal to begin with, gradients all-reduced.
+        ignored_modules: Modules to leave alone with everything below them, parameters and buffers.
 
     Returns:
         The same object; its class is now a subclass of both its own and ``FSDPModule``.
 
     Raises:
         ValueError: a container without forward, a mesh of the wrong rank or without this rank, a tree that torch's own
-            fully_shard manages.
+            fully_shard manages, a policy that matches nothing, arguments that contradict the strategy.
         TypeError: an argument of the wrong type.
         AssertionError: ``module`` already went through a fully_shard call (torch's contract).
         NotImplementedError: ``reshard_after_forward`` as an int together with ``dp_mesh_dims``.
     """
     modules = _check_modules(module)
-    _check_arguments(shard_placement_fn, offload_policy, ignored_params, dp_mesh_dims)
-    policy_of = policy_by_name(mp_policy)
-    dp_mesh = DataParallelMesh.from_mesh(default_mesh() if mesh is None else mesh, dp_mesh_dims)
-    reshard_after_forward = _check_reshard(reshard_after_forward, dp_mesh)
-    options = GroupOptions(
-        mp_policy=policy_of(""), offload_policy=offload_policy, reshard_after_forward=reshard_after_forward
+    given = dict(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        strategy=strategy,
+        replicated_params=replicated_params,
+        ignored_modules=ignored_modules,
     )
-    ignored = set(ignored_params or ())
-    managed = collect(modules, ignored)
-    state = FSDPState(modules, dp_mesh.device, options.mp_policy)
-    unit = Unit(state, dp_mesh, options, shard_placement_fn, ignored, policy_of)
+    own = _check_arguments(modules, given)
+    units = [] if policy is None else _plan(modules, policy, given, own)
+    for unit, arguments in [*units, (modules, own)]:  # all arguments are checked before anything changes
+        _shard(unit, arguments)
+    return module
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The checked arguments of one call on modules that make one unit."""
+
+    mesh: DataParallelMesh
+    options: GroupOptions
+    placement_fn: PlacementFn | None
+    ignored: set[nn.Parameter]
+    policy_of: PolicyOf
+    ignored_modules: frozenset[nn.Module]
+    replicated: set[nn.Parameter]
+
+
+_Call = tuple[tuple[nn.Module, ...], _Arguments]
+
+
+def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any], own: _Arguments) -> list[_Call]:
+    """A call for each unit that ``policy`` makes below ``modules``; ``own`` are the checked arguments of the call."""
+    collect(modules, own.ignored, own.ignored_modules)
+    units = choose_units(modules, policy, own.ignored_modules, own.ignored)
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", describe(modules, units, own.ignored_modules, own.ignored))
+    inner = {
+        **given,
+        "ignored_params": own.ignored,
+        "ignored_modules": own.ignored_modules,
+        "replicated_params": own.replicated,
+    }
+    calls: list[_Call] = []
+    for unit in units:
+        mixed = {"mp_policy": _mixed_precision_below(own.policy_of, unit.name)}
+        arguments = merge_arguments({**inner, **mixed}, unit.overrides, unit.name)
+        calls.append(((unit.module,), _check_arguments((unit.module,), arguments)))
+    return calls
+
+
+def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
+    """The dtypes of a unit by names in it, where ``policy_of`` has names in the whole module."""
+
+    def of(name: str) -> MixedPrecisionPolicy:
+        if name:
+            return policy_of(f"{unit}.{name}")
+        return replace(policy_of(""), output_dtype=None)  # for what the whole module returns
+
+    return of
+
+
+def _shard(modules: tuple[nn.Module, ...], arguments: _Arguments) -> None:
+    """Make one unit of ``modules``."""
+    managed = collect(modules, arguments.ignored, arguments.ignored_modules)
+    state = FSDPState(modules, arguments.mesh.device, arguments.options.mp_policy)
+    unit = Unit(
+        state,
+        arguments.mesh,
+        arguments.options,
+        arguments.placement_fn,
+        arguments.ignored,
+        arguments.policy_of,
+        arguments.ignored_modules,
+        arguments.replicated,
+    )
     unit.manage(managed)
     state.adopt_added = unit.adopt_added
     _attach(state)
-    for submodule in modules:
-        make_fsdp_module(submodule)
-    return module
+    for module in modules:
+        _make_fsdp_module(module)
 
 
 def _check_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -115,18 +213,46 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _check_arguments(placement_fn: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any) -> None:
-    for name, value, kind in (
-        ("offload_policy", offload_policy, OffloadPolicy),
-        ("dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None))),
+def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> _Arguments:
+    for name, kind in (
+        ("offload_policy", OffloadPolicy),
+        ("dp_mesh_dims", (DataParallelMeshDims, type(None))),
     ):
-        if not isinstance(value, kind):
+        if not isinstance(given[name], kind):
             expected = kind[0].__name__ if isinstance(kind, tuple) else kind.__name__
-            raise TypeError(f"fully_shard: {name} must be a {expected}, got {value!r}")
+            raise TypeError(f"fully_shard: {name} must be a {expected}, got {given[name]!r}")
+    placement_fn = given["shard_placement_fn"]
     if placement_fn is not None and not callable(placement_fn):
         raise TypeError(f"fully_shard: shard_placement_fn must be callable, got {placement_fn!r}")
-    if ignored_params is not None and not all(isinstance(p, nn.Parameter) for p in ignored_params):
-        raise TypeError(f"fully_shard: ignored_params must be a set of nn.Parameter, got {ignored_params!r}")
+    ignored, replicated = (_check_set(given, name, nn.Parameter) for name in ("ignored_params", "replicated_params"))
+    ignored_modules = _check_set(given, "ignored_modules", nn.Module)
+    for module in ignored_modules:
+        if module in modules:
+            raise ValueError(f"fully_shard: {type(module).__name__} is to be sharded and in ignored_modules; do one")
+        ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
+    if ignored & replicated:
+        raise ValueError(
+            f"fully_shard: {len(ignored & replicated)} parameters are to be ignored and in replicated_params; leave "
+            "them out of one of the two: gradients of ignored parameters are not reduced"
+        )
+    policy_of = policy_by_name(given["mp_policy"])
+    mesh, reshard = follow_strategy(
+        given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
+    )
+    options = GroupOptions(policy_of(""), given["offload_policy"], _check_reshard(reshard, mesh))
+    return _Arguments(mesh, options, placement_fn, ignored, policy_of, frozenset(ignored_modules), replicated)
+
+
+def _check_set(given: dict[str, Any], name: str, kind: type) -> set[Any]:
+    found = given[name]
+    if found is None:
+        return set()
+    if isinstance(found, (kind, str)) or not isinstance(found, Iterable):
+        raise TypeError(f"fully_shard: {name} must be a set of nn.{kind.__name__}, got {found!r}")
+    found = list(found)
+    if not all(isinstance(entry, kind) for entry in found):
+        raise TypeError(f"fully_shard: {name} must be a set of nn.{kind.__name__}, got {found!r}")
+    return set(found)
 
 
 def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
@@ -181,6 +307,17 @@ def _attach(state: FSDPState) -> None:
     handles = hook_forward(state.modules, state.pre_forward, state.post_forward)
     state._pre_forward_hook_handle, state._post_forward_hook_handle = handles[0]
     hook_loading(state.modules, before_load_tree, after_load_tree)
+
+
+def _make_fsdp_module(module: nn.Module) -> None:
+    """Give ``module`` the class that is both its own and ``FSDPModule``; names and attributes do not change."""
+    cls = type(module)
+    made = _classes[cls]() if cls in _classes else None
+    if made is None:
+        own = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
+        _classes[cls] = weakref.ref(made)
+    module.__class__ = made
 
 
 fully_shard.state = get_state  # type: ignore[attr-defined]  # torch's function has it too; pipelining asks for it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,13 +43,17 @@ class Unit:
     placement_fn: PlacementFn | None
     ignored: set[nn.Parameter]
     policy_of: Callable[[str], MixedPrecisionPolicy]
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    replicated: set[nn.Parameter] = field(default_factory=set)
 
     def manage(self, managed: Managed) -> None:
         """Put ``managed`` parameters into groups of the state; those that other calls manage are shared with them."""
         state = self.state
         hooked = list(state.groups)
         own = join_ties(managed.params, self.mesh, state)
-        placed = [_place(found, self.placement_fn, self.mesh, self.policy_of(found.name)) for found in own]
+        placed = [
+            _place(f, self.placement_fn, self.mesh, self.policy_of(f.name), f.param in self.replicated) for f in own
+        ]
         offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         move_to(self.mesh.device, [] if offloads else own, managed.buffers)
         state.groups[:0] = [_make_group(part, self.options, state) for part in _by_mesh(placed, self.options)]
@@ -66,7 +70,7 @@ class Unit:
     def adopt_added(self) -> None:
         """Manage parameters that appeared below the unit's modules since (LoRA adapters, say)."""
         state = self.state
-        managed = collect(state.modules, self.ignored)
+        managed = collect(state.modules, self.ignored, self.ignored_modules)
         params = [param for group in state.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
         places = {slot: param for param in params for slot in param.slots}
@@ -113,7 +117,7 @@ class _Placed:
 
 
 def _place(
-    found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy
+    found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
 ) -> _Placed:
     result = None if placement_fn is None else placement_fn(found.param)
     if result is None or isinstance(result, Shard):
@@ -130,6 +134,7 @@ def _place(
             f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
             "None"
         )
+    mesh = mesh.replicated() if whole else mesh
     return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -23,17 +22,13 @@ from fsdp2._torch import (
     SymmMemReduceScatter,
 )
 from fsdp2.comm.streams import Lane
-from fsdp2.copying import deepcopy_module
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
-__all__ = ["FSDPModule", "make_fsdp_module", "register_fsdp_forward_method", "share_comm_ctx"]
-
-# Weak both ways: a class made in a function or a notebook reaches whatever its methods do, models included.
-_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+__all__ = ["FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
 class _Unsharding(UnshardHandle):
@@ -344,16 +339,6 @@ class FSDPModule(TorchFSDPModule):
         for group in self._get_fsdp_state().groups:
             group.adopt_shards()
         return result
-
-
-def make_fsdp_module(module: nn.Module) -> None:
-    """Give ``module`` the class that is both its own and ``FSDPModule``; names and attributes do not change."""
-    cls = type(module)
-    made = _classes[cls]() if cls in _classes else None
-    if made is None:
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": deepcopy_module})
-        _classes[cls] = weakref.ref(made)
-    module.__class__ = made
 
 
 def _bool(name: str, value: Any) -> bool:

@@ -211,11 +211,15 @@ EXTRA_METHODS = {"set_transfer_sizes"}
 """Public methods that torch's FSDPModule does not have."""
 EXTRA_NAMES = {
     "ShardPlacementResult",
+    "ShardedGradScaler",
     "broadcast_from_rank0",
     "clip_grad_norm_",
+    "fsdp_modules",
     "install",
     "iter_full_params",
     "load_safetensors",
+    "no_sync",
+    "plan_units",
     "save_safetensors",
     "summon_full_params",
     "sync_module_states",
@@ -226,7 +230,11 @@ EXTRA_NAMES = {
     *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load"),
 }
 """Public names of the package that torch.distributed.fsdp does not have."""
-EXTRA_PARAMETERS: dict[str, set[str]] = {"unshard": {"recurse"}, "reshard": {"recurse"}}
+EXTRA_PARAMETERS: dict[str, set[str]] = {
+    "fully_shard": {"ignored_modules", "policy", "replicated_params", "strategy"},
+    "unshard": {"recurse"},
+    "reshard": {"recurse"},
+}
 """Parameters that torch's functions and methods do not have, by name of the function."""
 FUNCTIONS = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 METHODS = [name for name in vars(theirs.FSDPModule) if not name.startswith("_")]

@@ -1,0 +1,97 @@
+"""What a policy gives a unit of its own: our arguments by name, FSDP1's translated, the others refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["merge_arguments"]
+
+_ADDED = ("ignored_params", "ignored_modules", "replicated_params")
+_DECIDED = "the policy of the call decides about every submodule"
+_PREFETCH = "units are prefetched in the order of the last iteration; FSDPModule.set_modules_to_{}_prefetch changes it"
+_REFUSED = {
+    "policy": _DECIDED,
+    "auto_wrap_policy": _DECIDED,
+    "process_group": "pass mesh; DeviceMesh.from_group makes one of a process group",
+    "backward_prefetch": _PREFETCH.format("backward"),
+    "forward_prefetch": _PREFETCH.format("forward"),
+    "limit_all_gathers": "memory is bounded by gathering one unit ahead",
+    "use_orig_params": "parameters always keep their names",
+    "param_init_fn": "build on the meta device, shard, then call to_empty() and initialize, or load",
+    "sync_module_states": "load or broadcast the weights once the whole model is sharded",
+    "device_id": "shards live on the mesh's device; make it the current one before fully_shard",
+}
+
+
+def merge_arguments(call: dict[str, Any], own: dict[str, Any], name: str) -> dict[str, Any]:
+    """The arguments of ``fully_shard`` for the unit ``name``: the call's, with ``own`` in their place.
+
+    What is ignored or replicated is added to the call's. A strategy in ``own`` also replaces the call's
+    ``reshard_after_forward``.
+
+    Raises:
+        TypeError: ``own`` names an argument that does not exist here; the text says what to do instead.
+    """
+    own = _translate(own, f"policy: {name}", call)
+    if "strategy" in own:
+        own.setdefault("reshard_after_forward", None)
+    added = {key: {*(call[key] or ()), *(own[key] or ())} for key in _ADDED if key in own}
+    return {**call, **own, **added}
+
+
+def _translate(own: dict[str, Any], where: str, known: dict[str, Any]) -> dict[str, Any]:
+    """``own`` in the names of ``known``."""
+    found: dict[str, Any] = {}
+    for key, value in own.items():
+        if key in known:
+            found[key] = value
+        elif key in _TRANSLATED:
+            found.update(_TRANSLATED[key](value, f"{where}: {key}"))
+        elif key in _REFUSED:
+            raise TypeError(f"{where}: {key}={value!r} is not for a unit of fsdp2; {_REFUSED[key]}")
+        else:
+            raise TypeError(f"{where}: got the argument {key!r}; expected one of {', '.join(known)}")
+    return found
+
+
+def _mixed_precision(value: Any, where: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, MixedPrecision):
+        raise TypeError(f"{where}: expected a MixedPrecision or None, got {value!r}; mp_policy takes the newer class")
+    if value is None:
+        return {"mp_policy": MixedPrecisionPolicy()}
+    if value.buffer_dtype is not None:
+        raise TypeError(f"{where}: got buffer_dtype={value.buffer_dtype}; buffers are not cast, do so with buffer.data")
+    if value.keep_low_precision_grads:
+        raise TypeError(f"{where}: got keep_low_precision_grads=True; gradients have the dtype of their parameters")
+    policy = MixedPrecisionPolicy(
+        param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype, cast_forward_inputs=value.cast_forward_inputs
+    )
+    return {"mp_policy": policy}
+
+
+def _cpu_offload(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, (CPUOffload, bool, type(None))):
+        raise TypeError(f"{where}: expected a CPUOffload, a bool or None, got {value!r}")
+    offloads = value.offload_params if isinstance(value, CPUOffload) else bool(value)
+    return {"offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy()}
+
+
+def _ignored_states(value: Any, where: str) -> dict[str, Any]:
+    states = list(value or ())
+    for key, kind in (("ignored_params", nn.Parameter), ("ignored_modules", nn.Module)):
+        if all(isinstance(state, kind) for state in states):
+            return {key: states}
+    raise TypeError(f"{where}: expected parameters or modules, got {states!r}")
+
+
+_TRANSLATED: dict[str, Callable[[Any, str], dict[str, Any]]] = {
+    "sharding_strategy": lambda value, where: {"strategy": value},
+    "device_mesh": lambda value, where: {"mesh": value},
+    "mixed_precision": _mixed_precision,
+    "cpu_offload": _cpu_offload,
+    "ignored_states": _ignored_states,
+}

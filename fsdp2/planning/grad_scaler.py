@@ -1,0 +1,74 @@
+"""Loss scaling whose verdict on infinite gradients is the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import check_finite_and_unscale, local_tensor
+from fsdp2.comm.collectives import all_reduce
+from fsdp2.sharding.mesh import Axis
+
+__all__ = ["ShardedGradScaler"]
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for sharded, replicated and plain parameters together.
+
+    torch's own asks the first gradient alone whether ranks must agree: behind a replicated one (a scalar, a
+    NO_SHARD unit) ranks step or skip each by themselves, and one without gradients leaves the others waiting. Here each
+    rank looks at what it has, and one all-reduce tells every rank of ``process_group`` (None: all ranks) about all.
+    Gradients of float16 parameters are unscaled, too.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale gradients in place; by device, whether any rank found one that is not finite (more than 0)."""
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                grad: Any = param.grad
+                if grad is None:
+                    continue
+                values = local_tensor(grad) if isinstance(grad, DTensor) else grad
+                if values.is_sparse:  # of an ignored parameter; a copy of its values is only looked at
+                    values = values.mul_(inv_scale.to(values.device)).coalesce().values().clone()
+                alike.setdefault((values.device, values.dtype), []).append(values)
+        found = {found_inf.device: found_inf}
+        for (device, _), grads in alike.items():
+            here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+            check_finite_and_unscale(grads, here, inv_scale.to(device))
+        total = sum((one.to(found_inf.device) for one in found.values()), torch.zeros_like(found_inf)).view(1)
+        if dist.is_initialized():
+            ranks = self.process_group or dist.group.WORLD
+            assert ranks is not None
+            axis = Axis.of_group(ranks, total.device.type)
+            for work in all_reduce(total, axis, average=False, async_op=False):
+                work.wait()
+        for one in found.values():
+            one.copy_(total.view(found_inf.shape))
+        return found

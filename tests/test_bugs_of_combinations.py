@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -97,3 +99,20 @@ def test_saving_in_the_background(rank, world, tmp_path):
     dcp.load(other.state_dict(), checkpoint_id=tmp_path)
     for name, value in other.state_dict().items():
         torch.testing.assert_close(value.full_tensor(), before[name])
+
+
+@on_ranks(2)
+def test_other_experts_on_other_ranks(rank, world):
+    """Parameters on a smaller mesh than the root's were compared over all ranks: experts of other shapes were refused
+    as "different models", experts of other values drew a warning about the seed."""
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("each", "one"))["one"]
+    torch.manual_seed(0)
+    dense = nn.Linear(4, 4)
+    torch.manual_seed(rank)
+    module = nn.Sequential(dense, nn.Linear(4, 3 + rank))
+    api.ours.fully_shard(module[1], mesh=alone)
+    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(torch.ones(1, 4)).sum().backward()
+    assert module[1].weight.grad.full_tensor().shape == (3 + rank, 4)

@@ -51,8 +51,11 @@ class Agreement:
         mesh = max((group.mesh.mesh for group in groups), key=lambda mesh: mesh.size(), default=None)
         if process is None or mesh is None or mesh.size() == 1:
             return None
-        watch = Watch(process, tuple(mesh.mesh.flatten().tolist()), _refusal)
-        _compare(watch, groups, error)
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        watch = Watch(process, ranks, _refusal)
+        # What lies on a smaller mesh (experts) is another thing elsewhere, in number, shape and values.
+        shared = [group for group in groups if set(group.mesh.mesh.mesh.flatten().tolist()) == set(ranks)]
+        _compare(watch, shared, error)
         return cls(watch, root)
 
     def _recent(self) -> tuple[int, list[Any]]:

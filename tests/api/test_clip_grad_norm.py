@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from tests.api.parity import full, mesh_1d, mesh_2d, mesh_of
 from tests.api.stepping import ROWS, WIDTH, Model, batch, build
+from tests.support.composition import composes
 from tests.support.counting import Collectives
 from tests.support.pool import on_ranks
 
@@ -106,6 +107,7 @@ def test_one_reduction_for_each_group_that_parameters_are_cut_over(rank, world, 
     assert not seen.counts
 
 
+@composes("clipping", "tensor parallel", "several meshes", "hybrid sharding", "shard dim", "uneven")
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, INF])
 def test_any_mix_of_meshes(rank, world, norm_type):
@@ -281,6 +283,7 @@ def test_parameters_that_are_shown_unsharded(rank, world):
     assert_clipped(params, whole(params), 2.0, 0.01)
 
 
+@composes("clipping", "CPU offload")
 @on_ranks(2)
 def test_cpu_offload(rank, world):
     """Gradients that live on the CPU are clipped there."""

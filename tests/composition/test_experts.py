@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResul
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
-from tests.api.parity import WIDTH, assert_parity, mesh_1d, mesh_2d, mesh_of
+from tests.api.parity import SEED, WIDTH, Run, assert_parity, assert_same, mesh_1d, mesh_2d, mesh_of, train
 from tests.support import api
 from tests.support.composition import composes, refused
 from tests.support.pool import on_ranks
@@ -186,15 +186,71 @@ def test_experts_on_the_mesh_of_the_dense_parameters(rank, world, count, dim, ot
     assert pieces[dim] == (len(range(count)[rank * -(-count // 4) :][: -(-count // 4)]) if dim == 0 else WIDTH // 4)
 
 
-@refused("experts", "clipping", by="torch", reason="torch.nn.utils.clip_grad_norm_ cannot join norms of several meshes")
+class Apiece(nn.Module):
+    """A mixture in which every rank of a group has two experts of its own, each a module by its number."""
+
+    def __init__(self, first: int = 0, count: int = 4, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.gate, self.first, self.group = nn.Linear(WIDTH, 4), first, group
+        experts = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.experts = nn.ModuleDict({str(i): experts[i] for i in range(first, first + count)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        rows = x if self.group is None else Together.apply(x, self.group)
+        picked = chosen if self.group is None else gathered(chosen, self.group)
+        parts = [expert(rows) * (picked == int(i))[:, None] for i, expert in self.experts.items()]
+        y = torch.stack(parts).sum(0)
+        return x + weight[:, None] * (y if self.group is None else Apart.apply(y, self.group))
+
+
+@composes("experts", "several meshes", "divide factor")
 @on_ranks(4)
-def test_clipping_by_torch(rank, world):
-    """Gradients on several meshes have no common norm in torch."""
+def test_experts_of_other_names_on_other_ranks(rank, world):
+    """Units that only some ranks have, under names that only they know, beside dense parameters that all have."""
     mesh = mesh_of(2, 2, names=("edp", "ep"))
-    module = Mixture(4)
-    spread_experts(module, mesh["ep"])
-    api.ours.fully_shard(module.experts, mesh=mesh["edp"])
-    api.ours.fully_shard(module, mesh=mesh_1d())
-    module(torch.ones(2, WIDTH)).sum().backward()
-    with pytest.raises((RuntimeError, ValueError), match="mesh"):
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    first = 2 * mesh.get_local_rank("ep")
+    seen = []
+    for fsdp in (api.ours, api.theirs, None):
+        torch.manual_seed(SEED)
+        module = Apiece() if fsdp is None else Apiece(first, 2, mesh.get_group("ep"))
+        for expert in module.experts.values() if fsdp else ():
+            fsdp.fully_shard(expert, mesh=mesh["edp"])
+            divide(expert, fsdp, world)
+        if fsdp:
+            fsdp.fully_shard(module, mesh=mesh_1d())
+        run = Run(module, fsdp, (rank, world) if fsdp else (0, 1))
+        train(run)
+        seen.append(run.finish().seen)
+    ours, theirs, alone = seen
+    assert_same(ours, theirs, "torch's")
+    weights = [name for name in ours if name.startswith("weight")]
+    assert len(weights) == 6
+    assert_same({name: ours[name] for name in weights}, {name: alone[name] for name in weights}, "a single process's")
+
+
+@composes("experts", "several meshes", "clipping", "divide factor")
+@refused("experts", "clipping", by="torch", reason="`torch.nn.utils.clip_grad_norm_` of several meshes")
+@on_ranks(4)
+def test_clipping(rank, world):
+    """One norm of gradients on several meshes."""
+    mesh = mesh_of(2, 2, names=("edp", "ep"))
+
+    def prepare(module, fsdp):
+        spread_experts(module, mesh["ep"])
+        fsdp.fully_shard(module.experts, mesh=mesh["edp"])
+        divide(module.experts, fsdp, world)
+        fsdp.fully_shard(module, mesh=mesh_1d())
+
+    def program(run):
+        for step in range(3):
+            run.backward(step)
+            if step == 0 and run.fsdp is not None:
+                with pytest.raises((RuntimeError, ValueError), match="mesh"):
+                    torch.nn.utils.clip_grad_norm_(run.module.parameters(), 1.0)
+            clip = torch.nn.utils.clip_grad_norm_ if run.fsdp is None else fsdp2.clip_grad_norm_
+            run.seen[f"norm {step}"] = clip(run.module.parameters(), 0.1)
+            run.update()
+
+    run = assert_parity(prepare, build=lambda: Mixture(4), program=program, against=("alone",))
+    assert all(run.seen[f"norm {step}"] > 0.1 for step in range(3))

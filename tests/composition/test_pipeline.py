@@ -16,13 +16,14 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
 from tests.api.parity import full, mesh_of
 from tests.support import api
 from tests.support.composition import composes, refused
 from tests.support.counting import Collectives
 from tests.support.pool import on_ranks
 
-LAYERS, MICRO = 4, 4
+LAYERS, MICRO, MAX_NORM = 4, 4, 0.1
 SCHEDULES = {
     "ScheduleGPipe": 1,
     "Schedule1F1B": 1,
@@ -86,6 +87,7 @@ class Setup:
     dp: Sequence[str] = ("dp",)
     share: bool = False
     recomputed: bool = False
+    clip: bool = False
     options: dict[str, Any] | None = None
 
     def shard(self, fsdp: Any, module: nn.Module) -> None:
@@ -139,6 +141,7 @@ def train(fsdp: Any, setup: Setup) -> Seen:
     first, last = (any(getattr(stage, which) for stage in stages) for which in ("is_first", "is_last"))
     optimizer = torch.optim.SGD([p for layer in owned.values() for p in layer.parameters()], lr=0.5)
     means = []
+    norms = []
     for step in range(2):
         index, count = setup.part
         x, target = (part.chunk(count)[index] for part in batch(step))
@@ -147,21 +150,27 @@ def train(fsdp: Any, setup: Setup) -> Seen:
             warnings.simplefilter("ignore")
             schedule.step(*([x] if first else []), target=target if last else None, losses=losses if last else None)
         means += [torch.stack(losses).mean().item()] if last else []
+        if setup.clip:
+            params = [p for layer in owned.values() for p in layer.parameters()]
+            norms.append(fsdp2.clip_grad_norm_(params, MAX_NORM, pp_mesh=setup.mesh["pp"]))
         optimizer.step()
         optimizer.zero_grad()
     for layer in owned.values():
         layer.reshard()
     weights = {f"{i}.{n}": full(p) for i, layer in owned.items() for n, p in layer.named_parameters()}
+    assert all(norm > MAX_NORM for norm in norms)
     return Seen(means, weights, counts, len(owned))
 
 
-def alone() -> dict[str, Tensor]:
+def alone(clip: bool = False) -> dict[str, Tensor]:
     """Return the weights of a single process after two steps."""
     reference = nn.Sequential(*layers())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
     for step in range(2):
         x, target = batch(step)
         loss_of(reference(x), target).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in reference.named_parameters()}
@@ -207,6 +216,16 @@ def test_recomputed_stages(rank, world, name):
     """Stages that recompute in backward, several of a rank sharing what communicates."""
     setup = Setup(name, mesh_of(2, 2, names=("pp", "dp")), share=True, recomputed=True)
     assert_weights(train(api.ours, setup).weights, alone(), "a single process")
+
+
+@composes("pipeline", "accumulation", "clipping")
+@composes("pipeline", "zero bubble", "accumulation", "clipping")
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_clipping(rank, world, name):
+    """The norm of the gradients of all stages, on all of them."""
+    setup = Setup(name, mesh_of(2, 2, names=("pp", "dp")), clip=True)
+    assert_weights(train(api.ours, setup).weights, alone(clip=True), "a single process")
 
 
 @composes("pipeline", "accumulation", "mixed precision")

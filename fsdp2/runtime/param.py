@@ -195,7 +195,12 @@ class FSDPParam:
         self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))  # one object for shard and gradients
 
     def adopt_shard(self, sharded: nn.Parameter) -> None:
-        """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there."""
+        """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there.
+
+        The one before gets memory of its own: ``functional_call`` shows other values for a while and puts it back.
+        """
+        if self.sharded is not None and self.sharded is not sharded:
+            set_local_tensor(self.sharded, self.local.detach().clone())
         for name, value in self.attributes.items():
             sharded.__dict__.setdefault(name, value)
         sharded.__dict__["_fsdp2_managed"] = True

@@ -118,7 +118,7 @@ class FSDPParamGroup:
             return
         store, options, lane = self.store, self.options, self.root.comm.lanes.gather
         if self._subgroup is None:
-            if store.replaced():
+            if store.replaced(in_backward=Phase.BACKWARD in (self.lifecycle.phase, self.acting_for)):
                 self.adopt_shards()
             buffers, axis, custom = store.gather_buffers(), self.mesh.shard, options.all_gather
         else:
@@ -311,7 +311,7 @@ class FSDPParamGroup:
 
     def release(self) -> None:
         """What becomes of full parameters after forward; also where other ranks used them and this one did not."""
-        after = self.after_forward
+        after = self.store.gave_way() or self.after_forward
         if after is True:
             self.reshard()
             return

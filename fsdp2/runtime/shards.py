@@ -59,6 +59,7 @@ class ShardStore:
         self._fulls: list[torch.Tensor] = []
         self._gather: GatherBuffers | None = None
         self._subgroup: SubgroupShards | None = None
+        self._gave_way = False
         self._place(pieces)
 
     @property
@@ -114,6 +115,7 @@ class ShardStore:
             if shown is param.sharded and local_tensor(shown) is placed:
                 continue
             _check_replacement(param, shown)
+            self._gave_way |= shown is not param.sharded
             param.adopt_shard(shown)  # type: ignore[arg-type]
             show([param], "sharded")
             changed = True
@@ -121,15 +123,29 @@ class ShardStore:
             self._place([param.local for param in self.params])
         return changed
 
-    def replaced(self) -> bool:
-        """Whether a module shows another parameter than the shard it was given: cheap, for every gather."""
-        try:
-            for param in self.params:
-                slot = param.slots[0]
-                if slot.module._parameters[slot.name] is not param.sharded:
-                    return True
-        except KeyError:
-            return True
+    def gave_way(self) -> bool:
+        """Whether other shards were put in the place of ours since this was last asked.
+
+        ``functional_call`` does so for one forward, after which nothing that was computed from them may be kept.
+        """
+        gave_way, self._gave_way = self._gave_way, False
+        return gave_way
+
+    def replaced(self, *, in_backward: bool) -> bool:
+        """Whether a module shows another parameter than the shard it was given: cheap, for every gather.
+
+        Raises:
+            RuntimeError: it does so ``in_backward``, so that the forward computed with other weights.
+        """
+        for param in self.params:
+            slot = param.slots[0]
+            if slot.module._parameters.get(slot.name) is not param.sharded:
+                if in_backward:
+                    raise RuntimeError(
+                        f"{param.name}: replaced on its module between forward and backward, which would compute the "
+                        "gradient of other weights; use functional_call with other values under torch.no_grad() only"
+                    )
+                return True
         return False
 
     def check_ready(self) -> None:

@@ -15,7 +15,7 @@ from fsdp2.runtime import names
 from fsdp2.runtime.gradients import GroupGradients
 from fsdp2.runtime.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.runtime.options import GroupOptions
-from fsdp2.runtime.param import FSDPParam, show
+from fsdp2.runtime.param import FSDPParam, Slot, show
 from fsdp2.runtime.shards import ShardStore
 from fsdp2.runtime.subgroup import SubgroupShards
 from fsdp2.sharding.mesh import Axis, DataParallelMesh
@@ -74,11 +74,11 @@ class FSDPParamGroup:
         """Whether autograd is inside the group's backward."""
         return self.lifecycle.phase is Phase.BACKWARD
 
-    def set_names(self, name: str, param_names: dict[nn.Parameter, str]) -> None:
-        """Use names relative to the root from now on."""
+    def set_names(self, name: str, places: dict[Slot, tuple[int, str]]) -> None:
+        """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
         self.name = self.lifecycle.name = name
         for param in self.params:
-            param.name = next((param_names[p] for p in (param.sharded, param.full) if p in param_names), param.name)
+            param.name = min((places[slot] for slot in param.slots if slot in places), default=(0, param.name))[1]
 
     def lazy_init(self, *, in_root: bool) -> None:
         """Take in what happened to the parameters since ``fully_shard``; the first forward calls this.

@@ -15,6 +15,7 @@ from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.agreement import Agreement
 from fsdp2.runtime.hooks import Arguments, registrations, watch_inputs, watch_outputs, watch_transformed
 from fsdp2.runtime.lifecycle import Phase
+from fsdp2.runtime.param import Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
 from fsdp2.runtime.trees import map_tensors
@@ -235,9 +236,11 @@ class FSDPState(ComposableState):
                 group.lazy_init(in_root=group in self.groups)
 
     def _name_groups(self) -> None:
-        names: dict[nn.Parameter, str] = {}
-        for name, param in self.modules[0].named_parameters():
-            names.setdefault(param, name)
+        # By place, not by parameter: somebody may have put others there (functional_call does).
+        names: dict[Slot, tuple[int, str]] = {}
+        for prefix, module in self.modules[0].named_modules():
+            for name in module._parameters:
+                names[Slot(module, name)] = len(names), f"{prefix}.{name}" if prefix else name
         for state in self.root.all_states:
             for group in state.groups:
                 group.set_names(state.name, names)

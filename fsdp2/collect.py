@@ -96,14 +96,15 @@ def move_to(device: torch.device, params: Iterable[Found], buffers: Iterable[tor
     """Put parameters and buffers on ``device``, in place; those on the meta device stay there.
 
     Raises:
-        ValueError: a DTensor lies on a mesh of another device type.
+        ValueError: a DTensor lies on a mesh of another device type; nothing was moved then.
     """
-    for name, tensor in [(found.name, found.param) for found in params] + [("buffer", b) for b in buffers]:
-        if tensor.device == device or tensor.is_meta:
-            continue
+    named = [(found.name, found.param) for found in params] + [("buffer", b) for b in buffers]
+    elsewhere = [(name, tensor) for name, tensor in named if tensor.device != device and not tensor.is_meta]
+    for name, tensor in elsewhere:
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name}: Requires DTensor to have mesh of the same type as the FSDP mesh but got "
                 f"{tensor.device_mesh.device_type} for DTensor and {device.type} for FSDP"
             )
+    for _, tensor in elsewhere:
         tensor.data = tensor.to(device)

@@ -186,11 +186,12 @@ def _shard(modules: tuple[nn.Module, ...], arguments: _Arguments) -> None:
         arguments.ignored_modules,
         arguments.replicated,
     )
+    classes = [_fsdp_class(type(module)) for module in modules]
     unit.manage(managed)
     state.adopt_added = unit.adopt_added
     _attach(state)
-    for module in modules:
-        _make_fsdp_module(module)
+    for module, cls in zip(modules, classes):
+        module.__class__ = cls  # names and attributes do not change
 
 
 def _check_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -309,15 +310,14 @@ def _attach(state: FSDPState) -> None:
     hook_loading(state.modules, before_load_tree, after_load_tree)
 
 
-def _make_fsdp_module(module: nn.Module) -> None:
-    """Give ``module`` the class that is both its own and ``FSDPModule``; names and attributes do not change."""
-    cls = type(module)
+def _fsdp_class(cls: type) -> type:
+    """The class that is both ``cls`` and ``FSDPModule``."""
     made = _classes[cls]() if cls in _classes else None
     if made is None:
         own = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
         _classes[cls] = weakref.ref(made)
-    module.__class__ = made
+    return made
 
 
 fully_shard.state = get_state  # type: ignore[attr-defined]  # torch's function has it too; pipelining asks for it

@@ -24,7 +24,7 @@ from fsdp2.runtime.state import FSDPState
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 from fsdp2.sharding.spec import ShardedSpec
 from fsdp2.state_dicts.loading import ShardLoader
-from fsdp2.ties import join_ties, remember_managed
+from fsdp2.ties import find_ties, join_ties, remember_managed
 
 __all__ = ["PlacementFn", "Unit"]
 
@@ -47,16 +47,21 @@ class Unit:
     replicated: set[nn.Parameter] = field(default_factory=set)
 
     def manage(self, managed: Managed) -> None:
-        """Put ``managed`` parameters into groups of the state; those that other calls manage are shared with them."""
+        """Put ``managed`` parameters into groups of the state; those that other calls manage are shared with them.
+
+        What may be refused is looked at first, so that an error leaves everything as it was.
+        """
         state = self.state
         hooked = list(state.groups)
-        own = join_ties(managed.params, self.mesh, state)
+        own, ties = find_ties(managed.params, self.mesh, state)
         placed = [
             _place(f, self.placement_fn, self.mesh, self.policy_of(f.name), f.param in self.replicated) for f in own
         ]
+        parts = _by_mesh(placed, self.options)
         offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         move_to(self.mesh.device, [] if offloads else own, managed.buffers)
-        state.groups[:0] = [_make_group(part, self.options, state) for part in _by_mesh(placed, self.options)]
+        join_ties(ties, state)
+        state.groups[:0] = [_make_group(part, self.options, state) for part in parts]
         for module in managed.modules:  # Dynamo guards on these; registrations on such modules are noticed
             module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
             module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
@@ -143,7 +148,7 @@ def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]
     subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
     groups: dict[object, list[_Placed]] = {}
     for entry in placed:
-        alone = subgroup and has_extension(entry.spec.cut(_plain(entry.found.param)))
+        alone = has_extension(entry.spec.cut(_plain(entry.found.param))) and subgroup
         groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
     return list(groups.values())
 

@@ -8,6 +8,7 @@ last of them is through, and its gradient, which autograd finishes once, is redu
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh
 
-__all__ = ["groups_below", "join_ties", "remember_group", "remember_managed"]
+__all__ = ["Tie", "find_ties", "groups_below", "join_ties", "remember_group", "remember_managed"]
 
 _groups: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FSDPParamGroup]] = weakref.WeakKeyDictionary()
 # Originals only: torch cannot swap a tensor that has a weak reference, and Module.to swaps the sharded ones.
@@ -65,26 +66,40 @@ def _find(found: Found) -> tuple[FSDPParam, FSDPParamGroup] | None:
     return param, group
 
 
-def join_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> list[Found]:
-    """Let ``state`` drive the groups of parameters that other calls manage already; the others are returned.
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that another call manages already: where it was found, what it is a tie to, and that one's group."""
+
+    found: Found
+    param: FSDPParam
+    group: FSDPParamGroup
+
+
+def find_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> tuple[list[Found], list[Tie]]:
+    """The parameters that no other call manages, and the ties to those that another does; changes nothing.
 
     Raises:
-        ValueError: the tie crosses meshes or dtypes of computation.
+        ValueError: a tie crosses meshes or dtypes of computation.
     """
-    own = []
+    own, ties = [], []
     for entry in found:
         tied = _find(entry)
         if tied is None:
             own.append(entry)
         else:
             _check(entry, *tied, mesh, state)
-            group = _group_of_its_own(*tied)
-            param = tied[0]
-            param.set_slots(param.slots + [slot for slot in entry.slots if slot not in param.slots])
-            show([param], "sharded")
-            if group not in state.groups:
-                state.groups.append(group)
-    return own
+            ties.append(Tie(entry, *tied))
+    return own, ties
+
+
+def join_ties(ties: list[Tie], state: FSDPState) -> None:
+    """Let ``state`` drive the groups of parameters that other calls manage already, together with those."""
+    for tie in ties:
+        param, group = tie.param, _group_of_its_own(tie.param, tie.group)
+        param.set_slots(param.slots + [slot for slot in tie.found.slots if slot not in param.slots])
+        show([param], "sharded")
+        if group not in state.groups:
+            state.groups.append(group)
 
 
 def _check(entry: Found, param: FSDPParam, group: FSDPParamGroup, mesh: DataParallelMesh, state: FSDPState) -> None:

@@ -223,6 +223,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for ``event`` instead of all work before it; used once."""
+        if not hasattr(event, "record"):
+            raise TypeError(f"event must be a torch.Event, got {event!r}; record one after the optimizer's step")
         self._get_fsdp_state().root.post_optim_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -323,7 +325,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _states(self, recurse: bool) -> Iterator[FSDPState]:
         module = cast(nn.Module, self)
-        modules = module.modules() if recurse else [module]
+        modules = module.modules() if _bool("recurse", recurse) else [module]
         found = (get_state(module) for module in modules)
         return iter(dict.fromkeys(state for state in found if state is not None))
 
@@ -348,6 +350,8 @@ def _bool(name: str, value: Any) -> bool:
 
 
 def _states(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"modules must be a list of FSDPModules, got {type(modules).__name__}; pass [module] for one")
     states = []
     for module in modules:
         if not isinstance(module, FSDPModule):

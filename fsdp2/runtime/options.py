@@ -54,3 +54,12 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         check_dtypes(self.mp_policy)
+        for name in ("all_gather", "reduce_scatter"):
+            comm = getattr(self, name)
+            if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+                raise TypeError(
+                    f"{name}: expected a callable with an allocate method, got {comm!r}; derive it from torch's "
+                    f"{'AllGather' if name == 'all_gather' else 'ReduceScatter'} interface"
+                )
+        if self.all_reduce_hook is not None and not callable(self.all_reduce_hook):
+            raise TypeError(f"all_reduce_hook: expected a callable of one tensor, got {self.all_reduce_hook!r}")

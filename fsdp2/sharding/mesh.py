@@ -28,8 +28,19 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dim: int) -> Axis:
-        """The axis of dimension ``dim`` of ``mesh``."""
-        return cls.of_group(mesh.get_group(dim), mesh.device_type)
+        """The axis of dimension ``dim`` of ``mesh``.
+
+        Raises:
+            ValueError: the dimension has no process group (any more).
+        """
+        try:
+            group = mesh.get_group(dim)
+        except RuntimeError as error:
+            raise ValueError(
+                f"fully_shard: dimension {dim} of the mesh {mesh} has no process group ({error}); expected a mesh of "
+                "the present default process group: make it with init_device_mesh after init_process_group"
+            ) from error
+        return cls.of_group(group, mesh.device_type)
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, device_type: str) -> Axis:
@@ -178,7 +189,13 @@ def _submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    try:
+        return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"fully_shard: the mesh {mesh} is for {mesh.device_type}, which this process cannot use ({error}); pass a "
+            "mesh of a device that it has, such as init_device_mesh('cpu', ...)"
+        ) from error
 
 
 _default_meshes: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()

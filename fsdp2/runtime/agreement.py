@@ -146,6 +146,8 @@ class Agreement:
         text = f"{what} {group.name or 'the root'!r} in {kind}"
         if what == "reduce":
             text = f"{text} ({', '.join(group.params[i].name for i in part[:3])}{', ...' if len(part) > 3 else ''})"
+        elif part:
+            text = f"{text} ({group.store.extensions.describe(part)})"
         # Where ranks wait for each other's units, a forward goes on with the first of them and a backward with the one
         # that was last in forward.
         order = number if not kind.startswith("backward") else -self._journal.places.get(group, number)

@@ -8,6 +8,7 @@ on, and results that may alias the gathered tensors, whose storages are freed an
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -144,6 +145,14 @@ class GroupExtensions:
     def params(self) -> set[FSDPParam]:
         """The parameters that have an extension."""
         return {extension.param for extension in self._extensions}
+
+    def describe(self, sizes: Sequence[int]) -> str:
+        """Who sends how much: ``sizes`` are the elements of what ``encode`` returned last."""
+        parts, rest = [], list(sizes)
+        for extension, count in zip(self._extensions, self._counts):
+            parts.append(f"{extension.param.name} sends {' + '.join(map(str, rest[:count]))} elements")
+            rest = rest[count:]
+        return ", ".join(parts)
 
     def encode(self, ranks: int, lane: Lane) -> list[torch.Tensor]:
         """What this rank sends, with room made for what ``ranks`` of them do."""

@@ -113,9 +113,6 @@ class FSDPParamGroup:
         if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED) or self.lifecycle.lent:
             return
         self._drop_stale()
-        agreement = self.root.agreement
-        if agreement is not None and not agreement.about_to("gather", self, droppable=self.acting_for is not None):
-            return
         store, options, lane = self.store, self.options, self.root.comm.lanes.gather
         if self._subgroup is None:
             if store.replaced(in_backward=Phase.BACKWARD in (self.lifecycle.phase, self.acting_for)):
@@ -123,9 +120,13 @@ class FSDPParamGroup:
             buffers, axis, custom = store.gather_buffers(), self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self._subgroup.gather, self._subgroup.axis, None
+        extras = store.extensions.encode(axis.size, lane) if store.extensions else []
+        agreement, droppable = self.root.agreement, self.acting_for is not None
+        sizes = tuple(map(torch.numel, extras))  # an extension may send another size on one rank
+        if agreement is not None and not agreement.about_to("gather", self, sizes, droppable=droppable):
+            return
         emit("unshard", self.name)
         with span("all_gather", self.name):
-            extras = store.extensions.encode(axis.size, lane) if store.extensions else []
             self.gathering = start_gather(buffers, axis, lane, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2.runtime.param_group import FSDPParamGroup
 from tests.support import api
@@ -55,6 +56,27 @@ def test_tying_to_a_unit_that_was_cast(rank, world):
     assert module[1].weight is module[0].weight and module[1].weight.to_local().shape == (2, 4)
     module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     assert module[0].weight.grad is not None
+
+
+class TiedInAndOutOfCheckpoint(nn.Module):
+    """Two layers of one unit share their weight; the upper one is recomputed by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.upper.weight = self.lower.weight
+
+    def forward(self, x):
+        return checkpoint(self.upper, torch.tanh(self.lower(x)), use_reentrant=True)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_weight_shared_with_a_reentrantly_checkpointed_layer(rank, world, reshard):
+    """The inner backward finished its part of the weight's gradient, which counted as all of it: once the lower bias
+    had its gradient the unit was reduced, and the lower layer's part of the weight's gradient was lost. Found by a
+    random program."""
+    assert_parity(rank, world, Case(TiedInAndOutOfCheckpoint, rows(6)), Setup(reshard))
 
 
 @on_ranks(2)

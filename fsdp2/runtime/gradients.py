@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp2._torch import accumulate_grad_node, will_execute
+from fsdp2._torch import accumulate_grad_node, graph_task_id, will_execute
 from fsdp2._trace import emit
 from fsdp2.comm.reduce import ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
@@ -40,6 +40,7 @@ class GroupGradients:
         self._hooked: dict[int, torch.Tensor] = {}
         self._nodes: dict[int, Any] = {}
         self._awaited: set[int] | None = None
+        self._task = -1
         # A backward did not reduce, so gradients may be in the reduce dtype, on whichever ranks have them.
         self._kept = False
         # Sums over the shard axis that were not all-reduced yet, by parameter.
@@ -101,6 +102,7 @@ class GroupGradients:
         self._ready = [set() for _ in plan.streamed]
         self._launched = 0
         self._awaited = self._expected() if count else None
+        self._task = graph_task_id()
         if watch_all:
             self.watch_all()
 
@@ -135,7 +137,8 @@ class GroupGradients:
             while self._launched < len(plan.streamed) and self._complete(plan.streamed[self._launched]):
                 self._launched += 1
                 self._launch(plan.streamed[self._launched - 1])
-        if self._awaited is not None:
+        # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
+        if self._awaited is not None and graph_task_id() == self._task:
             self._awaited.discard(i)
             if not self._awaited:
                 self._awaited = None

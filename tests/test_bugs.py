@@ -79,6 +79,31 @@ def test_weight_shared_with_a_reentrantly_checkpointed_layer(rank, world, reshar
     assert_parity(rank, world, Case(TiedInAndOutOfCheckpoint, rows(6)), Setup(reshard))
 
 
+class MembersInACheckpoint(nn.Module):
+    """Three layers of one unit, of which the last is recomputed by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.layers = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.below(x))
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        return checkpoint(self.layers[2], x, use_reentrant=True)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_grouped_call_whose_last_member_is_checkpointed_reentrantly(rank, world, first, reshard):
+    """The first computation of the last member runs without grad, and only the last member's output told backward to
+    gather. So the others' backward found freed weights, or finished gradients after the unit was reduced, which were
+    then lost. Found by a random program."""
+    case = Case(MembersInACheckpoint, rows(6), lambda model: [list(model.layers)[first:]])
+    assert_parity(rank, world, case, Setup(reshard), against_torch=False)
+
+
 @on_ranks(2)
 def test_unshard_twice(rank, world):
     """The second ``unshard`` took the full parameters shown on the module for parameters that somebody had put there,

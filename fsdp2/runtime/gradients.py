@@ -159,6 +159,14 @@ class GroupGradients:
         self._launched = 0
         self._kept = False
 
+    def left_over(self) -> bool:
+        """Whether autograd finished a gradient after the group's last reduction, which should have been part of it."""
+        if self._group.options.reduce_gradients:
+            for param in self._group.params:
+                if param.full is not None and param.full.grad is not None:
+                    return True
+        return False
+
     def _complete(self, chunk: tuple[int, ...]) -> bool:
         return len(self._ready[self._launched]) == len(chunk)
 

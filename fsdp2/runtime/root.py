@@ -138,7 +138,8 @@ class RootContext:
                 self.agreement.take_part()
             for state in self.all_states:
                 for group in reversed(state.groups):
-                    if group.lifecycle.phase is not Phase.REDUCED and not group.lifecycle.lent:
+                    done = group.lifecycle.phase is Phase.REDUCED and not group.gradients.left_over()
+                    if not done and not group.lifecycle.lent:
                         group.post_backward()
             if self.agreement is not None:
                 self.agreement.end()

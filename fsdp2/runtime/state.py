@@ -106,6 +106,9 @@ class FSDPState(ComposableState):
             return self._cast_output(output)
         self.members_to_run.discard(module)
         if self.members_to_run:
+            if torch.is_grad_enabled():
+                watch_outputs(output, self._enter_member, self._first_node)
+                output = watch_transformed(output, self._enter_member)
             return self._cast_output(output)
         output = self.complete_forward(output)
         if self.root.forward_root is self:
@@ -176,6 +179,11 @@ class FSDPState(ComposableState):
         for state in self.backward_prefetch:
             for group in reversed(state.groups):
                 group.prefetch(Phase.BACKWARD)
+
+    def _enter_member(self, grad: torch.Tensor) -> None:
+        """Backward enters a member of a grouped call by itself, perhaps after others, recomputed, are done."""
+        if any(group.lifecycle.phase is not Phase.FORWARD for group in self.groups):
+            self.pre_backward(grad)
 
     def unshard_before_backward(self) -> None:
         """Show full parameters where several backwards are to come on forwards that ran and none of them may reshard.

@@ -30,6 +30,8 @@ __all__ = ["PlacementFn", "Unit"]
 
 logger = logging.getLogger("fsdp2")
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
@@ -54,9 +56,7 @@ class Unit:
         state = self.state
         hooked = list(state.groups)
         own, ties = find_ties(managed.params, self.mesh, state)
-        placed = [
-            _place(f, self.placement_fn, self.mesh, self.policy_of(f.name), f.param in self.replicated) for f in own
-        ]
+        placed = [_place(f, self.placement_fn, self.mesh, self._policy(f), f.param in self.replicated) for f in own]
         parts = _by_mesh(placed, self.options)
         offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         move_to(self.mesh.device, [] if offloads else own, managed.buffers)
@@ -71,6 +71,13 @@ class Unit:
             owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
             loader = ShardLoader(group)
             hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
+
+    def _policy(self, found: Found) -> MixedPrecisionPolicy:
+        """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""
+        policy, module = self.policy_of(found.name), found.slots[0].module
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is not None and policy.param_dtype is not None:
+            return replace(policy, param_dtype=module.running_mean.dtype)
+        return policy
 
     def adopt_added(self) -> None:
         """Manage parameters that appeared below the unit's modules since (LoRA adapters, say)."""

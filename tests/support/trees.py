@@ -1,0 +1,274 @@
+"""Random models and how they are sharded, as plain data: a tree of small modules, any of which may be a unit.
+
+``Plan`` travels to worker processes and can be shrunk; ``build`` makes the model, ``shard`` shards it. Every row of the
+result depends on its own row of the input only, so ranks may share a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import Listed, Odd, Tied, Transposed, mlp
+from tests.support.shapes import ReturnsView, Wraps, first_tensor
+
+WIDTH = 6
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.other = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.single(x) * self.other.to(x.dtype)
+
+
+class Detached(nn.Module):
+    """Uses its weight detached as well, before and after the layer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.layer.weight.detach())
+        return F.linear(torch.tanh(self.layer(x)), self.layer.weight.detach())
+
+
+class Conv(nn.Module):
+    """A convolution whose weight is in channels_last format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, (1, 2)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.view(-1, 2, 1, 3)).flatten(1)
+
+
+class Buffered(nn.Module):
+    """A weight and a buffer of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("shift", torch.full((WIDTH,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.shift.to(x.dtype)
+
+
+LEAVES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "wide": lambda: mlp(WIDTH, 40, WIDTH),
+    "uneven": lambda: mlp(WIDTH, 5, WIDTH),
+    "single": lambda: mlp(WIDTH, 1, WIDTH),
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    "half frozen": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)),
+    "tied": Tied,
+    "mixed": Mixed,
+    "detached": Detached,
+    "conv": Conv,
+    "odd": lambda: Odd(scale=torch.randn(()), cube=torch.randn(3, 5, 2), index=torch.arange(7), row=torch.randn(1, 7)),
+    "strided": lambda: nn.Sequential(Transposed(), nn.Linear(6, WIDTH)),
+    "listed": Listed,
+    "buffered": Buffered,
+    "view": lambda: ReturnsView(WIDTH),
+    "dict": lambda: Wraps("dict"),
+    "object": lambda: Wraps("object"),
+    "tuple": lambda: Wraps("with_none"),
+    "empty": nn.Tanh,
+}
+MAY_CHANGE = {"linear", "wide", "uneven", "norm", "frozen", "tied", "view", "dict", "object"}
+"""Kinds whose result may be changed in place, unless it is recomputed: nothing saved it for backward."""
+CONTAINERS = {"dict", "object", "tuple"}
+"""Kinds that return no tensor, which reentrant checkpointing needs."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A module of the tree: a leaf of some kind, or several in a row.
+
+    ``joins``: in one unit with the unit before it among its siblings. ``recompute``: "", "around", "inside" or
+    "reentrant". ``ties``: a linear leaf that shares its weight with the first of the tree. ``in_place``: its result is
+    changed in place, if that is of a kind that allows it.
+    """
+
+    kind: str
+    children: tuple[Node, ...] = ()
+    unit: bool = False
+    joins: bool = False
+    reshard: bool | int | None = None
+    recompute: str = ""
+    ties: bool = False
+    in_place: bool = False
+
+
+class Tree(nn.Module):
+    """What a node becomes. ``alone`` in the single process, which recomputes nothing."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self.node = node
+        self.skipped = self.alone = False
+        self.inner = LEAVES[node.kind]() if node.kind in LEAVES else None
+        self.parts = nn.ModuleList(Tree(child) for child in node.children)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.node.recompute == "inside" and not self.alone:
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Any:
+        """Return what forward returns."""
+        if self.inner is not None:
+            return self.inner(x)
+        for part in self.parts:
+            if not part.skipped:
+                y = first_tensor(self.call(part, x))
+                if part.node.in_place and part.node.kind in MAY_CHANGE and not part.node.recompute:
+                    y *= 0.5
+                    y += x
+                x = x + torch.tanh(y)
+        return x
+
+    def call(self, part: Tree, x: Tensor) -> Any:
+        """Return what a part returns, recomputed in backward if it should be."""
+        if self.alone or part.node.recompute not in ("around", "reentrant") or not torch.is_grad_enabled():
+            return part(x)
+        reentrant = part.node.recompute == "reentrant" and part.node.kind not in CONTAINERS and x.requires_grad
+        return checkpoint(part, x, use_reentrant=reentrant)
+
+
+class Root(nn.Module):
+    """A tree and a last layer of the root's own."""
+
+    def __init__(self, nodes: tuple[Node, ...]) -> None:
+        super().__init__()
+        self.tree = Tree(Node("", nodes))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.tree(x))
+
+
+POLICIES = {
+    "plain": MixedPrecisionPolicy(),
+    "double": MixedPrecisionPolicy(param_dtype=torch.float64),
+    "double reduced": MixedPrecisionPolicy(reduce_dtype=torch.float64),
+    "double forth and back": MixedPrecisionPolicy(torch.float64, torch.float32),
+}
+PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | None] | None] = {
+    "first": None,
+    "last": lambda parameter: Shard(max(parameter.ndim - 1, 0)) if parameter.ndim else None,
+    "various": lambda parameter: Shard(parameter.numel() % parameter.ndim) if parameter.ndim else None,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model and the options of its sharding."""
+
+    nodes: tuple[Node, ...]
+    root_reshard: bool | int | None
+    hybrid: bool
+    policy: str
+    placement: str
+    transfer: str
+    offload: bool
+    input_needs_grad: bool
+
+    def build(self) -> Root:
+        """Return the model, equal on every call."""
+        torch.manual_seed(7)
+        model = Root(self.nodes)
+        linears = [tree for tree in trees(model) if tree.node.kind in ("linear", "frozen")]
+        for tree in linears[1:]:
+            if tree.node.ties:
+                assert tree.inner is not None and linears[0].inner is not None
+                tree.inner.weight = linears[0].inner.weight
+        return model
+
+    def shard(self, model: Root, fsdp: Any, mesh: DeviceMesh) -> None:
+        """Shard units from the inside out, and the root."""
+        options = {
+            "mesh": mesh,
+            "mp_policy": POLICIES[self.policy],
+            "shard_placement_fn": PLACEMENTS[self.placement],
+            "offload_policy": CPUOffloadPolicy(pin_memory=False) if self.offload else OffloadPolicy(),
+        }
+        axis = mesh.size(mesh.ndim - 1)
+
+        def reshard(asked: bool | int | None) -> bool | int | None:
+            possible = isinstance(asked, (bool, type(None))) or (axis > asked and axis % asked == 0)
+            return asked if possible else True
+
+        for unit, asked in units(model.tree):
+            fsdp.fully_shard(unit, reshard_after_forward=reshard(asked), **options)
+        fsdp.fully_shard(model, reshard_after_forward=reshard(self.root_reshard), **options)
+
+
+def trees(model: nn.Module) -> list[Tree]:
+    """Return every tree of a model but the topmost."""
+    return [module for module in model.modules() if isinstance(module, Tree)][1:]
+
+
+def units(tree: Tree) -> Iterator[tuple[Any, bool | int | None]]:
+    """Yield what is to be passed to ``fully_shard`` below a tree, innermost first."""
+    for part in tree.parts:
+        yield from units(part)
+    groups: list[list[Tree]] = []
+    for part in tree.parts:
+        if part.node.unit and part.node.joins and groups:
+            groups[-1].append(part)
+        elif part.node.unit:
+            groups.append([part])
+    for group in groups:
+        yield (group if len(group) > 1 else group[0]), group[0].node.reshard
+
+
+def nodes(depth: int = 2) -> st.SearchStrategy[Node]:
+    """Return a strategy for nodes with at most so many levels below them."""
+    rarely = st.integers(0, 5).map(lambda i: i == 5)
+    options = {
+        "unit": st.booleans(),
+        "joins": rarely,
+        "reshard": st.sampled_from([None, True, False, 2]),
+        "recompute": st.sampled_from(["", "", "", "around", "inside", "reentrant"]),
+        "ties": rarely,
+        "in_place": rarely,
+    }
+    leaf = st.builds(Node, kind=st.sampled_from(sorted(LEAVES)), **options)
+    if not depth:
+        return leaf
+    branch = st.lists(nodes(depth - 1), min_size=1, max_size=3).map(tuple)
+    return st.one_of(leaf, leaf, st.builds(Node, kind=st.just(""), children=branch, **options))
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    """Return a strategy for plans."""
+    return st.builds(
+        Plan,
+        nodes=st.lists(nodes(), min_size=1, max_size=4).map(tuple),
+        root_reshard=st.sampled_from([None, True, False, 2]),
+        hybrid=st.booleans(),
+        policy=st.sampled_from(["plain", *sorted(POLICIES)]),
+        placement=st.sampled_from(sorted(PLACEMENTS)),
+        transfer=st.sampled_from(["direct", "packed"]),
+        offload=st.integers(0, 3).map(lambda i: i == 3),
+        input_needs_grad=st.booleans(),
+    )

@@ -70,12 +70,25 @@ class Pool:
     generation: int = 0
     world: int = 0
     store: Any = None
+    grace: float = GRACE_SECONDS
 
     def run(self, world: int, function: Callable[..., Any], kwargs: Mapping[str, Any], limit: float) -> list[Any]:
         """Run ``function(rank, world, **kwargs)`` on ``world`` ranks and return their values in rank order.
 
         Raises ``RankError`` when a rank fails, hangs or dies, and ``pytest.skip`` when the ranks agree on skipping.
         """
+        outcomes = self.outcomes(world, function, kwargs, limit)
+        if any(outcome is None or outcome.traceback for outcome in outcomes):
+            raise RankError(self.recover(outcomes))
+        if skipped := next((outcome.skipped for outcome in outcomes if outcome and outcome.skipped), ""):
+            pytest.skip(skipped)
+        return [outcome.value for outcome in outcomes if outcome]
+
+    def outcomes(
+        self, world: int, function: Callable[..., Any], kwargs: Mapping[str, Any], limit: float
+    ) -> list[Outcome | None]:
+        """Run ``function`` as ``run`` does and return what each rank answered; ``None`` stands for one that hung or
+        died, after which only ``recover`` or ``close`` may follow."""
         if world != self.world:
             self.generation += 1
             self.world = world
@@ -87,12 +100,7 @@ class Pool:
             rank.read_from = rank.log.tell()
             with contextlib.suppress(BrokenPipeError):  # a dead process is noticed below
                 rank.connection.send_bytes(pickle.dumps(job))
-        outcomes = self.collect(self.ranks[:world], limit)
-        if any(outcome is None or outcome.traceback for outcome in outcomes):
-            raise RankError(self.recover(outcomes))
-        if skipped := next((outcome.skipped for outcome in outcomes if outcome and outcome.skipped), ""):
-            pytest.skip(skipped)
-        return [outcome.value for outcome in outcomes if outcome]
+        return self.collect(self.ranks[:world], limit)
 
     def collect(self, ranks: list[Rank], limit: float) -> list[Outcome | None]:
         """Wait for every rank's outcome; ``None`` stands for a rank that hung or died."""
@@ -109,7 +117,7 @@ class Pool:
                 with contextlib.suppress(EOFError, ConnectionResetError):
                     outcomes[index] = pickle.loads(one.recv_bytes())
                 if (outcome := outcomes[index]) is None or outcome.traceback:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + self.grace)
         return outcomes
 
     def recover(self, outcomes: list[Outcome | None]) -> str:

@@ -265,9 +265,9 @@ def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:
     return [t._spec if isinstance(t, DTensor) else None for t in tensors]
 
 
-def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
-    """Let a DTensor keep its identity while its local tensor moves into another buffer."""
-    dtensor._local_tensor = local
+def set_local_tensor(dtensor: Any, local: torch.Tensor, spec: DTensorSpec | None = None) -> None:
+    """Let a DTensor keep its identity while its local tensor moves into another buffer; ``spec`` equals its own."""
+    dtensor._local_tensor, dtensor._spec = local, spec or dtensor._spec
 
 
 def dtensor_spec(dtensor: Any) -> DTensorSpec:

@@ -187,12 +187,13 @@ class FSDPParam:
             set_local_tensor(self.sharded, local)
             return
         sharded = nn.Parameter(self.spec.shard(local), requires_grad=self.requires_grad)
-        set_local_tensor(sharded, local)  # nn.Parameter made an alias of it
+        # nn.Parameter made an alias of the local tensor, with an equal spec from torch's cache, which may hold an equal
+        # mesh that somebody else made.
+        set_local_tensor(sharded, local, self.spec.dtensor)
         sharded.__dict__.update(self.attributes, _fsdp2_managed=True)
         if self.hooks is not None:
             carry_hooks(sharded, *self.hooks)
         self.sharded = sharded
-        self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))  # one object for shard and gradients
 
     def adopt_shard(self, sharded: nn.Parameter) -> None:
         """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there.

@@ -13,11 +13,9 @@ from fsdp2.comm.streams import ComputeLane, InFlight, Lane
 from fsdp2.policies import AllGather
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import FlatPlan, Item
+from fsdp2.sharding.packing import FlatPlan, Item, align
 
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "finish_gather", "start_gather"]
-
-_ALIGN_BYTES = 16
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
 
@@ -187,7 +185,7 @@ def _assemble(
     offsets, end = [], 0
     for piece in pieces:
         offsets.append(end)
-        end += -(-piece.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        end += align(piece.nbytes)
     numel, device = axis.size * end // dtype.itemsize, gathering.buffers.full.bytes.device
     output = (
         torch.empty(numel, dtype=dtype, device=device)

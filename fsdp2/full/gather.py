@@ -15,10 +15,9 @@ from fsdp2.runtime.param import FSDPParam
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.packing import align
 
 __all__ = ["Source", "gather_in_order"]
-
-_ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _gather_packed(sources: list[Source]) -> list[torch.Tensor]:
     offsets, end = [], 0
     for source in sources:
         offsets.append(end)
-        end += -(-source.slot_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        end += align(source.slot_bytes)
     rows = torch.empty(axis.size, end, dtype=torch.uint8, device=device)
     slots = [
         rows[:, offset : offset + source.slot_bytes].view(source.wire_dtype) for source, offset in zip(sources, offsets)

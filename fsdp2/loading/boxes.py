@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp2.sharding.packing import align
+
 __all__ = ["Box", "Entry", "Part", "beyond", "blocks", "buckets", "intersect", "narrow", "numel", "whole", "within"]
 
 Box = tuple[tuple[int, int], ...]
 """(start, length) of each dimension."""
-
-_ALIGNMENT = 16  # every dtype can be viewed there
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,6 @@ def buckets(entries: Sequence[Entry], limit: int) -> Iterator[list[Part]]:
                 yield parts
                 parts, used = [], 0
             parts.append(Part(index, box, used, nbytes, i == len(pieces) - 1))
-            used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            used += align(nbytes)
     if parts:
         yield parts

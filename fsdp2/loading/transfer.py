@@ -8,6 +8,7 @@ import torch
 
 from fsdp2.loading.boxes import Entry, Part, buckets
 from fsdp2.loading.ranks import Ranks
+from fsdp2.sharding.packing import ALIGN_BYTES, align
 
 __all__ = ["broadcast_entries", "bucket_bytes", "sum_entries"]
 
@@ -23,7 +24,7 @@ def bucket_bytes(bucket_mb: float) -> int:
     """
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < 1 << 20:
         raise ValueError(f"bucket_mb must be a positive number of MiB, got {bucket_mb!r}")
-    return max(int(bucket_mb * 2**20) // 16 * 16, 16)
+    return max(int(bucket_mb * 2**20) // ALIGN_BYTES, 1) * ALIGN_BYTES
 
 
 def broadcast_entries(
@@ -64,11 +65,11 @@ def _each_bucket(
     move: Callable[[list[tuple[Part, torch.Tensor]], torch.Tensor], Exception | None],
 ) -> Exception | None:
     problem = None
-    size = min(limit, sum(-(-entry.nbytes // 16) * 16 for entry in entries))
+    size = min(limit, sum(align(entry.nbytes) for entry in entries))
     buffer = torch.empty(size, dtype=torch.uint8, device=ranks.device)
     for parts in buckets(entries, limit):
         views = [(part, _view(buffer, part, entries[part.index])) for part in parts]
-        used = -(-(parts[-1].offset + parts[-1].nbytes) // 16) * 16
+        used = align(parts[-1].offset + parts[-1].nbytes)
         found = move(views, buffer[:used])
         problem = problem or found
     return problem

@@ -15,11 +15,21 @@ import torch
 
 from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["CastRun", "ChunkPlan", "FlatPlan", "Item", "RowPlan", "TransferSizes", "plan_chunks", "plan_flat"]
+__all__ = [
+    "ALIGN_BYTES",
+    "CastRun",
+    "ChunkPlan",
+    "FlatPlan",
+    "Item",
+    "RowPlan",
+    "TransferSizes",
+    "align",
+    "plan_chunks",
+    "plan_flat",
+]
 
-# Shards start at multiples of 16 elements, so at 16 bytes or more in every dtype: NCCL and vectorised kernels want it.
-_SLOT_ELEMENTS = 16
-_ALIGN_BYTES = 16
+# NCCL and vectorised kernels want addresses and sizes that are multiples of it, and every dtype can be viewed there.
+ALIGN_BYTES = 16
 _FULL_ALIGN_BYTES = 64
 
 
@@ -88,8 +98,15 @@ class FlatPlan:
         return self.wire_offset[self.packed[0]] if self.packed else self.wire_bytes
 
 
-def _round_up(value: int, multiple: int) -> int:
+def align(value: int, multiple: int = ALIGN_BYTES) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
+
+
+def _slot_numel(item: Item) -> int:
+    """Elements of one rank's slot: aligned in both dtypes, so that a run of slots is cast as one."""
+    smaller = min(item.dtype.itemsize, item.wire_dtype.itemsize)
+    return align(item.layout.slot_numel, max(ALIGN_BYTES // smaller, 1))
 
 
 def _gathered_in_place(item: Item, group_bytes: int, sizes: TransferSizes) -> bool:
@@ -98,7 +115,7 @@ def _gathered_in_place(item: Item, group_bytes: int, sizes: TransferSizes) -> bo
         return False
     if layout.ranks == 1:
         return True
-    aligned = layout.slot_numel * item.wire_dtype.itemsize % _ALIGN_BYTES == 0
+    aligned = layout.slot_numel * item.wire_dtype.itemsize % ALIGN_BYTES == 0
     return aligned and group_bytes >= sizes.direct_group_bytes and item.full_bytes >= sizes.direct_param_bytes
 
 
@@ -125,17 +142,17 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes) -> FlatPlan:
     for i in order:
         item = items[i]
         if not runs or (runs[-1].dtype, runs[-1].wire_dtype) != (item.dtype, item.wire_dtype):
-            shard_end, wire_end = _round_up(shard_end, _ALIGN_BYTES), _round_up(wire_end, _ALIGN_BYTES)
+            shard_end, wire_end = align(shard_end), align(wire_end)
             runs.append(CastRun(item.dtype, item.wire_dtype, shard_end, wire_end, 0))
         shard_offset[i], wire_offset[i] = shard_end, wire_end
-        slot = _round_up(item.layout.slot_numel, _SLOT_ELEMENTS)
+        slot = _slot_numel(item)
         shard_end += slot * item.dtype.itemsize
         wire_end += slot * item.wire_dtype.itemsize
         run = runs[-1]
         runs[-1] = CastRun(run.dtype, run.wire_dtype, run.shard_offset, run.wire_offset, run.numel + slot)
     for i, item in enumerate(items):
         full_offset[i] = full_end
-        full_end += _round_up(item.layout.full_storage_numel * item.wire_dtype.itemsize, _FULL_ALIGN_BYTES)
+        full_end += align(item.layout.full_storage_numel * item.wire_dtype.itemsize, _FULL_ALIGN_BYTES)
     return FlatPlan(
         direct=tuple(sorted(direct)),
         packed=tuple(i for i in order if i in set(packed)),
@@ -202,7 +219,7 @@ class RowPlan:
             offsets.append(end)
             end += layout.slot_numel
         self.offsets = tuple(offsets)
-        self.numel = _round_up(end, pad_to)
+        self.numel = align(end, pad_to)
         self.padding = self.numel - end
         self.chunk_cat = not self.padding and all(
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import (
     AllgatherOptions,
@@ -31,8 +30,6 @@ __all__ = [
     "all_reduce_max",
     "all_to_all",
     "broadcast",
-    "broadcast_in_mesh",
-    "broadcast_object_in_mesh",
     "chunks_in_flight",
     "exchange_objects",
     "prefers_all_to_all",
@@ -205,20 +202,3 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # as torch's own functions set it
     _works(group_all_reduce(axis.group, [tensor], options), axis, async_op=False)
-
-
-def broadcast_in_mesh(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Fill ``tensor`` with that of the first rank of ``mesh``, along one dimension after the other."""
-    wire = wire_view(tensor)
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            dist.broadcast(wire, group=mesh.get_group(dim), group_src=0)
-
-
-def broadcast_object_in_mesh(value: Any, mesh: DeviceMesh) -> Any:
-    """What the first rank of ``mesh`` gave as ``value``, which must be picklable."""
-    holder = [value]
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            dist.broadcast_object_list(holder, group=mesh.get_group(dim), group_src=0)
-    return holder[0]

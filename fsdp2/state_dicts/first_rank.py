@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import pytree
-from fsdp2.comm.collectives import broadcast_in_mesh, broadcast_object_in_mesh
+from fsdp2.comm.collectives import broadcast, share_object
+from fsdp2.sharding.mesh import Axis
 from fsdp2.state_dicts.names import clean_name
 
 __all__ = ["from_first_rank"]
@@ -57,7 +58,9 @@ def from_first_rank(state_dict: Any, mesh: DeviceMesh, keep: Callable[[torch.Ten
     first = not any(mesh.get_coordinate() or ())
     tensors: list[torch.Tensor] = []
     plan = pytree.tree_map(lambda value: _announce(value, tensors), state_dict) if first else None
-    plan = broadcast_object_in_mesh(plan, mesh)
+    axes, device = [Axis.of(mesh, dim) for dim in range(mesh.ndim)], torch.device(mesh.device_type)
+    for axis in axes:
+        plan = share_object(plan, axis, device)
     if not isinstance(plan, Mapping) or not isinstance(plan.get("state"), Mapping):
         return plan  # every rank says so
     if any(isinstance(value, _Sharded) for value in pytree.tree_leaves(plan)):
@@ -71,10 +74,11 @@ def from_first_rank(state_dict: Any, mesh: DeviceMesh, keep: Callable[[torch.Ten
         if not isinstance(value, _Coming):
             return value
         if first:
-            tensor = next(sending).detach().to(mesh.device_type).contiguous()
+            tensor = next(sending).detach().to(device).contiguous()
         else:
-            tensor = torch.empty(value.shape, dtype=value.dtype, device=mesh.device_type)
-        broadcast_in_mesh(tensor, mesh)
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+        for axis in axes:
+            broadcast(tensor, axis)
         kept = keep(tensor, name)
         return kept.to(value.device) if kept is tensor else kept
 

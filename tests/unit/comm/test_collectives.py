@@ -17,8 +17,6 @@ from fsdp2.comm.collectives import (
     all_reduce,
     all_to_all,
     broadcast,
-    broadcast_in_mesh,
-    broadcast_object_in_mesh,
     chunks_in_flight,
     exchange_objects,
     prefers_all_to_all,
@@ -159,19 +157,6 @@ def test_a_broadcast_comes_from_the_first_rank_of_the_axis_as_bytes_if_need_be()
     ((wire,), options) = sent.call_args
     assert wire.dtype is torch.uint8 and wire.data_ptr() == tensor.data_ptr()
     assert options == {"group": "group", "group_src": 0}
-
-
-@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 4)])
-def test_a_broadcast_goes_along_every_dimension_of_the_mesh(sizes: tuple[int, ...]) -> None:
-    names = ("a", "b")[: len(sizes)]
-    with fake_mesh(sizes, names, rank=3) as mesh, mock.patch.object(dist, "broadcast") as sent:
-        broadcast_in_mesh(torch.ones(2, dtype=torch.bool), mesh)
-        groups = [mesh.get_group(dim) for dim, size in enumerate(sizes) if size > 1]
-        assert [call.kwargs for call in sent.call_args_list] == [{"group": group, "group_src": 0} for group in groups]
-        assert all(call.args[0].dtype == torch.uint8 for call in sent.call_args_list)
-    with fake_mesh(sizes, names, rank=3) as mesh, mock.patch.object(dist, "broadcast_object_list") as sent:
-        sent.side_effect = lambda holder, **keywords: holder.append(holder.pop() + 1)
-        assert broadcast_object_in_mesh(1, mesh) == 1 + sum(size > 1 for size in sizes)
 
 
 # ---- the user's own ----

@@ -29,7 +29,7 @@ def lend(group: FSDPParamGroup, params: Collection[FSDPParam]) -> None:
         group.wait_for_unshard()
         group.note_kept()
     if not group.lifecycle.lent:
-        group._show("sharded")
+        group.show("sharded")
     group.lifecycle.lent.update(params)
 
 
@@ -39,12 +39,12 @@ def take_back(group: FSDPParamGroup, params: Collection[FSDPParam], values: Mapp
     Full parameters that were fresh, or stale because of an optimizer step since, stay so.
     """
     residency, extensions = group.lifecycle.residency, group.store.extensions.params
-    fresh = group._kept_stamp is not None and group._kept_stamp == group.store.stamp()
+    fresh = group.kept_fresh
     try:
         for param, value in values.items():
             param.write(value, full=residency is Residency.UNSHARDED and param not in extensions)
-        if group._subgroup is not None:
-            group._subgroup.write(values)
+        if group.subgroup is not None:
+            group.subgroup.write(values)
         if fresh:
             group.note_kept()
     finally:
@@ -52,6 +52,6 @@ def take_back(group: FSDPParamGroup, params: Collection[FSDPParam], values: Mapp
         if show(list(params), "sharded"):
             group.gradients.forget_plan()
         if residency in _SHOWN and not group.lifecycle.lent:
-            group._show(_SHOWN[residency])
+            group.show(_SHOWN[residency])
     if not extensions.isdisjoint(values):  # only a gather makes their full parameters
         group.reshard()

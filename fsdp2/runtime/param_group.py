@@ -57,7 +57,7 @@ class FSDPParamGroup:
         self._told: set[bool | None] = set()
         self.has_units_below = False
         self.gathering: InFlight[Gathering] | None = None
-        self._subgroup: SubgroupShards | None = None
+        self.subgroup: SubgroupShards | None = None
         self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' stamp then
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
         self._kept_stamp: object = None
@@ -114,12 +114,12 @@ class FSDPParamGroup:
             return
         self._drop_stale()
         store, options, lane = self.store, self.options, self.root.comm.lanes.gather
-        if self._subgroup is None:
+        if self.subgroup is None:
             if store.replaced(in_backward=Phase.BACKWARD in (self.lifecycle.phase, self.acting_for)):
                 self.adopt_shards()
             buffers, axis, custom = store.gather_buffers(), self.mesh.shard, options.all_gather
         else:
-            buffers, axis, custom = self._subgroup.gather, self._subgroup.axis, None
+            buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
         extras = store.extensions.encode(axis.size, lane) if store.extensions else []
         agreement, droppable = self.root.agreement, self.acting_for is not None
         sizes = tuple(map(torch.numel, extras))  # an extension may send another size on one rank
@@ -143,9 +143,10 @@ class FSDPParamGroup:
                 self.store.extensions.decode(rows, lanes.gather, lanes.compute)
         self._free_subgroup()
         self.lifecycle.move("finish_gather")
-        self._show("full")
+        self.show("full")
 
-    def _show(self, which: Literal["sharded", "full", "subgroup"]) -> None:
+    def show(self, which: Literal["sharded", "full", "subgroup"]) -> None:
+        """Make the modules show these tensors of all parameters."""
         if show(self.params, which):
             self.gradients.forget_plan()
 
@@ -167,10 +168,15 @@ class FSDPParamGroup:
         if self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
             self._kept_stamp = self.store.stamp()
 
+    @property
+    def kept_fresh(self) -> bool:
+        """Whether what is in memory was kept beyond its use and the shards are still what they were then."""
+        return self._kept_stamp is not None and self._kept_stamp == self.store.stamp()
+
     def _drop_stale(self) -> None:
         """Free what was kept for a forward while an optimizer, or anything else, changed the shards."""
         for_forward = self.lifecycle.phase is Phase.IDLE and self.acting_for is not Phase.BACKWARD
-        if for_forward and self._kept_stamp is not None and self._kept_stamp != self.store.stamp():
+        if for_forward and self._kept_stamp is not None and not self.kept_fresh:
             self.reshard()
 
     @outside_functorch
@@ -181,7 +187,7 @@ class FSDPParamGroup:
         self.abandon_gather()
         if self.lifecycle.residency is Residency.SHARDED:
             return
-        self._show("sharded")
+        self.show("sharded")
         self._free_full()
         self._free_subgroup()
         self._kept_stamp = None
@@ -192,8 +198,8 @@ class FSDPParamGroup:
         """Pieces shared by ``size`` ranks on the modules, the full memory freed."""
         if self.lifecycle.residency is not Residency.UNSHARDED:
             return
-        self._subgroup = self.store.subgroup(size)
-        self._subgroup.keep()
+        self.subgroup = self.store.subgroup(size)
+        self.subgroup.keep()
         self._free_full()
         self.lifecycle.move("reshard_to_subgroup")
 
@@ -203,9 +209,9 @@ class FSDPParamGroup:
             self.store.free_full()
 
     def _free_subgroup(self) -> None:
-        if self._subgroup is not None:
-            self._subgroup.free()
-            self._subgroup = None
+        if self.subgroup is not None:
+            self.subgroup.free()
+            self.subgroup = None
 
     def abandon_gather(self) -> None:
         """Drop a gather that nobody waited for."""
@@ -216,7 +222,7 @@ class FSDPParamGroup:
         finish_gather(gathering, lanes.gather, lanes.compute)
         self._free_full()
         self._free_subgroup()
-        self._show("sharded")
+        self.show("sharded")
         self.lifecycle.move("abandon")
 
     def use_reduce_axis(self, axis: Axis) -> None:
@@ -236,14 +242,14 @@ class FSDPParamGroup:
         """Let the modules show shards; inside forward or backward the full parameters stay in memory."""
         in_use = self.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD)
         if in_use and self.lifecycle.residency is Residency.UNSHARDED:
-            self._show("sharded")
+            self.show("sharded")
         elif self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP) and not self.lifecycle.lent:
             self.reshard()
 
     def after_save(self, *unused: object) -> None:
         """Undo ``before_save`` where the full parameters are still in use."""
         if self.lifecycle.residency is Residency.UNSHARDED and not self.lifecycle.lent:
-            self._show("full")
+            self.show("full")
 
     def before_load(self, *unused: object) -> None:
         """Let the modules show shards, so that values are loaded into them."""
@@ -371,7 +377,7 @@ class FSDPParamGroup:
         if self.lifecycle.residency is Residency.GATHERING:  # the gather itself raised
             self._free_full()
             self._free_subgroup()
-            self._show("sharded")
+            self.show("sharded")
         else:
             self.reshard()
         self.gradients.reset()

@@ -175,8 +175,7 @@ group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
 group_all_reduce = _group_method("allreduce", "allreduce")
 
 # The function under whose name torch keeps a module's state; taken now, since install() replaces the public one.
-# (The decorator that adds __wrapped__ is untyped.)
-torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
+torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # a decorator
 
 _comms = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter, SymmMemAllGather, SymmMemReduceScatter)
 TORCH_COMMS = tuple(comm for comm in _comms if comm is not None)
@@ -368,18 +367,18 @@ def around_init_group(
     ``collect()`` does it their way; what it returns must be returned. What the lists hold in the end is what the step
     computes with; the optimizer itself keeps what it has. A copy of the optimizer does without ``around``.
     """
-    own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]
+    own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]  # private
 
     @functools.wraps(own)
     def init_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         return around(lambda: own(reference(), group, *lists), group, lists)
 
-    optimizer._init_group = init_group  # type: ignore[attr-defined]
+    optimizer._init_group = init_group  # type: ignore[attr-defined]  # private
 
 
 def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
     """Move a hook after the step ahead of those that were registered before it; torch can only append one."""
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # private
 
 
 def overrides_setattr(module: nn.Module) -> bool:

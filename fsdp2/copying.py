@@ -11,7 +11,7 @@ from torch import nn
 from fsdp2._torch import insert_composable_state
 from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, get_state
+from fsdp2.runtime.state import FSDPState, states_below
 from fsdp2.ties import remember_group
 
 __all__ = ["deepcopy_module", "refuse_pickling"]
@@ -24,7 +24,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     to refer to the new ones by the ordinary rules of ``copy.deepcopy``. They start like freshly sharded: resharded,
     outside any iteration, the root not yet known.
     """
-    states = list(dict.fromkeys(s for s in map(get_state, module.modules()) if s is not None and id(s) not in memo))
+    states = [state for state in states_below(module) if id(state) not in memo]
     for state in states:
         memo[id(state)] = FSDPState.__new__(FSDPState)
         for group in state.groups:
@@ -77,7 +77,7 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
                 param.set_slots([Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in old.slots])
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
             pieces = [param.local for param in params]
-            new.__init__(params, pieces, inside, group.mesh, group.options, clone.root)  # type: ignore[misc]
+            new.__init__(params, pieces, inside, group.mesh, group.options, clone.root)  # type: ignore[misc]  # bare
             new.shared = group.shared
             remember_group(new)
         clone.groups.append(new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Literal, cast
@@ -24,7 +24,7 @@ from fsdp2._torch import (
 from fsdp2.comm.streams import Lane
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, get_state
+from fsdp2.runtime.state import FSDPState, get_state, states_below
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
@@ -323,11 +323,9 @@ class FSDPModule(TorchFSDPModule):
                 "what to do would be ambiguous across groups with different meshes"
             )
 
-    def _states(self, recurse: bool) -> Iterator[FSDPState]:
+    def _states(self, recurse: bool) -> list[FSDPState]:
         module = cast(nn.Module, self)
-        modules = module.modules() if _bool("recurse", recurse) else [module]
-        found = (get_state(module) for module in modules)
-        return iter(dict.fromkeys(state for state in found if state is not None))
+        return states_below(module) if _bool("recurse", recurse) else [self._get_fsdp_state()]
 
     def _set(self, recurse: bool, **changes: Any) -> None:
         for state in self._states(recurse):
@@ -337,7 +335,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``to_empty`` and the like, applied to the shards."""
         self.reshard()
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
         for group in self._get_fsdp_state().groups:
             group.adopt_shards()
         return result

@@ -20,7 +20,7 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh
 
-__all__ = ["Tie", "find_ties", "groups_below", "join_ties", "remember_group", "remember_managed"]
+__all__ = ["Tie", "find_ties", "join_ties", "remember_group", "remember_managed"]
 
 _groups: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FSDPParamGroup]] = weakref.WeakKeyDictionary()
 # Originals only: torch cannot swap a tensor that has a weak reference, and Module.to swaps the sharded ones.
@@ -38,20 +38,6 @@ def remember_group(group: FSDPParamGroup) -> None:
     """Note which group manages its parameters."""
     for param in group.params:
         _groups[param] = weakref.ref(group)
-
-
-def groups_below(module: nn.Module) -> list[tuple[FSDPState, FSDPParamGroup]]:
-    """The groups of all parameters that ``module`` and modules below it show, each with the state it belongs to."""
-    below, found = set(module.modules()), {}
-    for param, reference in list(_groups.items()):
-        group = reference()
-        if group is None or not any(slot.module in below for slot in param.slots):
-            continue
-        state = get_state(group.modules[0])
-        if state is not None:
-            found[group] = state
-    order = {state: i for i, state in enumerate(dict.fromkeys(found.values()))}
-    return sorted(((s, g) for g, s in found.items()), key=lambda pair: (order[pair[0]], pair[0].groups.index(pair[1])))
 
 
 def _find(found: Found) -> tuple[FSDPParam, FSDPParamGroup] | None:

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState
-from fsdp2.ties import groups_below
+from fsdp2.runtime.state import FSDPState, groups_below
 
 __all__ = ["use_weights"]
 
@@ -45,14 +44,14 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
             f"use_weights: no parameter of {type(module).__name__} is managed by fsdp2.fully_shard; pass the module "
             "whose weights the block uses, after fully_shard"
         )
-    before = [group.is_unsharded for _, group in used]
-    for state, group in used:
+    before = [group.is_unsharded for group in used]
+    for group, state in used.items():
         if state.is_root is None:
             group.lazy_init(in_root=group.in_root)
         lanes = group.root.comm.lanes
         with lanes.gather.after(lanes.compute.event()):  # the shards may just have been changed
             group.unshard()
-    for _, group in used:
+    for group in used:
         group.wait_for_unshard()
         if torch.is_grad_enabled():
             group.gradients.watch_all()
@@ -60,16 +59,16 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         with torch.autograd.graph.saved_tensors_hooks(*_saving(used)):
             yield module
     finally:
-        for (state, group), kept in zip(used, before):
+        for (group, state), kept in zip(used.items(), before):
             if torch.is_grad_enabled():
                 state.root.backward_order.record(group)
             if not kept and group.lifecycle.phase is Phase.IDLE:
                 group.release()
 
 
-def _saving(used: list[tuple[FSDPState, FSDPParamGroup]]) -> tuple[Any, Any]:
+def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
     """Hooks for what autograd saves: a full parameter is gathered before backward reads it."""
-    owners = {_memory(param.full): state for state, group in used for param in group.params}
+    owners = {_memory(param.full): state for group, state in used.items() for param in group.params}
 
     def pack(tensor: torch.Tensor) -> Any:
         return tensor, owners.get(_memory(tensor))

@@ -9,9 +9,9 @@ from torch import nn
 
 from fsdp2.comm.collectives import all_gather
 from fsdp2.runtime.lifecycle import Residency
-from fsdp2.runtime.param import FSDPParam
+from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, get_state, live_states
+from fsdp2.runtime.state import FSDPState, get_state, live_states, managed_slots
 from fsdp2.sharding.mesh import Axis
 
 __all__ = ["Selection", "agree", "select"]
@@ -54,22 +54,21 @@ def select(module: nn.Module, *, recurse: bool = True) -> Selection:
     Shards that were replaced on their modules since (loaded, moved or cast) are taken in first.
     """
     inside = _modules(module, recurse)
-    places: dict[tuple[nn.Module, str], tuple[FSDPParam, FSDPParamGroup]] = {}
-    driven_by: dict[FSDPParamGroup, list[FSDPState]] = {}
+    live = live_states()
+    slots = managed_slots(live)
     states: dict[FSDPState, None] = {}
-    for state in live_states():
+    driven_by: dict[FSDPParamGroup, list[FSDPState]] = {}
+    for state in live:
         if recurse and not state.groups and any(own in inside for own in state.modules):
             states[state] = None
         for group in state.groups:
             driven_by.setdefault(group, []).append(state)
-            for param in group.params:
-                places.update({(s.module, s.name): (param, group) for s in param.slots if s.module in inside})
     params: dict[FSDPParam, FSDPParamGroup] = {}
     names: dict[FSDPParam, str] = {}
     for inner, prefix in inside.items():
         for name in inner._parameters:
-            if (inner, name) in places:
-                param, group = places[inner, name]
+            if Slot(inner, name) in slots:
+                param, group = slots[Slot(inner, name)]
                 params[param] = group
                 names.setdefault(param, f"{prefix}.{name}" if prefix else name)
     states.update(dict.fromkeys(state for group in params.values() for state in driven_by[group]))

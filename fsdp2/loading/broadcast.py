@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2.loading.boxes import Entry, Part, narrow
 from fsdp2.loading.matching import Loaded, Match, check_ties, match, partly_loaded
 from fsdp2.loading.materialize import materialize, warn_of_meta_buffers
-from fsdp2.loading.places import Place, Places, find_places, plain_name, ranks_of
+from fsdp2.loading.places import Place, Places, find_places, ranks_of
 from fsdp2.loading.ranks import Ranks
 from fsdp2.loading.transfer import broadcast_entries, bucket_bytes
+from fsdp2.state_dicts.names import clean_name
 
 __all__ = ["broadcast_from_rank0"]
 
@@ -93,7 +94,7 @@ def _make_offer(places: Places, state_dict: Any, strict: bool, bucket_mb: float)
             f"{_WHERE}: the state_dict of rank 0 must map names to tensors, got {type(state_dict).__name__}; pass the "
             "full state dict of the plain model there"
         )
-    keys = {plain_name(key): key for key in state_dict}
+    keys = {clean_name(key): key for key in state_dict}
     extras = {name: state_dict[key] for name, key in keys.items() if name in places.extras}
     pickle.dumps(extras)  # what cannot travel must not fail when others already wait for it
     known = places.by_name

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp2.loading.boxes import Box, Entry
-from fsdp2.loading.places import plain_name
+from fsdp2.state_dicts.names import clean_name
 
 __all__ = ["INDEX", "WeightFiles", "dtype_names", "write_header", "write_tensor"]
 
@@ -122,7 +122,7 @@ class WeightFiles:
         for key in there if keys is None else keys:
             if key not in there:
                 raise ValueError(f"{self._where}: {path} lacks {key}, which the index says is there; write both again")
-            part, name = handle.get_slice(key), plain_name(key)
+            part, name = handle.get_slice(key), clean_name(key)
             dtype = getattr(torch, _DTYPES.get(part.get_dtype(), ""), None)
             if dtype is None:
                 raise ValueError(

@@ -32,7 +32,7 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
     going = {place.param for place in waiting if place.param is not None}
     for place in waiting:
         if place.param is not None:
-            _swap(place.param.sharded, place.param.spec.shard(_shard_of(place, going)))  # type: ignore[arg-type]
+            _swap(place.param.sharded, place.param.spec.shard(_shard_of(place, going)))  # type: ignore[arg-type]  # has one
         elif isinstance(place.tensor, nn.Parameter):
             new = _empty_like(place.tensor, device)
             if weakref.getweakrefs(place.tensor):  # an LSTM's: torch cannot swap these

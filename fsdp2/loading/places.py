@@ -19,18 +19,11 @@ from fsdp2.loading.ranks import Ranks
 from fsdp2.runtime.lifecycle import Phase, Residency
 from fsdp2.runtime.param import FSDPParam, is_managed_tensor
 from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.state import groups_below
 from fsdp2.sharding.mesh import Axis
-from fsdp2.ties import groups_below
+from fsdp2.state_dicts.names import clean_name
 
-__all__ = ["Place", "Places", "find_places", "plain_name", "ranks_of"]
-
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-"""Names by which activation checkpointing and torch.compile hold the module they wrap."""
-
-
-def plain_name(name: str) -> str:
-    """``name`` as it is in the model that nobody wrapped."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+__all__ = ["Place", "Places", "find_places", "ranks_of"]
 
 
 @dataclass(eq=False)
@@ -167,7 +160,7 @@ def find_places(model: nn.Module, where: str) -> Places:
     for prefix, module in model.named_modules(remove_duplicate=False):
         skipped = non_persistent_buffers(module)
         for name, tensor, is_buffer in _own_tensors(module):
-            full_name = plain_name(f"{prefix}.{name}" if prefix else name)
+            full_name = clean_name(f"{prefix}.{name}" if prefix else name)
             manager = managed.get(id(tensor))
             param = None if manager is None else manager[0]
             key = id(tensor if param is None else param)
@@ -178,7 +171,7 @@ def find_places(model: nn.Module, where: str) -> Places:
                 into[key].names.append(full_name)
             into[key].slots.append((module, name))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            extras[plain_name(f"{prefix}._extra_state" if prefix else "_extra_state")] = module
+            extras[clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")] = module
     return Places(list(places.values()), groups, extras, list(left_out.values()))
 
 
@@ -205,7 +198,7 @@ def ranks_of(model: object, *, managed: bool = False) -> Ranks | None:
 
 def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     """The groups whose parameters ``model`` shows, also those of a unit around it."""
-    return [group for _, group in groups_below(model)]
+    return list(groups_below(model))
 
 
 def _managed_tensors(groups: list[FSDPParamGroup]) -> dict[int, tuple[FSDPParam, FSDPParamGroup]]:

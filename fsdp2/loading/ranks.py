@@ -48,7 +48,7 @@ class Ranks:
             return cls.alone(device or torch.device("cpu"))
         config = dist.get_backend_config()
         if device is None:
-            accelerator = torch.accelerator.current_accelerator()
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
             on_cpu = accelerator is None or "cpu" in config or config in ("gloo", "mpi", "fake")
             device = torch.device("cpu") if on_cpu or accelerator is None else accelerator
         axis = Axis(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), dist.get_backend())

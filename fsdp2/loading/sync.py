@@ -123,7 +123,7 @@ class _Work:
         for kind in set(kinds.values()):
             materialize([place for place in self.plain if kinds[place.name] == kind], device_of(kind))
         for place in self.parallel:
-            materialize([place], device_of(place.mesh.device_type))  # type: ignore[union-attr]
+            materialize([place], device_of(place.mesh.device_type))  # type: ignore[union-attr]  # it has one
         materialize(self.managed, torch.device("cpu"))
 
     def move(self, offered: _Offer, ranks: Ranks, limit: int) -> Exception | None:

@@ -44,7 +44,7 @@ def step_on_stand_ins(optimizer: optim.Optimizer) -> None:
             handle.remove()
             loan.end()
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
 
 
 class _Loan:

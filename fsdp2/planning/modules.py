@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp2.module import FSDPModule
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import get_state
+from fsdp2.runtime.state import states_below
 
 __all__ = ["fsdp_modules", "no_sync"]
 
@@ -24,7 +24,7 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
     found: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     if not root_only:
         return found
-    below = {inner for unit in found for inner in unit.modules() if inner is not unit}  # type: ignore[attr-defined]
+    below = {inner for unit in found for inner in unit.modules() if inner is not unit}  # type: ignore[attr-defined]  # a Module
     return [unit for unit in found if unit not in below and unit._get_fsdp_state().is_root is not False]
 
 
@@ -38,7 +38,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``module`` lies inside a unit, whose gradients it cannot speak for.
     """
-    states = dict.fromkeys(state for state in map(get_state, module.modules()) if state is not None)
+    states = states_below(module)
     if not states and module.__dict__.get("_is_fsdp_managed_module"):
         raise ValueError(
             f"no_sync: {type(module).__name__} is part of a unit whose FSDPModule lies above it; pass that module, or "

@@ -52,12 +52,12 @@ class GatherExtension:
         local = self.param.local
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
-        arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
+        arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]  # it has one
         layout = self.param.spec.layout
         if arguments == 1:
-            inputs, self._metadata = local.fsdp_pre_all_gather(self.mesh)  # type: ignore[attr-defined]
+            inputs, self._metadata = local.fsdp_pre_all_gather(self.mesh)  # type: ignore[attr-defined]  # it has one
         elif arguments == 5:
-            inputs, self._metadata = local.fsdp_pre_all_gather(  # type: ignore[attr-defined]
+            inputs, self._metadata = local.fsdp_pre_all_gather(  # type: ignore[attr-defined]  # it has one
                 self.mesh, torch.Size(layout.shape), layout.stride, self.param.module, self.param.policy
             )
         else:

@@ -213,7 +213,7 @@ class _InputsDone(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in inputs)
 
     @staticmethod
@@ -222,12 +222,12 @@ class _InputsDone(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
         ctx.done()
         return (None, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, done: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def jvp(ctx: Any, done: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tangents
 
 
@@ -271,7 +271,7 @@ class _BackwardStarts(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(starting: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(starting: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch's are untyped
         return tensor
 
     @staticmethod
@@ -279,10 +279,10 @@ class _BackwardStarts(torch.autograd.Function):
         ctx.starting = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]  # torch's are untyped
         ctx.starting(grad)
         return None, grad
 
     @staticmethod
-    def jvp(ctx: Any, starting: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, starting: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]  # torch's are untyped
         return None if tangent is None else _BackwardStarts.apply(ctx.starting, tangent)

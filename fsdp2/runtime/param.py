@@ -63,7 +63,7 @@ def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"])
     for param in params:
         sharded, full, before = param.sharded, param.full, param.requires_grad
         if (
-            sharded.requires_grad != before  # type: ignore[union-attr]
+            sharded.requires_grad != before  # type: ignore[union-attr]  # a group's has one
             or (full is not None and full.requires_grad != before)
             or param.subgroup is not None
         ):
@@ -74,7 +74,7 @@ def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"])
                 slot.module._parameters[slot.name] = shown
         else:
             for slot in param.slots:
-                slot.show(shown)  # type: ignore[arg-type]
+                slot.show(shown)  # type: ignore[arg-type]  # it was made before
     return changed
 
 
@@ -303,7 +303,7 @@ class FSDPParam:
         hooks = gradient_hooks(sharded)
         for hook in hooks[0] if hooks else ():
             changed = hook(grad)
-            grad = grad if changed is None else changed  # type: ignore[assignment]
+            grad = grad if changed is None else changed  # type: ignore[assignment]  # a DTensor
         if sharded.grad is None:
             sharded.grad = grad
         else:

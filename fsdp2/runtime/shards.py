@@ -116,7 +116,7 @@ class ShardStore:
                 continue
             _check_replacement(param, shown)
             self._gave_way |= shown is not param.sharded
-            param.adopt_shard(shown)  # type: ignore[arg-type]
+            param.adopt_shard(shown)  # type: ignore[arg-type]  # just checked
             show([param], "sharded")
             changed = True
         if changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.agreement import Agreement
 from fsdp2.runtime.hooks import Arguments, registrations, watch_inputs, watch_outputs, watch_transformed
 from fsdp2.runtime.lifecycle import Phase
-from fsdp2.runtime.param import Slot
+from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
 from fsdp2.runtime.trees import map_tensors
 
-__all__ = ["FSDPState", "get_state", "live_states"]
+__all__ = ["FSDPState", "get_state", "groups_below", "live_states", "managed_slots", "states_below"]
 
 _live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
@@ -28,6 +28,30 @@ _live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 def live_states() -> list[FSDPState]:
     """Every state of the process, in no particular order; a submodule of a unit has no other way up to its own."""
     return list(_live)
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """The states of ``module`` and of the modules below it, in their order."""
+    return list(dict.fromkeys(state for state in map(get_state, module.modules()) if state is not None))
+
+
+def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, tuple[FSDPParam, FSDPParamGroup]]:
+    """The managed parameter, and its group, that each place of a module shows, of the groups that ``states`` drive."""
+    groups = dict.fromkeys(group for state in states for group in state.groups)
+    return {slot: (param, group) for group in groups for param in group.params for slot in param.slots}
+
+
+def groups_below(module: nn.Module) -> dict[FSDPParamGroup, FSDPState]:
+    """The groups of what ``module`` and modules below it show, in their order, each with the state it belongs to."""
+    slots = managed_slots(live_states())
+    found: dict[FSDPParamGroup, FSDPState] = {}
+    for inner in module.modules():
+        for name in inner._parameters:
+            _, group = slots.get(Slot(inner, name), (None, None))
+            state = None if group is None else get_state(group.modules[0])
+            if group is not None and state is not None:
+                found.setdefault(group, state)
+    return found
 
 
 def get_state(module: nn.Module) -> FSDPState | None:

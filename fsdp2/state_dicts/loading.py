@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import loads_as_torch_does
 from fsdp2.runtime.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.state import managed_slots, states_below
 from fsdp2.state_dicts.convert import cut_full, distribute_locally, full_of, lies_like
-from fsdp2.state_dicts.names import CHECKPOINTED, COMPILED, clean_name, managed_slots, states_below
+from fsdp2.state_dicts.names import CHECKPOINTED, COMPILED, clean_name
 from fsdp2.state_dicts.pieces import is_piece, offset_of
 
 __all__ = ["ShardLoader", "after_load_tree", "before_load_tree"]

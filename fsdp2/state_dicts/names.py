@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
 from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, get_state
 
-__all__ = ["CHECKPOINTED", "COMPILED", "Managed", "clean_name", "managed_slots", "parameter_names", "states_below"]
+__all__ = ["CHECKPOINTED", "COMPILED", "Managed", "clean_name", "parameter_names"]
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
 """The name under which torch's ``checkpoint_wrapper`` keeps the module it wraps; it hides it in state dicts itself."""
@@ -26,18 +23,6 @@ def clean_name(name: str) -> str:
     if CHECKPOINTED not in name and COMPILED not in name:
         return name
     return ".".join(part for part in name.split(".") if part not in (CHECKPOINTED, COMPILED))
-
-
-def states_below(module: nn.Module) -> list[FSDPState]:
-    """The states of the calls on ``module`` and on modules below it, each once."""
-    found = (get_state(submodule) for submodule in module.modules())
-    return list(dict.fromkeys(state for state in found if state is not None))
-
-
-def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, Managed]:
-    """The managed parameter, and its group, that each place of a module shows."""
-    groups = dict.fromkeys(group for state in states for group in state.groups)
-    return {slot: (param, group) for group in groups for param in group.params for slot in param.slots}
 
 
 def parameter_names(module: nn.Module, slots: dict[Slot, Managed]) -> dict[torch.Tensor, list[str]]:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import pytree
 from fsdp2.optimizer.prebuilt import repair
 from fsdp2.runtime.param import FSDPParam
-from fsdp2.runtime.state import FSDPState
+from fsdp2.runtime.state import FSDPState, managed_slots, states_below
 from fsdp2.state_dicts.convert import cut_full, distribute_locally, full_of, lies_like, widest_mesh
 from fsdp2.state_dicts.first_rank import from_first_rank
-from fsdp2.state_dicts.names import Managed, clean_name, managed_slots, parameter_names, states_below
+from fsdp2.state_dicts.names import Managed, clean_name, parameter_names
 from fsdp2.state_dicts.pieces import is_piece, offset_of
 from fsdp2.state_dicts.saving import Converter
 from fsdp2.state_dicts.settings import get_state_dict_type
@@ -69,7 +69,7 @@ class _Parameters:
         """What this rank keeps of a tensor of the state of ``name``: its piece, if it is cut like the parameter."""
         param = next((param for param, names in self.names.items() if name in names), None)
         managed = None if param is None else self.managed.get(param)
-        if managed is None or value.shape != param.shape or not value.ndim:  # type: ignore[union-attr]
+        if managed is None or value.shape != param.shape or not value.ndim:  # type: ignore[union-attr]  # a tensor
             return value
         return _shard(cut_full(value, managed[0].spec), managed[0])
 
@@ -125,7 +125,7 @@ def _map(convert: Any, state: Any) -> Any:
 def _alike(value: Any, param: torch.Tensor | None, known: _Parameters) -> Managed | None:
     """The managed parameter that ``value``, of the state of ``param``, is cut like."""
     managed = None if param is None else known.managed.get(param)
-    if managed is None or not isinstance(value, DTensor) or not lies_like(value, param):  # type: ignore[arg-type]
+    if managed is None or not isinstance(value, DTensor) or not lies_like(value, param):  # type: ignore[arg-type]  # both are
         return None
     return managed
 

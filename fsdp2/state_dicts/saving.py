@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
 from fsdp2.runtime.param import Slot
-from fsdp2.runtime.state import FSDPState
+from fsdp2.runtime.state import FSDPState, managed_slots, states_below
 from fsdp2.state_dicts.convert import full_of, gather_full, is_first_rank
-from fsdp2.state_dicts.names import Managed, clean_name, managed_slots, states_below
+from fsdp2.state_dicts.names import Managed, clean_name
 from fsdp2.state_dicts.pieces import piece_of
 
 __all__ = ["Converter", "Saver", "forget_running_call"]
@@ -212,7 +212,7 @@ def _called_by_checkpointing() -> bool:
     while frame is not None and frame.f_code.co_name != "state_dict":
         frame = frame.f_back  # type: ignore[assignment]  # None at the end
     while frame is not None and frame.f_code.co_name == "state_dict":
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 

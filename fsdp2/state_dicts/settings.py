@@ -22,9 +22,8 @@ from torch.distributed.fsdp import (
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2.runtime.hooks import hook_loading, hook_saving
-from fsdp2.runtime.state import get_state
+from fsdp2.runtime.state import get_state, states_below
 from fsdp2.state_dicts.loading import after_load_tree, before_load_tree
-from fsdp2.state_dicts.names import states_below
 from fsdp2.state_dicts.saving import Saver, forget_running_call
 
 __all__ = ["get_state_dict_type", "set_state_dict_type", "state_dict_type"]

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import fsdp2  # noqa: E402
 from fsdp2 import policies  # noqa: E402
+from tests.support.docs import EXTRA_METHODS, EXTRA_NAMES, EXTRA_PARAMETERS  # noqa: E402
 
 OLD = {
     "BackwardPrefetch",
@@ -45,33 +46,6 @@ OLD = {
     "StateDictType",
 }
 """Public names of torch.distributed.fsdp that belong to FullyShardedDataParallel, the wrapper class of FSDP1."""
-
-EXTRA_NAMES = {
-    "ShardedGradScaler",
-    "broadcast_from_rank0",
-    "clip_grad_norm_",
-    "fsdp_modules",
-    "install",
-    "iter_full_params",
-    "load_safetensors",
-    "no_sync",
-    "plan_units",
-    "save_safetensors",
-    "summon_full_params",
-    "sync_module_states",
-    "uninstall",
-    "use_local_shards",
-    "use_weights",
-    *("install", "uninstall", "merge_local_state_dicts"),
-    *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load"),
-}
-EXTRA_METHODS = {"set_transfer_sizes"}
-EXTRA_PARAMETERS: dict[str, set[str]] = {
-    "fully_shard": {"ignored_modules", "policy", "replicated_params", "strategy"},
-    "unshard": {"recurse"},
-    "reshard": {"recurse"},
-}
-"""What fsdp2 has and torch's has not: documented extras."""
 
 PRIVATE_METHODS = ("_set_unshard_async_op",)
 """Methods of torch's FSDPModule with a leading underscore that libraries call."""

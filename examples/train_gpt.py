@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported: the profiler would announce itself
 
 from gpt.options import parse
-from gpt.processes import UserError, complain, join, launch, leave, require, started_by_torchrun, take_place, together
+from gpt.processes import UserError, complain, launch, require, run_rank, started_by_torchrun
 
 
 def main(arguments: list[str]) -> int:
@@ -25,27 +24,15 @@ def main(arguments: list[str]) -> int:
     try:
         require("fsdp2", "matplotlib", "tqdm")
         if started_by_torchrun():
-            work(arguments)
+            from gpt.train import train  # the process that only starts the ranks has no use for it
+
+            run_rank("train_gpt.py", lambda: parse(arguments), train)
         options = parse(arguments)
         if options.resume is None:
             options.settings(None).check(options.ranks)  # before so many processes are started
         return launch(Path(__file__).resolve(), arguments, options.ranks)
     except UserError as error:
         return complain(error, "train_gpt.py")
-
-
-def work(arguments: list[str]) -> NoReturn:
-    """Nothing that comes back: one rank does its part and exits, with the status that `main` describes."""
-    from gpt.train import train  # here, because the process that only starts the ranks has no use for it
-
-    join()
-    try:
-        options = together(lambda: parse(arguments))
-        train(options, take_place(options.device))
-        status = 0
-    except UserError as error:
-        status = complain(error, "train_gpt.py")
-    leave(status)
 
 
 if __name__ == "__main__":

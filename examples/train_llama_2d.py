@@ -36,12 +36,9 @@ from gpt.processes import (
     UserError,
     complain,
     first_decides,
-    join,
     launch,
-    leave,
+    run_rank,
     started_by_torchrun,
-    take_place,
-    together,
 )
 from llama import Llama, LlamaConfig, loss_context, next_token_loss, tensor_parallel
 
@@ -211,14 +208,7 @@ def main(arguments: list[str]) -> int:
             return launch(Path(__file__).resolve(), arguments, parse(arguments).ranks)
     except UserError as error:
         return complain(error, "train_llama_2d.py")
-    join()
-    try:
-        options = together(lambda: parse(arguments))
-        train(options, take_place(options.device))
-        status = 0
-    except UserError as error:
-        status = complain(error, "train_llama_2d.py")
-    leave(status)
+    run_rank("train_llama_2d.py", lambda: parse(arguments), train)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,21 @@ def require(*modules: str) -> None:
             raise UserError(f"no module named {module}; use `make demo`, or pip install -e '.[demo]' first")
 
 
+def run_rank(program: str, parse: Callable[[], T], train: Callable[[T, Place], None]) -> NoReturn:
+    """Nothing that comes back: one rank does its part and exits with 0, or with BAD_INPUT after one line on stderr.
+
+    `parse` makes the options, which have a `device`; `train` does the work with them.
+    """
+    join()
+    try:
+        options = together(parse)
+        train(options, take_place(options.device))  # type: ignore[attr-defined]  # every program's options have one
+        status = 0
+    except UserError as error:
+        status = complain(error, program)
+    leave(status)
+
+
 def launch(script: Path, arguments: list[str], ranks: int) -> int:
     """The exit status of `script` run by torchrun's engine on `ranks` processes of this machine, over loopback.
 

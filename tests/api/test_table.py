@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 import fsdp2
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.docs import ROOT, script
 
 
 @pytest.fixture
 def table() -> ModuleType:
     """Return docs/make_api.py as a module."""
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return script("make_api")
 
 
 def test_nothing_is_missing(table):

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.support.composition import FEATURES, composes, refused
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.docs import ROOT, script
 
 
 @pytest.fixture
 def table() -> ModuleType:
     """Return docs/make_compositions.py as a module."""
-    spec = importlib.util.spec_from_file_location("make_compositions", ROOT / "docs" / "make_compositions.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return script("make_compositions")
 
 
 def test_file_is_up_to_date(table):

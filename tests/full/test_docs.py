@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import torch
 
 import fsdp2
 from tests.support import api
+from tests.support.docs import snippets
 from tests.support.models import Transformer
 from tests.support.oracle import cpu_mesh
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "full_parameters.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+SNIPPETS = snippets("full_parameters.md")
 
 
 @on_ranks(1, 2)

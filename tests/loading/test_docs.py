@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,17 +10,15 @@ import torch.distributed as dist
 import fsdp2
 from tests.api.parity import mesh_1d
 from tests.loading.weights import assert_holds, plain, shared_folder, values_of
+from tests.support.docs import snippets
 from tests.support.models import Transformer
 from tests.support.pool import on_ranks
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "loading.md"
 
 
 @on_ranks(1, 2)
 def test_every_snippet(rank, world):
     """A model is loaded from rank 0, saved, loaded and synchronised."""
-    snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(snippets) == 3
+    first, second, third = snippets("loading.md")
     values = values_of(plain("transformer"))
     with shared_folder() as folder:
         path = folder / "weights.pt"
@@ -30,11 +26,11 @@ def test_every_snippet(rank, world):
             torch.save(values, path)
         names = {"Model": Transformer, "fsdp2": fsdp2, "torch": torch, "dist": dist, "path": path, "folder": folder}
         names["fully_shard"] = functools.partial(fsdp2.fully_shard, mesh=mesh_1d())  # a GPU there may not serve gloo
-        exec(snippets[0], names)
+        exec(first, names)
         assert_holds(names["model"], values)
-        exec(snippets[1], names)
+        exec(second, names)
         assert_holds(names["model"], {key: value.to(torch.bfloat16) for key, value in values.items()})
         torch.manual_seed(rank)
-        exec(snippets[2], names)
+        exec(third, names)
     torch.manual_seed(0)
     assert_holds(names["model"], Transformer().state_dict())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,10 @@ import torch.distributed as dist
 from tests.api.parity import mesh_of
 from tests.state_dicts.kinds import assert_equal, build, shard, train, trained, whole
 from tests.support import api
+from tests.support.docs import snippets
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "state_dicts.md"
-
-
-def snippets() -> list[str]:
-    """Return the page's Python code."""
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 def path_for_all() -> str:
@@ -43,7 +37,7 @@ def test_snippets(rank, world):
         **{"model": model, "optimizer": optimizer, "rank": rank, "path": path_for_all(), "plain_model": build(seed=8)},
         **{"other_model": other_model, "other_optimizer": other_optimizer},
     }
-    first, second = snippets()
+    first, second = snippets("state_dicts.md")
     exec(first, names)
     assert_equal(names["plain_model"].state_dict(), expected)
     assert_equal(whole(model), expected)

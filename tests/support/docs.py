@@ -1,0 +1,61 @@
+"""What is documented: scripts that write pages, the code that pages show, and the names that fsdp2 adds to torch's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["EXTRA_METHODS", "EXTRA_NAMES", "EXTRA_PARAMETERS", "ROOT", "script", "snippets"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+EXTRA_METHODS = {"set_transfer_sizes"}
+"""Public methods that torch's FSDPModule does not have."""
+EXTRA_NAMES = {
+    "ShardedGradScaler",
+    "broadcast_from_rank0",
+    "clip_grad_norm_",
+    "fsdp_modules",
+    "get_state_dict_type",
+    "install",
+    "iter_full_params",
+    "load_safetensors",
+    "merge_local_state_dicts",
+    "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "plan_units",
+    "save_safetensors",
+    "set_state_dict_type",
+    "state_dict_type",
+    "summon_full_params",
+    "sync_module_states",
+    "uninstall",
+    "use_local_shards",
+    "use_weights",
+}
+"""Public names of the package that torch has not at all."""
+EXTRA_PARAMETERS: dict[str, set[str]] = {
+    "fully_shard": {"ignored_modules", "policy", "replicated_params", "strategy"},
+    "unshard": {"recurse"},
+    "reshard": {"recurse"},
+}
+"""Parameters of ours, by function or method, that torch's does not have."""
+
+
+def script(name: str) -> ModuleType:
+    """Return docs/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def snippets(page: str) -> list[str]:
+    """Return the Python code in docs/PAGE."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)

@@ -125,6 +125,7 @@ TESTS: dict[str, str] = {
     "ShardedGradScaler": PLANNING + "test_grad_scaler.py::test_found_inf_agrees",
     "fsdp_modules": PLANNING + "test_modules.py::test_fsdp_modules",
     "no_sync": PLANNING + "test_modules.py::test_no_sync_accumulates",
+    "padding_report": PLANNING + "test_padding.py::test_a_cut_chosen_by_padding_trains_alike",
     "plan_units": PLANNING + "test_policies.py::test_what_is_chosen_is_logged",
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
     "use_weights": "tests/multi/test_weights.py::test_a_loss_that_uses_weights",

@@ -13,6 +13,7 @@ from fsdp2.optimizer.clip import clip_grad_norm_
 from fsdp2.optimizer.local_step import use_local_shards
 from fsdp2.planning.grad_scaler import ShardedGradScaler
 from fsdp2.planning.modules import fsdp_modules, no_sync
+from fsdp2.planning.padding import padding_report
 from fsdp2.planning.plan import plan_units
 from fsdp2.policies import (
     CPUOffloadPolicy,
@@ -48,6 +49,7 @@ __all__ = [
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "padding_report",
     "plan_units",
     "register_fsdp_forward_method",
     "save_safetensors",

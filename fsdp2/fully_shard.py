@@ -75,7 +75,8 @@ def fully_shard(
             them cut over so many neighbouring ranks, a factor of the shard axis (int). None: True, and False for the
             root.
         shard_placement_fn: Which dimension to cut, ``Shard(d)``, per parameter; None for the first. Any d, even or not.
-            A ``ShardPlacementResult`` also says on which mesh: such parameters make a group of their own.
+            A ``ShardPlacementResult`` also says on which mesh: such parameters make a group of their own. "auto": the
+            dimension that pads least, of equal ones the slowest in memory, which is gathered without a copy.
         mp_policy: dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``. Or a policy for
             each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (first match; ``""`` for all
             others and for the unit's inputs and outputs), or a function of the name. They still travel in one gather.
@@ -223,8 +224,8 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> _
             expected = kind[0].__name__ if isinstance(kind, tuple) else kind.__name__
             raise TypeError(f"fully_shard: {name} must be a {expected}, got {given[name]!r}")
     placement_fn = given["shard_placement_fn"]
-    if placement_fn is not None and not callable(placement_fn):
-        raise TypeError(f"fully_shard: shard_placement_fn must be callable, got {placement_fn!r}")
+    if placement_fn not in (None, "auto") and not callable(placement_fn):
+        raise TypeError(f'fully_shard: shard_placement_fn must be callable or "auto", got {placement_fn!r}')
     ignored, replicated = (_check_set(given, name, nn.Parameter) for name in ("ignored_params", "replicated_params"))
     ignored_modules = _check_set(given, "ignored_modules", nn.Module)
     for module in ignored_modules:

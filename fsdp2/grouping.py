@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ logger = logging.getLogger("fsdp2")
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Literal["auto"]
 
 
 @dataclass
@@ -131,7 +131,12 @@ class _Placed:
 def _place(
     found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
 ) -> _Placed:
-    result = None if placement_fn is None else placement_fn(found.param)
+    result: object = None
+    if isinstance(placement_fn, str):
+        # An extension's inputs are rows, whatever it makes of them.
+        result = None if has_extension(_plain(found.param)) else ShardedSpec.least_padded(found.param, mesh)
+    elif placement_fn is not None:
+        result = placement_fn(found.param)
     if result is None or isinstance(result, Shard):
         placement = result
     elif isinstance(result, ShardPlacementResult) or (

@@ -29,6 +29,12 @@ class ShardLayout:
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {self.ranks}")
 
+    @classmethod
+    def least_padded(cls, shape: tuple[int, ...], stride: tuple[int, ...], ranks: int) -> ShardLayout:
+        """The cut with the least padding; of equal ones that whose pieces in order are the tensor, then the first."""
+        cuts = [cls(shape, stride, dim, ranks) for dim in range(len(shape))] or [cls(shape, stride, None, ranks)]
+        return min(cuts, key=lambda cut: (cut.padding_numel, not cut.rank_major))
+
     @cached_property
     def numel(self) -> int:
         """Elements of the full tensor."""

@@ -84,6 +84,18 @@ class ShardedSpec:
         )
         return cls(layout, mesh.shard.rank, both, full)
 
+    @staticmethod
+    def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
+        """The placement of ``param`` that pads least, the same on every rank; None for a scalar."""
+        local, shape = param, list(param.shape)
+        if isinstance(param, DTensor):  # whose local tensors may differ in size: the first rank's counts
+            local, placed = local_tensor(param), dtensor_spec(param)
+            for i, placement in enumerate(placed.placements):
+                if isinstance(placement, (Shard, StridedShard)):
+                    shape[placement.dim] = -(-shape[placement.dim] // placed.mesh.size(i))
+        dim = ShardLayout.least_padded(tuple(shape), dense_strides(local), mesh.shard.size).dim
+        return None if dim is None else Shard(dim)
+
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""

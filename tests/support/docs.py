@@ -27,6 +27,7 @@ EXTRA_NAMES = {
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "padding_report",
     "plan_units",
     "save_safetensors",
     "set_state_dict_type",

@@ -58,6 +58,16 @@ def test_the_first_piece_is_the_largest(layout: ShardLayout) -> None:
 
 
 @given(layouts())
+def test_the_least_padded_cut(layout: ShardLayout) -> None:
+    best = ShardLayout.least_padded(layout.shape, layout.stride, layout.ranks)
+    others = [ShardLayout(layout.shape, layout.stride, dim, layout.ranks) for dim in range(len(layout.shape))]
+    assert best.padding_numel <= min((other.padding_numel for other in others), default=best.padding_numel)
+    equal = [other for other in others if other.padding_numel == best.padding_numel]
+    assert best.rank_major or not any(other.rank_major for other in equal)
+    assert not others or best == next(other for other in equal if other.rank_major == best.rank_major)
+
+
+@given(layouts())
 def test_rank_major_slots_are_the_memory_of_the_full_tensor(layout: ShardLayout) -> None:
     """What the zero-copy gather relies on: one slot per rank, in rank order, and the padding is the tail."""
     slots = torch.zeros(layout.ranks, layout.slot_numel)

@@ -14,7 +14,7 @@ from fsdp2.runtime.state import groups_below
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import Item, plan_flat
 
-__all__ = ["PaddingReport", "padding_report"]
+__all__ = ["PaddingReport", "UnitPadding", "padding_report"]
 
 _NOTABLE = 0.05  # parameters are named from this share of padding on
 

@@ -28,6 +28,7 @@ from fsdp2.runtime.trees import find_tensors, map_tensors
 
 __all__ = [
     "carry_hooks",
+    "hook_error",
     "hook_forward",
     "hook_gradient",
     "hook_loading",
@@ -59,6 +60,11 @@ def hook_forward(
         )
         for module in modules
     ]
+
+
+def hook_error(module: nn.Module, left: Callable[..., None]) -> None:
+    """Call ``left(module, args, None)`` when an exception leaves the forward of ``module``, and after each forward."""
+    module.register_forward_hook(left, always_call=True)
 
 
 def hook_saving(

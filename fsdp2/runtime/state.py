@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,15 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.agreement import Agreement
-from fsdp2.runtime.hooks import Arguments, registrations, watch_inputs, watch_outputs, watch_transformed
+from fsdp2.runtime.hints import explain, explain_at_exit
+from fsdp2.runtime.hooks import (
+    Arguments,
+    hook_error,
+    registrations,
+    watch_inputs,
+    watch_outputs,
+    watch_transformed,
+)
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
@@ -79,6 +88,7 @@ class FSDPState(ComposableState):
         self._pre_forward_hook_handle: RemovableHandle | None = None
         self._post_forward_hook_handle: RemovableHandle | None = None
         self._first_node = 0
+        self._explains = False  # errors that leave its forward
         # Takes in parameters added since; looked at when the process has seen registrations this state has not.
         self.adopt_added: Callable[[], None] = lambda: None
         self._registrations = registrations()
@@ -248,6 +258,10 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 group.root = self.root
         self._name_groups()
+        if not self._explains:
+            self._explains = True
+            hook_error(self.modules[0], self._explain_error)
+            explain_at_exit(lambda: (group for state in live_states() for group in state.groups))
         self.root.limit_reductions()
         error = None
         try:
@@ -257,6 +271,11 @@ class FSDPState(ComposableState):
         self.root.agreement = Agreement.open(self.root, error)
         if error is not None:
             raise error
+
+    @outside_dynamo
+    def _explain_error(self, module: nn.Module, args: Any, output: Any) -> None:
+        if output is None:
+            explain(sys.exc_info()[1], self.root.groups)
 
     def _prepare(self, states: list[FSDPState]) -> None:
         for state in states:

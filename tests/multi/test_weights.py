@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
@@ -253,3 +254,67 @@ def test_a_parameter_that_was_replaced_by_one_that_does_not_fit_is_refused(rank,
             RuntimeError, match=r"body.0.weight: the sharded parameter was replaced on its module; got a"
         ):
             model(batch(0, rank)[0])
+
+
+class Fused(Speaker):
+    """Its forward reads the head's weight and nobody calls the head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        with fsdp2.use_weights(self.head) if isinstance(self, fsdp2.FSDPModule) else contextlib.nullcontext():
+            return F.linear(hidden, self.head.weight)
+
+
+@on_ranks(1, 2, 4)
+def test_a_forward_that_uses_weights(rank, world):
+    """A fused loss inside the model: a unit's weight is used within the forward of the root."""
+    torch.manual_seed(0)
+    model = Fused()
+    whole = copy.deepcopy(model)
+    for unit in (model.body, model.head, model):
+        fsdp2.fully_shard(unit)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, whole)]
+    for step in range(3):
+        losses = []
+        for one, ranks in ((model, [rank]), (whole, range(world))):
+            batches = [batch(step, other) for other in ranks]
+            loss = sum(F.cross_entropy(one(x), y) for x, y in batches) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.distributed.all_reduce(losses[0], torch.distributed.ReduceOp.AVG)
+        torch.testing.assert_close(*losses)
+        assert isinstance(model.head.weight, DTensor)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, got), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@on_ranks(1)
+def test_only_errors_about_shards_are_explained(rank, world):
+    """Others, and those about tensors that nobody sharded here, keep their text; a local variable is recognised."""
+    model = made()
+    for unit in (model.body, model.head, model):
+        fsdp2.fully_shard(unit)
+    alone = DTensor.from_local(torch.randn(8, 8), model.head.weight.device_mesh, [Replicate()])
+
+    def of_nobody(x):
+        return x @ alone
+
+    def of_another_kind(x):
+        raise RuntimeError("got mixed feelings about DTensor")
+
+    def held(x):
+        weight = model.head.weight
+        return x @ weight.t()
+
+    model(torch.randn(2, 8))
+    for forward, expected in ((of_nobody, ""), (of_another_kind, ""), (held, "head.weight (unit 'head')")):
+        model.forward = forward
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.randn(2, 8))
+        _, _, explained = str(caught.value).partition("\n")
+        assert explained.startswith(expected) and bool(explained) == bool(expected)
+        model.reset_iter_state()
+    del model.forward, forward, of_nobody, of_another_kind, held, caught

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.api.parity import Run, mesh_1d
-from tests.support.report import agrees, check, offered, refused, report
+from tests.support.report import Unhelpful, agrees, check, offered, refused, report
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -30,15 +33,55 @@ def each(module: nn.Module, fsdp, **options) -> None:
         fsdp.fully_shard(unit, mesh=mesh_1d(), **options)
 
 
-@report("F.linear(x, model.head.weight) in the loss", promise="error that names the parameter, its unit and the remedy")
-def test_sharded_weight_in_the_loss(rank, world, fsdp):
+UNCAUGHT = """
+import {implementation} as fsdp, torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = nn.Linear(8, 8), nn.Linear(8, 12)
+    def forward(self, x):
+        return self.trunk(x)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh, model = dist.device_mesh.init_device_mesh("cpu", (1,)), Model()
+for unit in (model.trunk, model.head, model):
+    fsdp.fully_shard(unit, mesh=mesh)
+hidden = model(torch.randn(2, 8))
+F.linear(hidden, model.head.weight)
+"""
+
+
+class Reading(Headed):
+    """Its forward computes what the loss needs with the head's weight, as fused losses do."""
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.trunk(x)), self.head.weight)
+
+
+@report("F.linear(x, self.head.weight) in a forward", promise="error that names the parameter, its unit and the remedy")
+def test_sharded_weight_in_a_forward(rank, world, fsdp):
     """Fused losses take the head's weight instead of calling the head. It is a shard at that moment; the error should
     say so rather than that a tensor and a DTensor were mixed."""
-    module = Headed()
+    module = Reading()
     each(module, fsdp)
-    hidden = module(torch.randn(2, 8))
-    with refused("head.weight", "use_weights", otherwise="silently wrong: computes with one rank's shard"):
-        F.linear(hidden, module.head.weight)
+    with refused("head.weight", "unit 'head'", "use_weights", otherwise="silently wrong: computes with one shard"):
+        module(torch.randn(2, 8))
+
+
+@report("F.linear(x, model.head.weight) in the loss", promise="refused; the log names parameter, unit and remedy")
+def test_sharded_weight_in_the_loss(rank, world, fsdp):
+    """The same outside of any forward: torch raises in C++ before anybody else could say more. When the process ends
+    with that error, its last line should say which weight it was and what to do."""
+    if rank:
+        return
+    command = [sys.executable, "-c", UNCAUGHT.format(implementation=fsdp.__name__)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    check(ended.returncode != 0, "silently wrong: computes with one rank's shard")
+    lines = ended.stderr.strip().splitlines()
+    if not all(word in lines[-1] for word in ("head.weight", "unit 'head'", "use_weights")):
+        raise Unhelpful(next(line.partition("]: ")[2] for line in lines if "RuntimeError: " in line))
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

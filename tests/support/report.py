@@ -43,11 +43,6 @@ __all__ = [
     "same",
 ]
 
-PENDING: dict[str, str] = {
-    "test_sharded_weight_in_the_loss": "error for weights outside forward",
-}
-"""Tests of what is still being built, and what it is: they may fail."""
-
 
 class Wrong(AssertionError):
     """A wrong result without an error; the text says what is wrong."""
@@ -107,10 +102,7 @@ def report(
             setattr(on_rank, name, getattr(program, name))
         test: Any = _in_fresh_processes(on_rank, one) if fresh else on_ranks(*one.worlds, limit=limit)(on_rank)
         test.report = one
-        test = api.fsdp2_only(test)
-        if one.name in PENDING:
-            test = pytest.mark.xfail(strict=False, reason=f"pending: {PENDING[one.name]}")(test)
-        return test
+        return api.fsdp2_only(test)
 
     return decorate
 

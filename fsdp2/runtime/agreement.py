@@ -109,10 +109,9 @@ class Agreement:
         Raises:
             RuntimeError: on every rank: they do not all come to this step, and cannot.
         """
-        journal = self._journal
-        if not journal.kind:  # between passes nothing is compared
+        journal, step = self._journal, (what, group, part)
+        if journal.follow(step) or not journal.kind:  # between passes nothing is compared
             return True
-        step = (what, group, part)
         while journal.expected != step:
             expected = journal.expected
             if expected is None:

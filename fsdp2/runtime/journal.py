@@ -46,6 +46,17 @@ class Journal:
         """Whether the running pass will come to ``step``, but not now."""
         return self._track is not None and step in self._track[len(self._steps) + 1 :]
 
+    def follow(self, step: Step) -> bool:
+        """Take ``step`` if it comes now as it did in the last pass of the kind, and say so; every step asks this."""
+        track, steps = self._track, self._steps
+        position = len(steps)
+        if track is None or position >= len(track) or track[position] != step:
+            return False
+        steps.append(step)
+        self._recent.append((self.kind, step))
+        self.index += 1
+        return True
+
     def took(self, step: Step) -> None:
         """This rank takes ``step``, which is the expected one."""
         self._decided = None

@@ -35,6 +35,22 @@ def test_the_first_pass_is_asked_for_and_the_next_is_expected():
     assert run(journal, "forward", steps("a", "b")) == [True] * 4
 
 
+def test_a_step_is_followed_where_it_is_expected_and_nowhere_else():
+    journal = Journal()
+    a, b = steps("a", "b")
+    assert not journal.follow(a)  # between passes
+    run(journal, "forward", [a, b])
+    run(journal, "forward", [a, b])
+    journal.begin("forward")
+    before = journal.index
+    assert not journal.follow(b) and journal.index == before and journal.expected == a
+    assert journal.follow(a) and journal.index == before + 1 and journal.expected == b
+    assert journal.recent()[1][-1] == ("forward", a)
+    assert journal.follow(b) and journal.follow(END) and not journal.follow(END)
+    journal.end()
+    assert run(journal, "forward", [a, b])[1:] == [True] * 3
+
+
 def test_after_another_step_nothing_is_expected_until_the_pass_ends():
     journal = Journal()
     run(journal, "forward", steps("a", "b", "c"))

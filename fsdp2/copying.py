@@ -81,5 +81,6 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             new.shared = group.shared
             remember_group(new)
         clone.groups.append(new)
+    clone.unit = None if state.unit is None else state.unit.copied(memo)
     for name in ("forward_prefetch", "backward_prefetch"):
         setattr(clone, name, [memo.get(id(other), other) for other in getattr(state, name)])

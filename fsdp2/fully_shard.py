@@ -7,7 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -121,28 +121,15 @@ def fully_shard(
     )
     own = _check_arguments(modules, given)
     units = [] if policy is None else _plan(modules, policy, given, own)
-    for unit, arguments in [*units, (modules, own)]:  # all arguments are checked before anything changes
-        _shard(unit, arguments)
+    for members, unit in [*units, (modules, own)]:  # all arguments are checked before anything changes
+        _shard(members, unit)
     return module
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """The checked arguments of one call on modules that make one unit."""
-
-    mesh: DataParallelMesh
-    options: GroupOptions
-    placement_fn: PlacementFn | None
-    ignored: set[nn.Parameter]
-    policy_of: PolicyOf
-    ignored_modules: frozenset[nn.Module]
-    replicated: set[nn.Parameter]
+_Call = tuple[tuple[nn.Module, ...], Unit]
 
 
-_Call = tuple[tuple[nn.Module, ...], _Arguments]
-
-
-def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any], own: _Arguments) -> list[_Call]:
+def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any], own: Unit) -> list[_Call]:
     """A call for each unit that ``policy`` makes below ``modules``; ``own`` are the checked arguments of the call."""
     collect(modules, own.ignored, own.ignored_modules)
     units = choose_units(modules, policy, own.ignored_modules, own.ignored)
@@ -173,23 +160,13 @@ def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
     return of
 
 
-def _shard(modules: tuple[nn.Module, ...], arguments: _Arguments) -> None:
+def _shard(modules: tuple[nn.Module, ...], unit: Unit) -> None:
     """Make one unit of ``modules``."""
-    managed = collect(modules, arguments.ignored, arguments.ignored_modules)
-    state = FSDPState(modules, arguments.mesh.device, arguments.options.mp_policy)
-    unit = Unit(
-        state,
-        arguments.mesh,
-        arguments.options,
-        arguments.placement_fn,
-        arguments.ignored,
-        arguments.policy_of,
-        arguments.ignored_modules,
-        arguments.replicated,
-    )
+    managed = collect(modules, unit.ignored, unit.ignored_modules)
+    state = FSDPState(modules, unit.mesh.device, unit.options.mp_policy)
     classes = [_fsdp_class(type(module)) for module in modules]
-    unit.manage(managed)
-    state.adopt_added = unit.adopt_added
+    unit.manage(state, managed)
+    state.unit = unit
     _attach(state)
     for module, cls in zip(modules, classes):
         module.__class__ = cls  # names and attributes do not change
@@ -215,7 +192,7 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> _Arguments:
+def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> Unit:
     for name, kind in (
         ("offload_policy", OffloadPolicy),
         ("dp_mesh_dims", (DataParallelMeshDims, type(None))),
@@ -242,7 +219,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> _
         given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
     )
     options = GroupOptions(policy_of(""), given["offload_policy"], _check_reshard(reshard, mesh))
-    return _Arguments(mesh, options, placement_fn, ignored, policy_of, frozenset(ignored_modules), replicated)
+    return Unit(mesh, options, placement_fn, ignored, policy_of, frozenset(ignored_modules), replicated)
 
 
 def _check_set(given: dict[str, Any], name: str, kind: type) -> set[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -35,11 +35,10 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Literal["auto"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Unit:
-    """What one call asked for; makes the groups of its state, now and when parameters are added later."""
+    """The checked arguments of one call; makes the groups of its state, now and when parameters are added later."""
 
-    state: FSDPState
     mesh: DataParallelMesh
     options: GroupOptions
     placement_fn: PlacementFn | None
@@ -48,12 +47,11 @@ class Unit:
     ignored_modules: frozenset[nn.Module] = frozenset()
     replicated: set[nn.Parameter] = field(default_factory=set)
 
-    def manage(self, managed: Managed) -> None:
-        """Put ``managed`` parameters into groups of the state; those that other calls manage are shared with them.
+    def manage(self, state: FSDPState, managed: Managed) -> None:
+        """Put ``managed`` parameters into groups of ``state``; those that other calls manage are shared with them.
 
         What may be refused is looked at first, so that an error leaves everything as it was.
         """
-        state = self.state
         hooked = list(state.groups)
         own, ties = find_ties(managed.params, self.mesh, state)
         placed = [_place(f, self.placement_fn, self.mesh, self._policy(f), f.param in self.replicated) for f in own]
@@ -79,9 +77,19 @@ class Unit:
             return replace(policy, param_dtype=module.running_mean.dtype)
         return policy
 
-    def adopt_added(self) -> None:
-        """Manage parameters that appeared below the unit's modules since (LoRA adapters, say)."""
-        state = self.state
+    def copied(self, memo: dict[int, Any]) -> Unit:
+        """The same for the copy of the modules that ``memo``, of ``copy.deepcopy``, has; their parameters are in it."""
+
+        def new(originals: Collection[Any]) -> set[Any]:
+            return {memo.get(id(original), original) for original in originals}
+
+        ignored_modules = frozenset(new(self.ignored_modules))
+        return replace(
+            self, ignored=new(self.ignored), ignored_modules=ignored_modules, replicated=new(self.replicated)
+        )
+
+    def adopt_added(self, state: FSDPState) -> None:
+        """Manage parameters that appeared below the modules of ``state`` since (LoRA adapters, say)."""
         managed = collect(state.modules, self.ignored, self.ignored_modules)
         params = [param for group in state.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
@@ -89,33 +97,34 @@ class Unit:
         unknown = [found for found in managed.params if found.param not in known]
         for found in unknown:
             for param in {places[slot] for slot in found.slots if slot in places}:
-                self._take_over(found, param)
+                _take_over(found, param, state)
         added = [found for found in unknown if not any(slot in places for slot in found.slots)]
         if not added:
             return
         names = ", ".join(found.name for found in added)
         logger.info("%s: adopted parameters added after fully_shard: %s", state.name or "the root", names)
         before = len(state.groups)
-        self.manage(Managed(managed.modules, added, managed.buffers))
+        self.manage(state, Managed(managed.modules, added, managed.buffers))
         for group in state.groups[: len(state.groups) - before]:
             group.root, group.in_root = state.root, bool(state.is_root)
             group.set_names(state.name, {})
 
-    def _take_over(self, found: Found, param: FSDPParam) -> None:
-        """Let ``param`` have the value of a whole, plain parameter that was put in its place on all its modules.
 
-        What cannot be taken over is left for the next gather to refuse by name.
-        """
-        new, group = found.param, next(group for group in self.state.groups if param in group.params)
-        fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
-        if not fits or new.dtype != param.dtype or new.is_meta or set(param.slots) != set(found.slots):
-            return
-        group.reshard()
-        param.take_value(new)
-        show([param], "sharded")
-        group.gradients.forget_plan()
-        follow_parameters([new], [param])
-        logger.info("%s: took over the value of the parameter that replaced it", param.name)
+def _take_over(found: Found, param: FSDPParam, state: FSDPState) -> None:
+    """Let ``param`` have the value of a whole, plain parameter that was put in its place on all its modules.
+
+    What cannot be taken over is left for the next gather to refuse by name.
+    """
+    new, group = found.param, next(group for group in state.groups if param in group.params)
+    fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
+    if not fits or new.dtype != param.dtype or new.is_meta or set(param.slots) != set(found.slots):
+        return
+    group.reshard()
+    param.take_value(new)
+    show([param], "sharded")
+    group.gradients.forget_plan()
+    follow_parameters([new], [param])
+    logger.info("%s: took over the value of the parameter that replaced it", param.name)
 
 
 @dataclass

@@ -49,3 +49,34 @@ def test_copying_a_part_of_a_unit(rank, world):
     with pytest.raises(NotImplementedError, match=r"0.weight: a part of a sharded unit cannot be deep-copied"):
         copy.deepcopy(module[0])
     copy.deepcopy(nn.Sequential(module))
+
+
+class Shifted(nn.Linear):
+    """A linear layer with a shift, once there is one."""
+
+    def forward(self, x):
+        return super().forward(x) + getattr(self, "shift", 0.0)
+
+
+@on_ranks(1, 2)
+def test_a_copy_adopts_what_is_added_to_it(rank, world):
+    """A copy did not know with which arguments its units had been made: parameters added to it (adapters on a reference
+    model) stayed outside of every unit, their gradients were each rank's own."""
+    torch.manual_seed(0)
+    original = nn.Sequential(Shifted(4, 6), nn.Linear(6, 3))
+    original.scale = nn.Parameter(torch.ones(()))
+    whole = copy.deepcopy(original)
+    api.ours.fully_shard(original[0], mesh=cpu_mesh(world))
+    api.ours.fully_shard(original, mesh=cpu_mesh(world), ignored_params={original.scale})
+    clone = copy.deepcopy(original)
+    for module in (clone, whole):
+        torch.manual_seed(1)
+        module[0].register_parameter("shift", nn.Parameter(torch.randn(6)))
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    clone(batch.chunk(world)[rank]).square().mean().backward()
+    whole(batch).square().mean().backward()
+    names = {name: parameter for name, parameter in clone.named_parameters() if isinstance(parameter, DTensor)}
+    assert set(names) == {name for name, _ in whole.named_parameters()} - {"scale"}
+    for name, parameter in names.items():
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.get_parameter(name).grad)
+    assert not hasattr(original[0], "shift") and clone.scale is not original.scale

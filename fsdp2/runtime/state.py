@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
 from fsdp2.runtime.trees import map_tensors
 
-__all__ = ["FSDPState", "get_state", "groups_below", "live_states", "managed_slots", "states_below"]
+__all__ = ["Adopting", "FSDPState", "get_state", "groups_below", "live_states", "managed_slots", "states_below"]
 
 _live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
@@ -69,6 +69,16 @@ def get_state(module: nn.Module) -> FSDPState | None:
     return state if isinstance(state, FSDPState) else None
 
 
+class Adopting(Protocol):
+    """What the call that made a state leaves with it."""
+
+    def adopt_added(self, state: FSDPState) -> None:
+        """Manage parameters that appeared below the modules of ``state`` since."""
+
+    def copied(self, memo: dict[int, Any]) -> Adopting:
+        """The same for a deep copy of the modules."""
+
+
 class FSDPState(ComposableState):
     """The modules of one call, their groups (one per mesh), and the root they run under."""
 
@@ -89,8 +99,8 @@ class FSDPState(ComposableState):
         self._post_forward_hook_handle: RemovableHandle | None = None
         self._first_node = 0
         self._explains = False  # errors that leave its forward
-        # Takes in parameters added since; looked at when the process has seen registrations this state has not.
-        self.adopt_added: Callable[[], None] = lambda: None
+        # Takes in parameters added since; asked when the process has seen registrations that this state has not.
+        self.unit: Adopting | None = None
         self._registrations = registrations()
         # While summon_full_params shows its parameters: why forward cannot compute with them, "" if it can.
         self.summoned: str | None = None
@@ -192,7 +202,8 @@ class FSDPState(ComposableState):
         """Take in parameters that somebody put on the modules since this was last asked."""
         if self._registrations != registrations():
             self._registrations = registrations()
-            self.adopt_added()
+            if self.unit is not None:
+                self.unit.adopt_added(self)
 
     # ---- backward ----
 

@@ -14,11 +14,9 @@ import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
-from fsdp2.runtime.lifecycle import Residency
 from fsdp2.runtime.param import FSDPParam
-from fsdp2.runtime.param_group import FSDPParamGroup
 
-__all__ = ["explain", "explain_at_exit"]
+__all__ = ["Shards", "explain", "explain_at_exit"]
 
 logger = logging.getLogger("fsdp2")
 
@@ -30,19 +28,22 @@ _REMEDY = (
 _SHOWN = 8
 _registered = False
 
+Shards = Callable[[], dict[FSDPParam, str]]
+"""The parameters that modules show shards of at the moment, each with the name of its unit."""
 
-def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str | None:
+
+def _hint(error: BaseException | None, shards: Shards) -> str | None:
     """Which parameters ``error`` is about and what to do; None if it is not about shards that were computed with."""
     if not isinstance(error, RuntimeError) or _TEXT not in str(error) or error.__traceback__ is None:
         return None
     place = error.__traceback__
     while place.tb_next is not None:
         place = place.tb_next
-    sharded = {p: group for group in groups if group.lifecycle.residency is Residency.SHARDED for p in group.params}
-    used = _used(place, sharded)
+    units = shards()
+    used = _used(place, units)
     if not used:
         return None
-    names = ", ".join(f"{p.name} (unit {sharded[p].name or 'the root'!r})" for p in used[:_SHOWN])
+    names = ", ".join(f"{p.name} (unit {units[p] or 'the root'!r})" for p in used[:_SHOWN])
     more = ", ..." if len(used) > _SHOWN else ""
     return f"{names}{more}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
 
@@ -59,23 +60,23 @@ def _used(place: TracebackType, params: Iterable[FSDPParam]) -> list[FSDPParam]:
     return []
 
 
-def explain(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> None:
+def explain(error: BaseException | None, shards: Shards) -> None:
     """Add to the text of ``error`` what it is about, once."""
-    text = _hint(error, groups)
+    text = _hint(error, shards)
     if error is not None and text is not None and text not in str(error):
         error.args = (f"{error}\n{text}", *error.args[1:])
 
 
-def explain_at_exit(groups: Callable[[], Iterable[FSDPParamGroup]]) -> None:
-    """Log what such an error is about when the process ends with it; ``groups()`` are those that are alive then."""
+def explain_at_exit(shards: Shards) -> None:
+    """Log what such an error is about when the process ends with it; ``shards`` is asked then, of all models."""
     global _registered
     if not _registered:
         _registered = True
-        atexit.register(_at_exit, groups)
+        atexit.register(_at_exit, shards)
 
 
-def _at_exit(groups: Callable[[], Iterable[FSDPParamGroup]]) -> None:
+def _at_exit(shards: Shards) -> None:
     error = getattr(sys, "last_value", None)
-    text = _hint(error, groups())
+    text = _hint(error, shards)
     if text is not None and text not in str(error):
         logger.error("%s", text)

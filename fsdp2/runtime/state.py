@@ -23,7 +23,7 @@ from fsdp2.runtime.hooks import (
     watch_outputs,
     watch_transformed,
 )
-from fsdp2.runtime.lifecycle import Phase
+from fsdp2.runtime.lifecycle import Phase, Residency
 from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
@@ -48,6 +48,11 @@ def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, tuple[FSDPParam, FS
     """The managed parameter, and its group, that each place of a module shows, of the groups that ``states`` drive."""
     groups = dict.fromkeys(group for state in states for group in state.groups)
     return {slot: (param, group) for group in groups for param in group.params for slot in param.slots}
+
+
+def _shards(states: Iterable[FSDPState]) -> dict[FSDPParam, str]:
+    groups = dict.fromkeys(group for state in states for group in state.groups)
+    return {p: g.name for g in groups if g.lifecycle.residency is Residency.SHARDED for p in g.params}
 
 
 def groups_below(module: nn.Module) -> dict[FSDPParamGroup, FSDPState]:
@@ -272,7 +277,7 @@ class FSDPState(ComposableState):
         if not self._explains:
             self._explains = True
             hook_error(self.modules[0], self._explain_error)
-            explain_at_exit(lambda: (group for state in live_states() for group in state.groups))
+            explain_at_exit(lambda: _shards(live_states()))
         self.root.limit_reductions()
         error = None
         try:
@@ -286,7 +291,7 @@ class FSDPState(ComposableState):
     @outside_dynamo
     def _explain_error(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:
-            explain(sys.exc_info()[1], self.root.groups)
+            explain(sys.exc_info()[1], lambda: _shards(self.root.all_states))
 
     def _prepare(self, states: list[FSDPState]) -> None:
         for state in states:

@@ -58,7 +58,8 @@ class Row:
         return None if self.limit is None or judged is None else judged <= self.limit
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits or so; a dash for None."""
     if value is None:
         return "-"
     if abs(value) >= 100:
@@ -71,19 +72,24 @@ def _cells(row: Row) -> list[str]:
     verdict = {None: "", True: "reached", False: "missed"}[row.reached]
     unit = f" ({row.unit})" if row.unit else ""
     ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
-    return [row.figure + unit, _number(row.ours), _number(row.theirs), ratio, row.target, verdict, row.note]
+    return [row.figure + unit, number(row.ours), number(row.theirs), ratio, row.target, verdict, row.note]
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns."""
+    cells = [head, *lines]
+    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(head))]
+    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(text)
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows as one Markdown table with aligned columns."""
+    """The rows as a Markdown table, without the column of notes where nothing is noted."""
+    lines = [_cells(row) for row in rows]
+    columns = 7 if any(line[6] for line in lines) else 6
     head = ["figure", "ours", "torch's", "ratio", "target", "", "note"]
-    lines = [head, *(_cells(row) for row in rows)]
-    if not any(line[6] for line in lines[1:]):
-        lines = [line[:6] for line in lines]
-    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(lines[0]))]
-    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text)
+    return markdown(head[:columns], [line[:columns] for line in lines])
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -116,6 +122,13 @@ def fake_mesh(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,))
 
 
+def fake_sides(options: argparse.Namespace, world: int) -> tuple[dict[str, FullyShard], DeviceMesh]:
+    """Both sides and a pretended mesh for them, in a process that is ready to be measured: one thread, no chatter."""
+    quiet_profiler()
+    torch.set_num_threads(1)
+    return candidates(options.ours), fake_mesh(world)
+
+
 def shard_units(
     model: nn.Module,
     units: Iterable[nn.Module],
@@ -142,7 +155,7 @@ def median(values: Sequence[float]) -> float:
 def spread(values: Sequence[float]) -> str:
     """The middle half of the values, as `low-high`."""
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return f"{_number(low)}-{_number(high)}"
+    return f"{number(low)}-{number(high)}"
 
 
 def collect_garbage() -> None:
@@ -178,13 +191,12 @@ def load() -> str:
     return f"{os.getloadavg()[2]:.1f} cores busy on average" if hasattr(os, "getloadavg") else "load unknown"
 
 
-def write_report(theme: str, rows: Sequence[Row], explanation: str, command: str | None = None) -> Path:
+def write_report(theme: str, table: str, explanation: str) -> Path:
     """Write `results/<theme>_<hardware>_<year-month>.md`: versions, command and table; returns its path."""
     today = datetime.date.today()
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{theme}_{hardware()}_{today:%Y-%m}.md"
-    script = Path(sys.argv[0]).name
-    command = command or " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     lines = [
         f"# {theme}, {today:%Y-%m-%d}",
         "",
@@ -194,17 +206,22 @@ def write_report(theme: str, rows: Sequence[Row], explanation: str, command: str
         f"- `{command}`",
         "",
     ]
-    path.write_text("\n".join(lines) + "\n" + table(rows) + "\n")
+    path.write_text("\n".join(lines) + "\n" + table + "\n")
     return path
 
 
-def finish(theme: str, rows: Sequence[Row], explanation: str, options: argparse.Namespace) -> None:
-    """Print the rows as asked for on the command line, and write the report if that is asked for."""
+def publish(theme: str, table: str, data: object, explanation: str, options: argparse.Namespace) -> None:
+    """Print the table, or the data as JSON, as asked for on the command line; write the report if that is asked for."""
     if options.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        print(json.dumps(data, indent=1))
     else:
         print(f"{theme}: {versions()}")
-        print(table(rows))
+        print(table)
     if options.write:
-        written = write_report(theme, rows, explanation)
+        written = write_report(theme, table, explanation)
         print(f"wrote {written.relative_to(RESULTS.parent.parent)}", file=sys.stderr)
+
+
+def finish(theme: str, rows: Sequence[Row], explanation: str, options: argparse.Namespace) -> None:
+    """Publish rows of ours beside torch's."""
+    publish(theme, table(rows), [dataclasses.asdict(row) for row in rows], explanation, options)

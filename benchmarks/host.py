@@ -26,15 +26,15 @@ from _common import (
     FullyShard,
     Row,
     arguments,
-    candidates,
     collect_garbage,
     fake_mesh,
+    fake_sides,
     finish,
     median,
-    quiet_profiler,
     shard_units,
 )
 from _models import Block, Columns
+from _traces import in_collective
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -134,26 +134,30 @@ def count(step: Step) -> dict[str, int]:
 
 def _is_operator(event: Any) -> bool:
     """Whether a profiler event is a dispatched operator that does not run inside a collective of the fake group."""
-    if not event.name.startswith(("aten::", "c10d::", "fsdp::", "fsdp2::")):
-        return False
-    outer = event.cpu_parent
-    while outer is not None and not outer.name.startswith("c10d::"):
-        outer = outer.cpu_parent
-    return outer is None
+    return event.name.startswith(("aten::", "c10d::", "fsdp::", "fsdp2::")) and not in_collective(event.cpu_parent)
 
 
 def counts(sides: dict[str, FullyShard], mesh: DeviceMesh, width: int, mixed: bool) -> dict[str, dict[str, float]]:
     """Added calls per unit of every side: {side: {kind: calls}}."""
-    found = {}
-    for side, fully_shard in {"plain": None, **sides}.items():
-        few, many = (count(Case(units, width, mixed).step_of(fully_shard, mesh)) for units in (2, 6))
-        found[side] = {kind: (many[kind] - few[kind]) / 4 for kind in KINDS}
-        collect_garbage()
+    everyone = {"plain": None, **sides}
+    found = {side: counts_per_unit(fully_shard, mesh, width, mixed) for side, fully_shard in everyone.items()}
     return {side: {kind: found[side][kind] - found["plain"][kind] for kind in KINDS} for side in sides}
 
 
+def counts_per_unit(fully_shard: FullyShard | None, mesh: DeviceMesh, width: int, mixed: bool) -> dict[str, float]:
+    """Calls that one more unit makes in a step, its own computation included: {kind: calls}."""
+    few, many = (count(Case(units, width, mixed).step_of(fully_shard, mesh)) for units in (2, 6))
+    collect_garbage()
+    return {kind: (many[kind] - few[kind]) / 4 for kind in KINDS}
+
+
 def alternate(steps: dict[Any, Step], rounds: int) -> dict[Any, float]:
-    """Median processor seconds of every step; they take turns, so that a slow moment of the machine meets them all."""
+    """Median processor seconds of every step."""
+    return {key: median(times) for key, times in in_turns(steps, rounds).items()}
+
+
+def in_turns(steps: dict[Any, Step], rounds: int) -> dict[Any, list[float]]:
+    """Processor seconds of every step; they take turns, so that a slow moment of the machine meets them all."""
     times: dict[Any, list[float]] = {key: [] for key in steps}
     for turn in range(rounds):
         keys = list(steps) if turn % 2 else list(reversed(steps))
@@ -162,7 +166,7 @@ def alternate(steps: dict[Any, Step], rounds: int) -> dict[Any, float]:
             steps[key]()
             times[key].append(time.thread_time() - start)
             steps[key].clear()  # type: ignore[attr-defined]
-    return {key: median(values) for key, values in times.items()}
+    return times
 
 
 def microseconds(sides: dict[str, FullyShard], mesh: DeviceMesh, mixed: bool, rounds: int) -> dict[str, float]:
@@ -282,9 +286,7 @@ def main() -> None:
     parser.add_argument("--counts", action="store_true", help="only the exact call counts")
     parser.add_argument("--profile", action="store_true", help="print where our host time of a step goes")
     options = parser.parse_args()
-    quiet_profiler()
-    torch.set_num_threads(1)
-    sides, mesh = candidates(options.ours), fake_mesh(WORLD)
+    sides, mesh = fake_sides(options, WORLD)
     if options.profile:
         show_profile(Case(DEEP).step_of(sides["ours"], mesh))
         return

@@ -10,31 +10,27 @@ fp32, 12 MiB in bf16.
 from __future__ import annotations
 
 import dataclasses
-import json
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from _common import (
     FullyShard,
     Row,
     arguments,
-    candidates,
     collect_garbage,
-    fake_mesh,
+    fake_sides,
     finish,
-    quiet_profiler,
     shard_units,
 )
 from _models import chain
+from _traces import Event, allocations, events_of
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile, record_function
 
 LAYERS, WIDTH, MATRICES, WORLD, WARM_STEPS, STEPS = 8, 1024, 6, 64, 2, 4
-Event = dict[str, Any]
+Build = Callable[[], nn.Module]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +57,18 @@ BF16_FP32, KEPT = Setting(torch.bfloat16, torch.float32), Setting(keep=True)
 KEPT_BF16 = Setting(torch.bfloat16, torch.float32, keep=True)
 
 
-def trace(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, stacks: bool) -> tuple[list[Event], int]:
+def layers() -> nn.Module:
+    """The model that is measured."""
+    return chain(LAYERS, WIDTH, MATRICES)
+
+
+def trace(
+    fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, *, build: Build = layers, stacks: bool = False
+) -> tuple[list[Event], int]:
     """The profiler's events of `STEPS` steps from before the model exists, and the bytes of the parameter shards."""
     collect_garbage()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=stacks) as profiler:
-        model = chain(LAYERS, WIDTH, MATRICES)
+        model = build()
         options = {"reshard_after_forward": False} if setting.keep else {}
         shard_units(model, model.children(), fully_shard, mesh, setting.policy, **options)
         data = torch.randn(1, WIDTH)
@@ -76,10 +79,7 @@ def trace(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, stacks: b
                 loss.backward()
             model.zero_grad()
     state = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return json.loads(path.read_text())["traceEvents"], state
+    return events_of(profiler), state
 
 
 def _window(event: Event) -> tuple[str, int] | None:
@@ -92,8 +92,7 @@ def _window(event: Event) -> tuple[str, int] | None:
 
 def peaks(events: Sequence[Event], state: int, layer_bytes: int) -> dict[str, float]:
     """Peak of forward and of backward in layers, over the steps after the warm ones."""
-    memory = [e for e in events if e["name"] == "[memory]"]
-    blocks = sorted((e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in memory)
+    blocks = allocations(events)
     before = blocks[0][1] - blocks[0][2]
     found = {"forward": 0.0, "backward": 0.0}
     for event in events:
@@ -106,9 +105,9 @@ def peaks(events: Sequence[Event], state: int, layer_bytes: int) -> dict[str, fl
     return found
 
 
-def measure(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh) -> dict[str, float]:
+def measure(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, build: Build = layers) -> dict[str, float]:
     """Forward and backward peak in units of one layer."""
-    events, state = trace(fully_shard, setting, mesh, stacks=False)
+    events, state = trace(fully_shard, setting, mesh, build=build)
     return peaks(events, state, setting.layer_bytes)
 
 
@@ -179,9 +178,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--explain", action="store_true", help="list the blocks that live at each of our peaks")
     options = parser.parse_args()
-    quiet_profiler()
-    torch.set_num_threads(1)
-    sides, mesh = candidates(options.ours), fake_mesh(WORLD)
+    sides, mesh = fake_sides(options, WORLD)
     if options.explain:
         word = "fsdp" if options.ours == "torch" else "fsdp2/"
         for setting in (FP32, BF16_FP32, KEPT):

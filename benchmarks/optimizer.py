@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import FullyShard, Row, arguments, candidates, fake_mesh, finish, median, shard_units, spread
+from _common import FullyShard, Row, arguments, fake_sides, finish, median, shard_units, spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -121,9 +121,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="calls of every candidate (default 40)")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    sides, mesh = fake_sides(options, WORLD)
     package = None if options.ours == "torch" else importlib.import_module("fsdp2")
-    found = rows(candidates(options.ours), fake_mesh(WORLD), package, options.rounds)
+    found = rows(sides, mesh, package, options.rounds)
     finish("optimizer", found, __doc__ or "", options)
 
 

@@ -16,6 +16,13 @@ def chain(layers: int, width: int, matrices: int = 6) -> nn.Sequential:
     return nn.Sequential(*(layer() for _ in range(layers)))
 
 
+class SideBySide(nn.Sequential):
+    """Its layers are each applied to the data itself; the outputs are added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self]).sum(0)
+
+
 class Block(nn.Module):
     """A llama-shaped block without the attention product: two norms and seven bias-free matrices (9 parameters)."""
 

@@ -23,7 +23,7 @@ from _common import (
     shard_units,
 )
 from _models import chain
-from _traces import Event, allocations, events_of
+from _traces import Event, allocations, events_of, peak_of_cpu
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -111,14 +111,28 @@ def measure(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, build: 
     return peaks(events, state, setting.layer_bytes)
 
 
+def product_scratch() -> str:
+    """A note on what torch's bf16 matrix product allocates beside its result, which processors without bf16 need."""
+    column = torch.ones(WIDTH, 1, dtype=torch.bfloat16)
+
+    def gradient() -> torch.Tensor:
+        return column @ column.t()
+
+    extra = peak_of_cpu(gradient) - gradient().nbytes
+    layers = extra / BF16.layer_bytes
+    return f"a bf16 matrix product takes {layers:.2f} B of scratch here" if layers >= 0.01 else ""
+
+
 def rows(sides: dict[str, FullyShard], mesh: DeviceMesh) -> list[Row]:
     """The figures of the table."""
     settings = (FP32, BF16, BF16_FP32, KEPT, KEPT_BF16)
     found = {s: {side: measure(function, s, mesh) for side, function in sides.items()} for s in settings}
+    scratch = product_scratch()
 
     def row(figure: str, setting: Setting, part: str, limit: float | None) -> Row:
         ours, theirs = (found[setting][side][part] for side in ("ours", "theirs"))
-        return Row(figure, ours, theirs, "B", limit, relative=False)
+        note = scratch if setting.compute is torch.bfloat16 and part == "backward" else ""
+        return Row(figure, ours, theirs, "B", limit, relative=False, note=note)
 
     return [
         row("forward peak, fp32", FP32, "forward", 2.05),

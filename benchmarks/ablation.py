@@ -2,10 +2,10 @@
 
 Peaks are those of `memory.py` in fp32, exact (B is one unsharded layer, 24 MiB). Calls and host time are what one more
 unit adds to a step, as in `host.py`; a small unit is packed, the parameters of a large one travel on their own. `step`
-is a training step of a 13M-parameter GPT on two real gloo processes, clipping and optimizer included. Both times are
-divided by those with everything on in the same turn; shown are the median and, of `step`, the middle half of the turns.
-Above 1: leaving the idea out costs time. The second line is everything on beside itself and says which differences
-mean nothing. A dash: the idea cannot have an effect there.
+is a training step of a 13M-parameter GPT on two real gloo processes, clipping and optimizer included; its processor
+time is that of all threads. Times are divided by those with everything on in the same turn; shown are the median and,
+of `step`, the middle half of the turns. Above 1: leaving the idea out costs time. The second line is everything on
+beside itself and says which differences mean nothing. A dash: the idea cannot have an effect there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ COLUMNS = {
     "host": "host time, small unit / with everything on",
     "step": "step / with everything on",
     "middle": "middle half",
+    "processor": "processor time of a step / with everything on",
 }
 Line = dict[str, Any]
 
@@ -121,11 +122,23 @@ def worker(options: argparse.Namespace) -> dict[str, list[Times]]:
 
 
 def ratios(times: dict[str, list[Times]]) -> dict[str, Line]:
-    """A step's time divided by the whole's of the same turn, by title."""
-    whole = [step["step"] for step in times[WHOLE.title]]
-    found = {title: [a["step"] / b for a, b in zip(steps, whole)] for title, steps in times.items()}
-    lines = {title: {"step": median(values), "middle": spread(values)} for title, values in found.items()}
-    lines[WHOLE.title] = {"step": f"{median(whole):.3f} s", "middle": spread(whole)}
+    """A step's time and its processor time divided by those of the same turn with everything on, by title."""
+    whole = times[WHOLE.title]
+
+    def of_whole(steps: list[Times], key: str) -> list[float]:
+        return [own[key] / reference[key] for own, reference in zip(steps, whole)]
+
+    lines: dict[str, Line] = {}
+    for title, steps in times.items():
+        found = of_whole(steps, "step")
+        lines[title] = {
+            "step": median(found),
+            "middle": spread(found),
+            "processor": median(of_whole(steps, "processor")),
+        }
+    seconds = {key: [step[key] for step in whole] for key in ("step", "processor")}
+    lines[WHOLE.title] = {key: f"{median(values):.3f} s" for key, values in seconds.items()}
+    lines[WHOLE.title]["middle"] = spread(seconds["step"])
     return lines
 
 

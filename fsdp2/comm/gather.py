@@ -41,12 +41,12 @@ class Buffer:
 
     def allocate(self) -> None:
         """Make the memory exist (its content is undefined)."""
-        if self._storage.size() != self.nbytes:
+        if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
         """Give the memory back."""
-        if self._storage.size() != 0:
+        if self._storage.nbytes() != 0:
             self._storage.resize_(0)
 
 

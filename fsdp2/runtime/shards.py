@@ -139,13 +139,17 @@ class ShardStore:
         """
         for param in self.params:
             slot = param.slots[0]
-            if slot.module._parameters.get(slot.name) is not param.sharded:
-                if in_backward:
-                    raise RuntimeError(
-                        f"{param.name}: replaced on its module between forward and backward, which would compute the "
-                        "gradient of other weights; use functional_call with other values under torch.no_grad() only"
-                    )
-                return True
+            try:
+                if slot.module._parameters[slot.name] is param.sharded:
+                    continue
+            except KeyError:  # removed
+                pass
+            if in_backward:
+                raise RuntimeError(
+                    f"{param.name}: replaced on its module between forward and backward, which would compute the "
+                    "gradient of other weights; use functional_call with other values under torch.no_grad() only"
+                )
+            return True
         return False
 
     def check_ready(self) -> None:

@@ -263,16 +263,24 @@ class _Registry(dict):
     """The composable APIs applied to a module; refuses torch's own fully_shard on a module above ours.
 
     torch would take our shards for tensor-parallel parameters and shard them again. The only thing it asks of a module
-    it is about to manage is whether ``replicate`` is in here.
+    it is about to manage is whether ``replicate`` is in here. Libraries that call torch's search for the modules of a
+    unit get an answer: that search ends where another unit begins.
     """
 
     def __contains__(self, name: object) -> bool:
-        if name == "replicate" and sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
+        asking = sys._getframe(1)
+        if name != "replicate" or asking.f_code.co_name != "_is_composable_with_fsdp":
+            return super().__contains__(name)
+        search = frame = asking.f_back
+        while frame is not None and frame.f_code.co_name in ("dfs", "_get_managed_modules"):
+            frame = frame.f_back
+        if frame is search or frame is None or str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
             raise ValueError(
                 "torch.distributed.fsdp.fully_shard: a module below is managed by fsdp2.fully_shard; one module tree "
                 "cannot mix them. Use fsdp2.fully_shard for the whole tree, or call fsdp2.install() first"
             )
-        return super().__contains__(name)
+        assert search is not None
+        return search.f_locals["module"] not in search.f_locals["root_modules_set"]
 
 
 def _attach(state: FSDPState) -> None:

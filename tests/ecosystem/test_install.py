@@ -96,3 +96,23 @@ def test_mixing_is_refused(rank, world):
     fsdp2.fully_shard(module, mesh=mesh_1d())
     assert not hasattr(module[0].weight, "placements") and hasattr(module[1].weight, "placements")
     dist.barrier()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_torchs_search_for_the_modules_of_a_unit(rank, world):
+    """A library that calls it gets the modules that torch's own would have managed, and mixing is refused as ever."""
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
+
+    found = []
+    for fsdp in (fsdp2, api.theirs):
+        module = nn.Sequential(stack(), stack(), nn.Tanh())
+        for unit in (module[0][1], module[0], module):
+            fsdp.fully_shard(unit, mesh=mesh_1d())
+        names = {part: name for name, part in module.named_modules()}
+        roots = [(module,), (module[0],), (module[1], module[0]), (module[0][1],)]
+        found.append([[names[part] for part in _get_managed_modules(root)] for root in roots])
+    assert found[0] == found[1] and found[0][0] == ["1.0", "1.1", "1.2", "1", "2", ""]
+    module = fsdp2.fully_shard(stack(), mesh=mesh_1d())
+    with pytest.raises(ValueError, match="cannot mix"):
+        api.theirs.fully_shard(nn.Sequential(module), mesh=mesh_1d())

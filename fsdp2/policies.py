@@ -60,6 +60,8 @@ class _DataParallelMeshDims:
         return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
+_DataParallelMeshDims.__name__ = _DataParallelMeshDims.__qualname__ = "DataParallelMeshDims"
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 else:

@@ -17,15 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.fsdp as theirs
-from torch.distributed.fsdp._fully_shard import _fsdp_api
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import fsdp2  # noqa: E402
 from fsdp2 import policies  # noqa: E402
-from tests.support.docs import EXTRA_METHODS, EXTRA_NAMES, EXTRA_PARAMETERS  # noqa: E402
+from tests.support.docs import (  # noqa: E402
+    EXTRA_METHODS,
+    EXTRA_NAMES,
+    EXTRA_PARAMETERS,
+    NEWER_METHODS,
+    NEWER_NAMES,
+    NEWER_PARAMETERS,
+)
 
 OLD = {
     "BackwardPrefetch",
@@ -219,7 +225,9 @@ def public_classes() -> dict[str, tuple[type, Any]]:
     found = {name: (getattr(theirs, name), getattr(fsdp2, name, None)) for name in names}
     for name in ("AllGather", "ReduceScatter"):
         found[name] = (getattr(_fsdp_api, name), getattr(policies, name, None))
-    found["ShardPlacementResult"] = (TorchShardPlacementResult, fsdp2.ShardPlacementResult)
+    result = getattr(_fsdp_common, "ShardPlacementResult", None)
+    if result is not None:  # torch has it since 2.12
+        found["ShardPlacementResult"] = (result, fsdp2.ShardPlacementResult)
     return found
 
 
@@ -271,13 +279,16 @@ def problems() -> list[str]:
                 found.append(f"{row.key}: no test is named for it in docs/make_api.py")
     covered = set(public_functions()) | set(public_classes()) | {"FSDPModule"}
     found += [f"{name}: public in torch, in no table" for name in theirs.__all__ if name not in covered | OLD]
-    found += [f"{name}: only in fsdp2 and not documented" for name in set(fsdp2.__all__) - covered - EXTRA_NAMES]
+    extras = set(fsdp2.__all__) - covered - EXTRA_NAMES - NEWER_NAMES
+    found += [f"{name}: only in fsdp2 and not documented" for name in extras]
     methods = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
-    found += [f"{name}: only in fsdp2 and not documented" for name in methods - {*public_methods(), *EXTRA_METHODS}]
+    methods -= {*public_methods(), *EXTRA_METHODS, *NEWER_METHODS}
+    found += [f"{name}: only in fsdp2 and not documented" for name in methods]
     for name in (*public_functions(), *public_methods()):
         pairs = [getattr(home, name, None) or getattr(home.FSDPModule, name, None) for home in (fsdp2, theirs)]
         if None not in pairs:
-            extra = set(parameters(pairs[0])) - set(parameters(pairs[1])) - EXTRA_PARAMETERS.get(name, set())
+            extra = set(parameters(pairs[0])) - set(parameters(pairs[1]))
+            extra -= EXTRA_PARAMETERS.get(name, set()) | NEWER_PARAMETERS.get(name, set())
             found += [f"{name}({parameter}): only in fsdp2 and not documented" for parameter in sorted(extra)]
     return found
 

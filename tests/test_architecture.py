@@ -13,7 +13,14 @@ import torch.distributed.fsdp as theirs
 
 import fsdp2
 from tests.support import rules
-from tests.support.docs import EXTRA_METHODS, EXTRA_NAMES, EXTRA_PARAMETERS
+from tests.support.docs import (
+    EXTRA_METHODS,
+    EXTRA_NAMES,
+    EXTRA_PARAMETERS,
+    NEWER_METHODS,
+    NEWER_NAMES,
+    NEWER_PARAMETERS,
+)
 from tests.support.rules import Source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,7 +224,7 @@ def test_public_names():
     fsdp1 = ("FullyShardedDataParallel", "StateDict", "OptimStateDict", "Config", "ShardingStrategy", "StateKeyType")
     old = {"BackwardPrefetch", "CPUOffload", "MixedPrecision", "OptimStateKeyType"}
     wanted = {name for name in theirs.__all__ if not any(part in name for part in fsdp1)} - old
-    assert set(fsdp2.__all__) == wanted | EXTRA_NAMES | {"ShardPlacementResult"}  # not public there
+    assert set(fsdp2.__all__) == wanted | EXTRA_NAMES | NEWER_NAMES
     for name in fsdp2.__all__:
         assert getattr(fsdp2, name).__doc__, name
 
@@ -231,7 +238,7 @@ def test_every_public_method_is_our_own(name):
 def test_no_undocumented_methods():
     """What we add to FSDPModule is listed in tests/support/docs.py."""
     public = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
-    assert public == {*METHODS, *EXTRA_METHODS}
+    assert public == {*METHODS, *EXTRA_METHODS, *NEWER_METHODS}
 
 
 def shape(function: object) -> list[tuple[str, object, object]]:
@@ -244,7 +251,8 @@ def shape(function: object) -> list[tuple[str, object, object]]:
 def test_signatures_equal_torchs(name):
     """Names, kinds and defaults of parameters agree, documented extras aside."""
     ours, original = (getattr(home, name, None) or getattr(home.FSDPModule, name) for home in (fsdp2, theirs))
-    extra = EXTRA_PARAMETERS.get(name, set())
+    newer = NEWER_PARAMETERS.get(name, set()) - {entry[0] for entry in shape(original)}
+    extra = EXTRA_PARAMETERS.get(name, set()) | newer
     assert [entry for entry in shape(ours) if entry[0] not in extra] == shape(original)
     assert extra <= {entry[0] for entry in shape(ours)}
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -20,6 +20,8 @@ from tests.support.counting import Collectives
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PLACES = api.torch_since("2.12")
+"""Whether torch's own knows meshes of single parameters, and has a class to say so."""
 
 
 @composes("hybrid sharding", "SGD")
@@ -67,7 +69,7 @@ class Experts(nn.Module):
 
 @composes("several meshes", "hybrid sharding", "shard dim")
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("kind", ["ours", "torch's"] if PLACES else ["ours"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_several_meshes_in_one_unit(rank, world, kind, reshard):
     """Parameters of one call on two meshes make two groups, each with its own collectives."""
@@ -75,14 +77,14 @@ def test_several_meshes_in_one_unit(rank, world, kind, reshard):
 
     def prepare(module, fsdp):
         ours = kind == "ours" and fsdp is api.ours
-        make = fsdp2.ShardPlacementResult if ours else TorchResult
+        make = fsdp2.ShardPlacementResult if ours else _fsdp_common.ShardPlacementResult
         there = hybrid if ours else HSDPMeshInfo(hybrid, 1, 0)
         own = {module.expert.weight: make(Shard(1), there), module.expert.bias: make(None, there)}
         place = lambda parameter: own.get(parameter, Shard(0) if parameter is module.shared.weight else None)
 
         fsdp.fully_shard(module, mesh=line, shard_placement_fn=place, reshard_after_forward=reshard)
 
-    run = assert_parity(prepare, build=Experts)
+    run = assert_parity(prepare, build=Experts, against=api.against("2.12"))
     module = run.module
     assert module.expert.weight.placements == (Replicate(), Shard(1))
     assert module.expert.bias.placements == (Replicate(), Shard(0))
@@ -99,7 +101,7 @@ def test_several_meshes_in_one_unit(rank, world, kind, reshard):
 @on_ranks(2)
 def test_wrong_placement_results(rank, world):
     """What is no placement is refused with the parameter's name."""
-    for fsdp in (api.ours, api.theirs):
+    for fsdp in api.both("2.12"):
         with pytest.raises(ValueError, match="Invalid shard_placement_fn result"):
             fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh_1d(), shard_placement_fn=lambda parameter: 0)
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):

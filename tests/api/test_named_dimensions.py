@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
+from fsdp2 import DataParallelMeshDims
 from tests.api.parity import assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support import api
 from tests.support.composition import composes, refused
@@ -84,7 +84,7 @@ def test_training(rank, world, case, reshard):
         spread(module, mesh, dims, cut)
         shard_each(module, fsdp, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)
 
-    run = assert_parity(prepare, build=OnMesh, part=ranks_of(dims, mesh))
+    run = assert_parity(prepare, build=OnMesh, part=ranks_of(dims, mesh), against=api.against("2.12"))
     weight = run.module[0].weight
     shards = 1 if dims.shard is None else 4 // (2 if len(names) == 2 and len(dims.shard_names) == 1 else 1)
     beside = 2 if cut else 1
@@ -122,7 +122,7 @@ def test_what_is_refused(rank, world):
         with pytest.raises(error, match=match):
             fsdp.fully_shard(module, mesh=given, dp_mesh_dims=dims, **options)
 
-    for fsdp in (api.ours, api.theirs):
+    for fsdp in api.both("2.12"):
         attempt(fsdp, ValueError, "not found in mesh.mesh_dim_names", dims=DataParallelMeshDims(shard="cp"))
         attempt(fsdp, ValueError, "must be DTensors", on=None)
         attempt(fsdp, ValueError, "same mesh", on=other)

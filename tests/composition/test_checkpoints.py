@@ -247,7 +247,7 @@ def test_interrupted_save(rank, world, tmp_path, wait):
     trainer.train(SAVED_AT + 1, STEPS)
     assert_values(trainer, STEPS)
     other = Layout.of("hybrid").trainer(2)
-    with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata|metadata is None"):
         other.load(tmp_path / "partial", None)
     other.load(tmp_path / "whole", None)
     assert_values(other, SAVED_AT)

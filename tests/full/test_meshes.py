@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -90,7 +89,7 @@ def test_replicas_alone(rank, world):
     for layer in module:
         for name, parameter in list(layer.named_parameters()):
             layer.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
-    shard_each(module, fsdp2, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="shard"))
+    shard_each(module, fsdp2, mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(replicate="shard"))
     check(module, expected, forward=False)
 
 
@@ -140,7 +139,7 @@ def test_named_dimensions(rank, world, dim):
             placement = Shard(dim) if parameter.ndim > 1 else Replicate()
             cut = distribute_tensor(parameter.detach(), mesh, [Replicate(), placement])
             layer.register_parameter(name, nn.Parameter(cut))
-    shard_each(module, fsdp2, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    shard_each(module, fsdp2, mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
     check(module, expected, forward=False)
 
 

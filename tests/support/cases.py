@@ -24,7 +24,7 @@ def wrapping(kind: str) -> Case:
         lambda: nn.Sequential(*(Wraps(kind) for _ in range(3))),
         rows(6),
         children,
-        torch_takes_it=kind not in PLAIN_OBJECTS,
+        torch_takes_it=kind not in PLAIN_OBJECTS and (api.torch_since("2.12") or "dataclass" not in kind),
     )
 
 
@@ -51,10 +51,14 @@ CASES: dict[str, Case] = {
     "no_parameters": Case(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), rows(4), children),
     "scalars": in_the_middle(lambda: models.Odd(scale=torch.randn(()), one=torch.randn(1)), torch_takes_it=False),
     "three_dims": in_the_middle(lambda: models.Odd(cube=torch.randn(3, 5, 2), row=torch.randn(1, 7))),
-    "integer": in_the_middle(lambda: models.Odd(index=torch.arange(7), weight=torch.randn(5))),
+    "integer": in_the_middle(
+        lambda: models.Odd(index=torch.arange(7), weight=torch.randn(5)), torch_takes_it=api.torch_since("2.12")
+    ),
     "channels_last": Case(models.Image, rows(3, 6, 6), children, torch_takes_it=False),
     "non_contiguous": in_the_middle(models.Transposed, torch_takes_it=False),
-    "mixed_frozen_dtypes": in_the_middle(lambda: models.MixedDtypes(trainable=False)),
+    "mixed_frozen_dtypes": in_the_middle(
+        lambda: models.MixedDtypes(trainable=False), torch_takes_it=api.torch_since("2.12")
+    ),
     "mixed_dtypes": in_the_middle(lambda: models.MixedDtypes(trainable=True), torch_takes_it=False, low_precision=True),
     "tied": in_the_middle(models.Tied),
     "used_several_times": Case(models.Recurrent, rows(6), lambda model: [model.cell]),

@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["EXTRA_METHODS", "EXTRA_NAMES", "EXTRA_PARAMETERS", "ROOT", "script", "snippets"]
+__all__ = [
+    "EXTRA_METHODS",
+    "EXTRA_NAMES",
+    "EXTRA_PARAMETERS",
+    "NEWER_METHODS",
+    "NEWER_NAMES",
+    "NEWER_PARAMETERS",
+    "ROOT",
+    "script",
+    "snippets",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +55,16 @@ EXTRA_PARAMETERS: dict[str, set[str]] = {
     "reshard": {"recurse"},
 }
 """Parameters of ours, by function or method, that torch's does not have."""
+NEWER_METHODS = {
+    "reset_iter_state",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+}
+NEWER_NAMES = {"DataParallelMeshDims", "ShardPlacementResult"}
+NEWER_PARAMETERS = {"fully_shard": {"dp_mesh_dims"}}
+"""What torch has got since the oldest version that fsdp2 runs on, and fsdp2 has on every one."""
 
 
 def script(name: str) -> ModuleType:

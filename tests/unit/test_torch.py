@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp2 import _torch
+from tests.support.api import torch_since
 from tests.unit import test_torch_collectives, test_torch_helpers, test_torch_optimizers
 from tests.unit.meshes import fake_mesh
 from tests.unit.probing import PROBED, probes
@@ -104,6 +105,9 @@ def test_meshes_are_put_together_and_flattened() -> None:
 
 @probes("TorchShardPlacementResult", "TorchDataParallelMeshDims")
 def test_torchs_placement_result_knows_its_mesh_and_dimensions_their_names() -> None:
+    if not torch_since("2.12"):
+        assert _torch.TorchDataParallelMeshDims is None is _torch.TorchShardPlacementResult
+        return
     assert _torch.TorchDataParallelMeshDims(shard=("a", "b")).shard_names == ("a", "b")
     with fake_mesh((2,)) as mesh:
         result = _torch.TorchShardPlacementResult(Shard(1), FSDPMeshInfo(mesh, shard_mesh_dim=0))

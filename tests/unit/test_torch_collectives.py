@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
 from fsdp2 import _torch
+from tests.support.api import torch_since
 from tests.unit.meshes import gloo_mesh
 from tests.unit.probing import probes
 
@@ -108,6 +109,9 @@ def test_torchs_collectives_with_memory_of_the_group_do_as_others() -> None:
 
 @probes("SymmMemAllGather", "SymmMemReduceScatter")
 def test_torchs_collectives_with_symmetric_memory_are_made_of_group_and_backend() -> None:
+    if not torch_since("2.12"):
+        assert _torch.SymmMemAllGather is None is _torch.SymmMemReduceScatter
+        return
     kinds = {_torch.SymmMemAllGather: _torch.AllGather, _torch.SymmMemReduceScatter: _torch.ReduceScatter}
     for kind, interface in kinds.items():
         assert issubclass(kind, interface) and kind in _torch.TORCH_COMMS and not kind.__abstractmethods__

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard, use_local_shards
 from fsdp2.optimizer.local_step import _ELEMENTWISE, _NOT_ELEMENTWISE
+from tests.support.api import torch_since
 from tests.unit.meshes import fake_mesh
 
 
@@ -131,12 +132,14 @@ def test_what_changes_between_steps_is_noticed(kind: Any, monkeypatch: pytest.Mo
         assert asked[2:] == [0, 0]
         step(lambda _, o: o.param_groups[0].update(weight_decay=0.5))
         step(lambda _, o: o.param_groups[0].update(maximize=True))
-        step(lambda _, o: o.state.clear())
-        step(lambda m, o: o.add_param_group({"params": [m.bias]}), bias=True)
-        assert asked[4:7] == [1, 1, 1] and asked[7] >= 1
-        step(bias=True)
-        step(bias=True)
-        assert asked[-1] == 0
+        assert asked[4:] == [1, 1]
+        if kind is not torch.optim.Adagrad or torch_since("2.12"):  # before, it makes its state only when it is built
+            step(lambda _, o: o.state.clear())
+            step(lambda m, o: o.add_param_group({"params": [m.bias]}), bias=True)
+            assert asked[6] == 1 and asked[7] >= 1
+            step(bias=True)
+            step(bias=True)
+            assert asked[-1] == 0
         step()
         step(lambda _, o: o.load_state_dict(copy.deepcopy(o.state_dict())))
         step(lambda _, o: o.param_groups[0].update(lr=torch.tensor(0.1)))

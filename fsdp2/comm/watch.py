@@ -281,16 +281,18 @@ class HostWork:
             RuntimeError: it failed, or another rank will not take part; says why as far as that can be found out.
         """
         while True:
+            completed = self._work.is_completed()
             try:
                 self._work.wait(_SLICE)
                 return
             except RuntimeError as error:
-                if not self._work.is_completed():
-                    for watch in _watches():
-                        watch.check()
-                    continue
-                _explain(error)
-                raise
+                if completed:
+                    _explain(error)
+                    raise
+            # The slice is over, or it failed in it, or it is done just now: where it is completed the next wait tells.
+            if not self._work.is_completed():
+                for watch in _watches():
+                    watch.check()
 
 
 def _explain(error: RuntimeError) -> None:

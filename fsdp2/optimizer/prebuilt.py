@@ -1,7 +1,8 @@
-"""Optimizers built before ``fully_shard``: their next step finds the sharded parameters, state included.
+"""Optimizers not given the shards: their next step finds the sharded parameters, state included.
 
-A parameter object cannot become a DTensor, so an optimizer that was given the original would go on training a tensor
-nobody uses. Every original is remembered, weakly, until its optimizer has been repaired.
+A parameter object cannot become a DTensor, so an optimizer built before ``fully_shard`` would go on training a tensor
+nobody uses. Every original is remembered, weakly, until its optimizer has been repaired. So would an optimizer built
+while a module shows full parameters, as a root does after an evaluation.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import local_tensor
 from fsdp2.runtime.hooks import hook_optimizers, hook_registrations
-from fsdp2.runtime.param import FSDPParam, is_managed_tensor
+from fsdp2.runtime.param import FSDPParam, is_managed_tensor, is_temporary
 from fsdp2.runtime.shards import note_optimizer_step
+from fsdp2.runtime.state import live_states
 
 __all__ = ["follow_parameters", "repair"]
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
+_looked_through: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # their sizes
 _hooked = False
 
 
@@ -37,19 +40,31 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
 
 
 def repair(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Let ``optimizer`` hold the shards of parameters it was given before they were sharded; every step does."""
-    if not _replaced:
+    """Let ``optimizer`` hold the shards of parameters that it was given whole; every step does."""
+    size = sum(len(group["params"]) for group in optimizer.param_groups)
+    if not _replaced and _looked_through.get(optimizer) == size:
         return
+    _looked_through[optimizer] = size
     for group in optimizer.param_groups:
         params = group["params"]
         for i, param in enumerate(params):
-            reference = _replaced.get(param)
-            managed = reference() if reference is not None else None
-            if managed is None:
+            managed = _managed(param)
+            if managed is None or managed.sharded is None:
                 continue
             params[i] = managed.sharded  # in place: LBFGS and schedulers keep the same list
             if param in optimizer.state:
                 optimizer.state[managed.sharded] = _cut_state(optimizer.state.pop(param), param, managed)
+
+
+def _managed(given: torch.Tensor) -> FSDPParam | None:
+    """The managed parameter that ``given`` was before it was sharded, or is while it is gathered."""
+    reference = _replaced.get(given)
+    if reference is not None:
+        return reference()
+    if not is_temporary(given):
+        return None
+    params = (param for state in live_states() for group in state.groups for param in group.params)
+    return next((param for param in params if given is param.full or given is param.subgroup), None)
 
 
 def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam) -> dict[str, Any]:

@@ -44,3 +44,25 @@ def test_an_optimizer_built_after_an_evaluation(rank, world, reshard):
     for optimizer in optimizers:
         assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@on_ranks(2)
+def test_shards_after_a_registered_method(rank, world):
+    """``generate``, registered as a forward method, calls ``forward`` for each token; torch's root shows shards after
+    it. Ours went on showing full parameters, so what was made from them next, an optimizer or a copy of the weights for
+    an inference engine, was made from tensors that are no DTensors."""
+    module = sharded(world)
+
+    def generate(inputs: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            inputs = module(inputs)
+        return inputs
+
+    module.generate = generate
+    api.ours.register_fsdp_forward_method(module, "generate")
+    with torch.no_grad():
+        expected = module(module(torch.ones(2, 4)))
+        torch.testing.assert_close(module.generate(torch.ones(2, 4)), expected)
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    module.generate(torch.ones(2, 4)).sum().backward()
+    assert all(isinstance(parameter.grad, DTensor) for parameter in module.parameters())

@@ -305,11 +305,14 @@ class FSDPParamGroup:
         self._users.discard(user)
         if self._users:
             return
+        ended = self.lifecycle.phase is Phase.IDLE  # by a forward inside a registered method, whose end this one is
         self.lifecycle.enter("post_forward")
         emit("post_forward", self.name)
         self.acting_for = Phase.FORWARD
         try:
-            if reshard:
+            if reshard and ended:
+                self.reshard()
+            elif reshard:
                 self.release()
             else:
                 self.note_kept()

@@ -66,3 +66,80 @@ def test_shards_after_a_registered_method(rank, world):
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
     module.generate(torch.ones(2, 4)).sum().backward()
     assert all(isinstance(parameter.grad, DTensor) for parameter in module.parameters())
+
+
+class Packed(torch.Tensor):
+    """A quantized matrix as torchao's NF4 is one: what it does not need to be cut and gathered, it does not know."""
+
+    def __new__(cls, values: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...]) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(self, values: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.values, self.scales = values, scales  # int8, flat, and one for each row
+
+    @classmethod
+    def of(cls, whole: torch.Tensor) -> Packed:
+        scales = whole.abs().amax(1) / 127
+        return cls((whole / scales[:, None]).round().to(torch.int8).flatten(), scales, tuple(whole.shape))
+
+    def unpack(self) -> torch.Tensor:
+        return self.values.view(self.shape).float() * self.scales[:, None]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        aten, self = torch.ops.aten, args[0]
+        if func is aten.detach.default:
+            return cls(self.values.detach(), self.scales.detach(), tuple(self.shape))
+        if func is aten.clone.default:  # loses what was not quantized like this
+            return cls.of(self.unpack().mul(1.5))
+        if func is aten.split.Tensor:
+            parts = zip(self.scales.split(args[1]), self.values.split(args[1] * self.shape[1]))
+            return [cls(values, scales, (len(scales), self.shape[1])) for scales, values in parts]
+        if func is aten.new_zeros.default:
+            rows, columns = args[1]
+            return cls(self.values.new_zeros(rows * columns), self.scales.new_zeros(rows), (rows, columns))
+        if func is aten.copy_.default:
+            self.values.copy_(args[1].values)
+            self.scales.copy_(args[1].scales)
+            return self
+        if func is aten.as_strided.default and tuple(args[1]) == tuple(self.shape) and args[3] == 0:
+            return cls(self.values, self.scales, tuple(self.shape))
+        raise NotImplementedError(f"{func} on a packed tensor")
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.values, self.scales), self.shape[1]
+
+    def fsdp_post_all_gather(self, gathered, columns, dtype, *, out=None):
+        if out is not None:
+            return None
+        values, scales = gathered
+        return Packed(values, scales, (len(scales), columns)), (values, scales)
+
+
+class PackedLinear(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Packed.of(weight), requires_grad=False)
+        self.adapter = nn.Parameter(torch.zeros(weight.shape[0]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.weight.unpack().T + self.adapter
+
+
+@on_ranks(2)
+def test_a_frozen_quantized_base(rank, world):
+    """torchao's NF4 weights, the frozen base of a QLoRA, can be split but not narrowed, take as_strided only with an
+    offset, and are quantized anew by clone. ``fully_shard`` narrowed and cloned: it raised, though torch's works."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4)
+    reference, module = nn.Sequential(PackedLinear(weight)), nn.Sequential(PackedLinear(weight))
+    for unit in (module[0], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    for step in range(2):
+        inputs = torch.full((2, 4), step + 1.0)
+        got, expected = module(inputs), reference(inputs)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        got.sum().backward()
+        expected.sum().backward()
+    torch.testing.assert_close(module[0].adapter.grad.full_tensor(), reference[0].adapter.grad)
+    assert module[0].weight.grad is None

@@ -227,7 +227,8 @@ class FSDPParam:
         if self.full is not None:
             self._unreduced = self.take_gradient()
         layout = self.spec.layout
-        full = self.spec.wrap_full(tensor.as_strided(layout.shape, layout.stride))
+        full = tensor.as_strided(layout.shape, layout.stride, tensor.storage_offset())  # NF4 knows no default offset
+        full = self.spec.wrap_full(full)
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
         self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
 

@@ -263,8 +263,10 @@ class ShardStore:
 def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:
     """``piece`` as a tensor on ``device`` with the layout's strides and no part in the original's storage."""
     spec = param.spec
-    if type(piece) is not torch.Tensor and not piece.is_meta:  # a subclass knows best how to copy itself
-        return piece.detach().clone().to(device)
+    if type(piece) is not torch.Tensor and not piece.is_meta:
+        copied = piece.detach().new_zeros(piece.shape)  # not clone: NF4's quantizes anew, with other blocks
+        copied.copy_(piece.detach())
+        return copied if copied.device == torch.device(device) else copied.to(device)
     own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=piece.dtype, device=device)
     return own if piece.is_meta else own.copy_(piece.detach())
 

@@ -112,9 +112,13 @@ class ShardedSpec:
         return self.layout.shard_numel(self.rank)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of ``full`` (a plain tensor), a view."""
+        """This rank's piece of ``full`` (no DTensor), a view."""
         if self.layout.dim is None:
             return full
+        if type(full) not in (torch.Tensor, torch.nn.Parameter):  # quantized weights can be split, but not narrowed
+            pieces = full.chunk(self.layout.ranks, self.layout.dim)
+            if self.rank < len(pieces):
+                return pieces[self.rank]
         return full.narrow(self.layout.dim, *self.layout.bounds(self.rank))
 
     def shard(self, local: torch.Tensor) -> DTensor:

@@ -13,6 +13,7 @@ from fsdp2._trace import emit
 from fsdp2.comm.reduce import ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.runtime.hooks import hook_gradient
+from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.param import FSDPParam
 from fsdp2.sharding.packing import ChunkPlan, RowPlan, plan_chunks
 
@@ -130,7 +131,7 @@ class GroupGradients:
         group = self._group
         group.root.queue_end()  # also where nothing before told that a backward runs
         plan = self._plan
-        if not group.in_backward or plan is None:
+        if group.lifecycle.phase is not Phase.BACKWARD or plan is None:
             return
         if group.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
             self._ready[self._chunk_of[i]].add(i)

@@ -69,11 +69,6 @@ class FSDPParamGroup:
         state = f"{self.lifecycle.residency.name.lower()}, {self.lifecycle.phase.name.lower()}"
         return f"FSDPParamGroup({self.name or 'root'}: {state}, {sizes}, {self.mesh.shard.size} ranks)"
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether autograd is inside the group's backward."""
-        return self.lifecycle.phase is Phase.BACKWARD
-
     def set_names(self, name: str, places: dict[Slot, tuple[int, str]]) -> None:
         """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
         self.name = self.lifecycle.name = name
@@ -187,10 +182,7 @@ class FSDPParamGroup:
         self.abandon_gather()
         if self.lifecycle.residency is Residency.SHARDED:
             return
-        self.show("sharded")
-        self._free_full()
-        self._free_subgroup()
-        self._kept_stamp = None
+        self._keep_shards_alone()
         self.lifecycle.move("reshard")
         emit("reshard", self.name)
 
@@ -202,6 +194,12 @@ class FSDPParamGroup:
         self.subgroup.keep()
         self._free_full()
         self.lifecycle.move("reshard_to_subgroup")
+
+    def _keep_shards_alone(self) -> None:
+        self.show("sharded")
+        self._free_full()
+        self._free_subgroup()
+        self._kept_stamp = None
 
     def _free_full(self) -> None:
         lanes = self.root.comm.lanes
@@ -220,9 +218,7 @@ class FSDPParamGroup:
         gathering, self.gathering = self.gathering, None
         lanes = self.root.comm.lanes
         finish_gather(gathering, lanes.gather, lanes.compute)
-        self._free_full()
-        self._free_subgroup()
-        self.show("sharded")
+        self._keep_shards_alone()
         self.lifecycle.move("abandon")
 
     def use_reduce_axis(self, axis: Axis) -> None:
@@ -378,9 +374,7 @@ class FSDPParamGroup:
         """Recovery: shards on the modules, nothing in flight, unreduced gradients dropped."""
         self.abandon_gather()
         if self.lifecycle.residency is Residency.GATHERING:  # the gather itself raised
-            self._free_full()
-            self._free_subgroup()
-            self.show("sharded")
+            self._keep_shards_alone()
         else:
             self.reshard()
         self.gradients.reset()

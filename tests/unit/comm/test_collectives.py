@@ -109,6 +109,26 @@ def test_every_large_parameter_is_a_collective_of_its_own(async_op: bool, works:
         assert len(all_gather(outputs, inputs, Axis.of(mesh, 0), async_op=async_op)) == works
 
 
+@pytest.mark.parametrize(
+    ("backend", "ranks", "nbytes", "swaps"),
+    [("gloo", 2, 1 << 20, 1), ("gloo", 2, 1 << 10, 0), ("gloo", 4, 1 << 20, 0), ("nccl", 2, 1 << 20, 0)],
+)
+def test_two_ranks_on_gloo_swap_large_pieces(backend: str, ranks: int, nbytes: int, swaps: int) -> None:
+    axis = Axis("group", ranks, 1, backend)
+    output, piece = torch.zeros(nbytes, dtype=torch.uint8), torch.ones(nbytes // ranks, dtype=torch.uint8)
+    with (
+        mock.patch.object(collectives, "group_all_to_all") as swap,
+        mock.patch.object(collectives, "group_all_gather") as gather,
+    ):
+        assert len(all_gather([output], [piece], axis, async_op=True)) == 1
+    assert (swap.call_count, gather.call_count) == (swaps, 1 - swaps)
+    if swaps:
+        assert output.view(2, -1).sum(1).tolist() == [0, nbytes // 2]  # its own piece is there at once
+        _, half, sent, received_sizes, sent_sizes, _ = swap.call_args.args
+        assert half.data_ptr() == output.data_ptr() and sent is piece
+        assert received_sizes == sent_sizes == [nbytes // 2, 0]
+
+
 @pytest.mark.parametrize(("count", "calls"), [(1, 0), (3, 1)])
 def test_nccl_gathers_several_in_one_launch(count: int, calls: int) -> None:
     with fake_mesh((2,)) as mesh:

@@ -121,7 +121,10 @@ def fully_shard(
     )
     own = _check_arguments(modules, given)
     units = [] if policy is None else _plan(modules, policy, given, own)
-    for members, unit in [*units, (modules, own)]:  # all arguments are checked before anything changes
+    calls = [*units, (modules, own)]
+    if units:
+        _check_placements(calls)
+    for members, unit in calls:  # all arguments are checked before anything changes
         _shard(members, unit)
     return module
 
@@ -147,6 +150,15 @@ def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any],
         arguments = merge_arguments({**inner, **mixed}, unit.overrides, unit.name)
         calls.append(((unit.module,), _check_arguments((unit.module,), arguments)))
     return calls
+
+
+def _check_placements(calls: list[_Call]) -> None:
+    """Raise before anything changes what a later one of ``calls`` would; a parameter goes to the first that has it."""
+    taken: set[nn.Parameter] = set()
+    for modules, unit in calls:
+        found = [f for f in collect(modules, unit.ignored, unit.ignored_modules).params if f.param not in taken]
+        taken.update(f.param for f in found)
+        unit.place([f for f in found if not is_managed_tensor(f.param)])
 
 
 def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -54,8 +54,7 @@ class Unit:
         """
         hooked = list(state.groups)
         own, ties = find_ties(managed.params, self.mesh, state)
-        placed = [_place(f, self.placement_fn, self.mesh, self._policy(f), f.param in self.replicated) for f in own]
-        parts = _by_mesh(placed, self.options)
+        parts = _by_mesh(self.place(own), self.options)
         offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         move_to(self.mesh.device, [] if offloads else own, managed.buffers)
         join_ties(ties, state)
@@ -69,6 +68,14 @@ class Unit:
             owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
             loader = ShardLoader(group)
             hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
+
+    def place(self, params: Iterable[Found]) -> list[_Placed]:
+        """Where ``params`` go and how they are cut; changes nothing.
+
+        Raises:
+            ValueError, AssertionError: ``shard_placement_fn`` returned what is no placement, or none for such a tensor.
+        """
+        return [_place(f, self.placement_fn, self.mesh, self._policy(f), f.param in self.replicated) for f in params]
 
     def _policy(self, found: Found) -> MixedPrecisionPolicy:
         """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""

@@ -371,3 +371,14 @@ def test_nothing_is_sharded_when_an_argument_is_wrong(rank, world):
     fsdp2.fully_shard(again := Net(), policy={Block})
     with pytest.raises(AssertionError, match="already been applied"):
         fsdp2.fully_shard(again, policy={Block})
+    asked = []
+
+    def place(parameter):
+        asked.append(parameter)
+        return "nowhere" if parameter is last else None
+
+    last = list((third := Net()).parameters())[-1]
+    with pytest.raises(ValueError, match="Invalid shard_placement_fn result: 'nowhere'"):
+        fsdp2.fully_shard(third, policy={Block}, shard_placement_fn=place)
+    assert names_of_units(third) == [] and len(asked) > 3
+    assert not any(isinstance(parameter, DTensor) for parameter in third.parameters())

@@ -365,10 +365,12 @@ def around_init_group(
 
     All of torch's do that in this method: parameters with a gradient, gradients, then one list for each kind of state.
     ``collect()`` does it their way; what it returns must be returned. What the lists hold in the end is what the step
-    computes with; the optimizer itself keeps what it has. A copy of the optimizer does without ``around``.
+    computes with; the optimizer itself keeps what it has. A copy of the optimizer does without ``around``. A compiled
+    step breaks here, or calls it while it is traced (torch before 2.15).
     """
     own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]  # private
 
+    @outside_dynamo
     @functools.wraps(own)
     def init_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         return around(lambda: own(reference(), group, *lists), group, lists)

@@ -22,6 +22,7 @@ from fsdp2._torch import (
     dtensor_specs,
     dynamo_is_tracing,
     local_tensors,
+    outside_dynamo,
 )
 from fsdp2.optimizer.alike import agreeing_local, cut_alike, local_state, shown_state
 from fsdp2.optimizer.collecting import Collecting
@@ -158,6 +159,7 @@ class _LocalLists:
         if isinstance(self._optimizer(), optim.SGD) and group["momentum"] != 0:
             self._lent.append((list(params), shown))
 
+    @outside_dynamo
     def settle(self) -> None:
         """Give what SGD has written into the state of local tensors to the parameters they belong to."""
         optimizer, lent, self._lent = self._optimizer(), self._lent, []

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch import local_tensor, outside_dynamo
 from fsdp2.runtime.hooks import hook_optimizers, hook_registrations
 from fsdp2.runtime.param import FSDPParam, is_managed_tensor, is_temporary
 from fsdp2.runtime.shards import note_optimizer_step
@@ -24,7 +24,7 @@ from fsdp2.runtime.state import live_states
 __all__ = ["follow_parameters", "repair"]
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
-_looked_through: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # their sizes
+_SIZE = "_fsdp2_size"  # of an optimizer: how many parameters it had when it was last looked through
 _hooked = False
 
 
@@ -42,9 +42,14 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
 def repair(optimizer: torch.optim.Optimizer, *unused: object) -> None:
     """Let ``optimizer`` hold the shards of parameters that it was given whole; every step does."""
     size = sum(len(group["params"]) for group in optimizer.param_groups)
-    if not _replaced and _looked_through.get(optimizer) == size:
-        return
-    _looked_through[optimizer] = size
+    # Dynamo follows as far as this, so a compiled step breaks only where there is something to look for.
+    if _replaced.data or optimizer.__dict__.get(_SIZE) != size:
+        optimizer.__dict__[_SIZE] = size
+        _look_through(optimizer)
+
+
+@outside_dynamo
+def _look_through(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         params = group["params"]
         for i, param in enumerate(params):

@@ -25,6 +25,7 @@ from tests.api.stepping import (
     pair,
     train,
 )
+from tests.support import api
 from tests.support.pool import on_ranks
 
 # ---- everybody else ----
@@ -200,8 +201,11 @@ def test_state_dicts(rank, world, name):
 @on_ranks(1)
 @pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
 def test_a_compiled_step(rank, world, name):
-    """Dynamo would take local gradients for constants, so it sees DTensors."""
+    """Dynamo would take local gradients for constants, so it sees DTensors, or breaks its graph (torch 2.15)."""
     modules, optimizers = pair(make(name))
+    if api.torch_since("2.15"):  # Dynamo breaks at an _init_group of the instance; so that it rounds alike, do both
+        by_class = optimizers[0]._init_group
+        optimizers[0]._init_group = torch._dynamo.disable(lambda *lists: by_class(*lists))
     for module, optimizer in zip(modules, optimizers, strict=True):
         step = torch.compile(optimizer.step, backend="eager")
         for number in range(3):

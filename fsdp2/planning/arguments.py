@@ -68,7 +68,9 @@ def _mixed_precision(value: Any, where: str) -> dict[str, Any]:
     if value.keep_low_precision_grads:
         raise TypeError(f"{where}: got keep_low_precision_grads=True; gradients have the dtype of their parameters")
     policy = MixedPrecisionPolicy(
-        param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype, cast_forward_inputs=value.cast_forward_inputs
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype or value.param_dtype,  # FSDP1's default with every torch
+        cast_forward_inputs=value.cast_forward_inputs,
     )
     return {"mp_policy": policy}
 

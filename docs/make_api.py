@@ -109,6 +109,7 @@ TESTS: dict[str, str] = {
     "MixedPrecisionPolicy": MULTI + "test_options.py::test_mixed_precision",
     "MixedPrecisionPolicy(output_dtype)": MULTI + "test_options.py::test_output_dtype_alone",
     "MixedPrecisionPolicy(cast_forward_inputs)": MULTI + "test_options.py::test_inputs_are_left_alone_if_asked",
+    "MixedPrecisionPolicy(param_dtype_override_fn)": API + "test_param_dtypes.py::test_param_dtype_override_fn",
     "OffloadPolicy": API + "test_arguments.py::test_cpu_offload",
     "CPUOffloadPolicy": API + "test_arguments.py::test_cpu_offload",
     "DataParallelMeshDims": API + "test_named_dimensions.py::test_training",

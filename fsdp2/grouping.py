@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch import TorchShardPlacementResult, local_tensor
 from fsdp2.collect import Found, Managed, collect, move_to
 from fsdp2.optimizer.prebuilt import follow_parameters
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, policy_for
 from fsdp2.runtime.extension import has_extension
 from fsdp2.runtime.hooks import hook_state_dict
 from fsdp2.runtime.options import GroupOptions
@@ -79,7 +79,7 @@ class Unit:
 
     def _policy(self, found: Found) -> MixedPrecisionPolicy:
         """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""
-        policy, module = self.policy_of(found.name), found.slots[0].module
+        policy, module = policy_for(found.param, self.policy_of(found.name)), found.slots[0].module
         if isinstance(module, _BATCH_NORMS) and module.running_mean is not None and policy.param_dtype is not None:
             return replace(policy, param_dtype=module.running_mean.dtype)
         return policy

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -31,6 +32,7 @@ __all__ = [
     "UnshardHandle",
     "check_dtypes",
     "policy_by_name",
+    "policy_for",
 ]
 
 
@@ -62,6 +64,7 @@ class _DataParallelMeshDims:
 
 _DataParallelMeshDims.__name__ = _DataParallelMeshDims.__qualname__ = "DataParallelMeshDims"
 
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 else:
@@ -77,6 +80,26 @@ def check_dtypes(policy: MixedPrecisionPolicy) -> None:
                 f"mp_policy.{name}: expected a floating-point torch.dtype or None, got {dtype!r}; gradients and mixed "
                 "precision exist for floating-point types only"
             )
+
+
+def policy_for(param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``policy`` with what its ``param_dtype_override_fn``, which torch has since 2.15, says of ``param``.
+
+    Raises:
+        ValueError: it gives neither None, nor ``param_dtype``, nor the dtype of the parameter.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override is None else override(param)
+    if dtype is None:
+        return policy
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"param_dtype_override_fn must return a torch.dtype or None, got {dtype!r}")
+    if dtype not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn must return None, param_dtype ({policy.param_dtype}), or the parameter's dtype "
+            f"({param.dtype}), got {dtype}"
+        )
+    return policy if dtype is policy.param_dtype else replace(policy, param_dtype=dtype)
 
 
 PolicyOf = Callable[[str], MixedPrecisionPolicy]

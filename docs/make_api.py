@@ -76,6 +76,12 @@ TESTS: dict[str, str] = {
     "FSDPModule.reshard": MULTI + "test_module_methods.py::test_unshard_and_reshard",
     "FSDPModule.unshard": MULTI + "test_module_methods.py::test_unshard_and_reshard",
     "FSDPModule.unshard(async_op)": MULTI + "test_module_methods.py::test_asynchronous_unshard",
+    "FSDPModule.finalize_backward": API + "test_manual_backward.py::test_finalize_backward",
+    "FSDPModule.set_keep_unsharded_storage": API + "test_manual_backward.py::test_keep_unsharded_storage",
+    "FSDPModule.set_keep_unsharded_storage(recurse)": API
+    + "test_manual_backward.py::test_kept_storage_stays_where_it_is",
+    "FSDPModule.set_manual_backward_finalization": API + "test_manual_backward.py::test_finalize_backward",
+    "GradientReductionHandle": API + "test_manual_backward.py::test_finalize_backward",
     "FSDPModule.reset_iter_state": MULTI + "test_errors.py::test_training_goes_on_after_an_exception",
     "FSDPModule.set_is_last_backward": MULTI + "test_module_methods.py::test_is_last_backward_with_one_forward",
     "FSDPModule.set_requires_gradient_sync": MULTI + "test_module_methods.py::test_requires_gradient_sync",

@@ -1,5 +1,6 @@
 """fsdp2: composable per-module parameter sharding on DTensor; a drop-in ``fully_shard`` for PyTorch."""
 
+from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.full.export import iter_full_params
 from fsdp2.full.summon import summon_full_params
 from fsdp2.fully_shard import fully_shard
@@ -8,7 +9,7 @@ from fsdp2.loading.broadcast import broadcast_from_rank0
 from fsdp2.loading.saving import save_safetensors
 from fsdp2.loading.sync import sync_module_states
 from fsdp2.loading.weights import load_safetensors
-from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.module import FSDPModule, share_comm_ctx
 from fsdp2.optimizer.clip import clip_grad_norm_
 from fsdp2.optimizer.local_step import use_local_shards
 from fsdp2.planning.grad_scaler import ShardedGradScaler
@@ -18,6 +19,7 @@ from fsdp2.planning.plan import plan_units
 from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    GradientReductionHandle,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
@@ -32,6 +34,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",

@@ -18,8 +18,9 @@ from fsdp2._torch import torch_group_module
 from fsdp2.comm.gather import GatherBuffers
 from fsdp2.comm.reduce import ReducePlan
 from fsdp2.comm.streams import Lane, Lanes
+from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
-from fsdp2.module import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.module import share_comm_ctx
 from fsdp2.runtime import gradients, param_group
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.sharding.mesh import Axis

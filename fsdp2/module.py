@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MethodType
 from typing import Any, Literal, cast
 
 import torch
@@ -22,27 +20,13 @@ from fsdp2._torch import (
     SymmMemReduceScatter,
 )
 from fsdp2.comm.streams import Lane
-from fsdp2.policies import AllGather, ReduceScatter
-from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
+from fsdp2.runtime.handles import GradientReduction, Unsharding
 from fsdp2.runtime.state import FSDPState, get_state, states_below
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
-__all__ = ["FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"]
-
-
-class _Unsharding(UnshardHandle):
-    """A gather in flight."""
-
-    def __init__(self, groups: list[FSDPParamGroup]) -> None:
-        self._groups = groups
-
-    def wait(self) -> None:
-        """Wait until the full parameters may be used; they are then shown on the module."""
-        groups, self._groups = self._groups, []
-        for group in groups:
-            group.wait_for_unshard()
-            group.note_kept()
+__all__ = ["FSDPModule", "share_comm_ctx"]
 
 
 class FSDPModule(TorchFSDPModule):
@@ -76,7 +60,7 @@ class FSDPModule(TorchFSDPModule):
             lanes = group.root.comm.lanes
             with lanes.gather.after(lanes.compute.event()):  # the caller may just have changed the shards
                 group.unshard()
-        handle = _Unsharding(groups)
+        handle = Unsharding(groups)
         if async_op:
             return handle
         handle.wait()
@@ -88,6 +72,13 @@ class FSDPModule(TorchFSDPModule):
             for group in state.groups:
                 group.reshard()
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of full parameters when they are freed (True), so that it is at the same address next time.
+
+        CUDA graphs need that; it costs the memory of all these units at once.
+        """
+        self._set(recurse, keep_full_storage=_bool("keep", keep))
+
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: call it on the root, then go on with a new iteration.
 
@@ -97,12 +88,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: called on a module that is not the root.
         """
-        state = self._get_fsdp_state()
-        if state.is_root is False:
-            raise RuntimeError(
-                f"reset_iter_state must be called on the root FSDP module; {state.name!r} lies below the root"
-            )
-        state.root.reset()
+        self._root_state("reset_iter_state").root.reset()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Start gathering ``modules`` when this one's forward starts, instead of the one that came next last time."""
@@ -140,6 +126,34 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one on the recorded forwards; what was recorded is then forgotten."""
         self._get_fsdp_state().root.is_last_backward = _bool("is_last_backward", is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Have backwards end with ``finalize_backward`` (True) instead of with autograd's; called on the root.
+
+        Raises:
+            RuntimeError: the module is not the root, or a backward has begun and was neither ended nor reset.
+        """
+        self._root_state("set_manual_backward_finalization").root.finalization.set_manual(_bool("enabled", enabled))
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what the backwards since the last call left, and free full parameters, as the setters ask by now.
+
+        Called on the root, with ``set_manual_backward_finalization(True)``, after one backward or several of which all
+        but the last were told not to reduce. Before the first forward it does nothing.
+
+        Args:
+            async_op: Return at once. Gradients are there, and a forward or another call may follow, after ``wait()``.
+
+        Raises:
+            RuntimeError: the module is not the root, or it is not the caller who ends backwards, or one still runs, or
+                an earlier call was not waited for, or a unit is told not to all-reduce.
+        """
+        state = self._root_state("finalize_backward")
+        reduction = GradientReduction(None) if state.is_root is None else state.root.finalization.run(state.root)
+        if async_op:
+            return reduction
+        reduction.wait()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward (True) or accumulate them unsharded and without communication (False)."""
@@ -316,6 +330,12 @@ class FSDPModule(TorchFSDPModule):
             raise AssertionError(f"No FSDP state found on {self}")
         return state
 
+    def _root_state(self, method: str) -> FSDPState:
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError(f"{method} must be called on the root FSDP module; {state.name!r} lies below the root")
+        return state
+
     def _one_group(self, method: str) -> None:
         if len(self._get_fsdp_state().groups) > 1:
             raise ValueError(
@@ -356,27 +376,6 @@ def _states(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}; call fully_shard on it first")
         states.append(module._get_fsdp_state())
     return states
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does; nothing for a plain module.
-
-    Raises:
-        ValueError: ``module`` has no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return  # the same script also runs unsharded
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    original = getattr(module, method_name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self._get_fsdp_state()
-        args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, args, original(*args, **kwargs))
-
-    setattr(module, method_name, MethodType(method, module))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

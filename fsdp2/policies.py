@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -24,6 +25,7 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PolicyOf",
@@ -65,10 +67,22 @@ class _DataParallelMeshDims:
 _DataParallelMeshDims.__name__ = _DataParallelMeshDims.__qualname__ = "DataParallelMeshDims"
 
 
+class _GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` returns: torch's class of that name, for a torch that lacks it."""
+
+    def wait(self) -> None:
+        """Wait until the gradients are there."""
+
+
+_GradientReductionHandle.__name__ = _GradientReductionHandle.__qualname__ = "GradientReductionHandle"
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
+
+    GradientReductionHandle = _GradientReductionHandle
 else:
     DataParallelMeshDims = TorchDataParallelMeshDims or _DataParallelMeshDims
+    GradientReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", _GradientReductionHandle)
 
 
 def check_dtypes(policy: MixedPrecisionPolicy) -> None:

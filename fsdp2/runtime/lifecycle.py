@@ -60,6 +60,7 @@ _PHASE = {
         Phase.IDLE: Phase.REDUCED,  # unused in this backward
         Phase.REDUCED: Phase.REDUCED,
     },
+    "defer_backward": dict.fromkeys(Phase, Phase.IDLE),  # what is left waits for finalize_backward
     "end_backward": {Phase.REDUCED: Phase.IDLE, Phase.IDLE: Phase.IDLE},
 }
 

@@ -29,6 +29,7 @@ class GroupOptions:
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    keep_full_storage: bool = False
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
     reduce_unused: bool = False

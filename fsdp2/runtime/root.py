@@ -10,6 +10,8 @@ from fsdp2._torch import queue_end_of_backward
 from fsdp2._trace import emit, refresh, span
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.streams import Lanes, Retained
+from fsdp2.runtime.finalization import Finalization
+from fsdp2.runtime.handles import GradientReduction
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.order import BackwardOrder, ForwardOrder
 
@@ -28,6 +30,7 @@ class CommContext:
         self.device = device
         self.lanes = Lanes(device)
         self.reductions = Retained(limit=1)
+        self.finalizing: GradientReduction | None = None  # started by finalize_backward and not waited for
 
     @property
     def reduce_scatter_max_input_buffers(self) -> int:
@@ -45,6 +48,7 @@ class RootContext:
         self.backward_order: BackwardOrder[FSDPParamGroup] = BackwardOrder()
         self.forward_root: FSDPState | None = None
         self.is_last_backward = True
+        self.finalization = Finalization()
         # The running backward is differentiable: what it saves are views of full parameters, which a later one reads.
         self.creates_graph = False
         self.post_optim_event: torch.Event | None = None
@@ -56,6 +60,18 @@ class RootContext:
     def groups(self) -> list[FSDPParamGroup]:
         """Every group under the root, each once."""
         return list(dict.fromkeys(group for state in self.all_states for group in state.groups))
+
+    @property
+    def reducing(self) -> str:
+        """How many groups send their gradients, for ranks to compare."""
+        reduce = sum(group.options.reduce_gradients for group in self.groups)
+        all_reduce = sum(group.options.all_reduce_gradients for group in self.groups)
+        return f"{reduce} reduce, {all_reduce} all-reduce"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more backwards on the recorded forwards may follow the one that runs or comes next."""
+        return self.finalization.active or not self.is_last_backward
 
     def limit_reductions(self) -> None:
         """Let as many chunks be in flight as the group that asked for most; they share one window."""
@@ -70,8 +86,11 @@ class RootContext:
         """Start a forward in which ``state`` is the outermost; whether one had not started already.
 
         Raises:
-            RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``.
+            RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``, or gradients that
+                ``finalize_backward`` started to reduce were not waited for.
         """
+        if self.comm.finalizing is not None:
+            raise RuntimeError("The previous gradient reduction must be waited on before forward")
         if self.forward_root is not None and self.forward_root is not state and not state.is_root:
             return False
         for group in self.groups:
@@ -111,10 +130,9 @@ class RootContext:
         """Have ``end_backward`` run when the running backward is done, once."""
         if not self._end_queued:
             self._end_queued = True
+            self.finalization.begin_backward()
             if self.agreement is not None:
-                reduce = sum(group.options.reduce_gradients for group in self.groups)
-                all_reduce = sum(group.options.all_reduce_gradients for group in self.groups)
-                self.agreement.begin(f"backward ({reduce} reduce, {all_reduce} all-reduce)", outermost=False)
+                self.agreement.begin(f"backward ({self.reducing})", outermost=False)
             queue_end_of_backward(self.end_backward)
 
     def queue_partial_end(self) -> None:
@@ -131,30 +149,54 @@ class RootContext:
                 group.lifecycle.enter("end_backward")
 
     def end_backward(self) -> None:
-        """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it."""
+        """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.
+
+        Where the caller ends backwards, both are left to ``finalize_backward``.
+        """
         self._end_queued = False
+        deferred = self.finalization.active
         with span("root_post_backward", ""):
             if self.agreement is not None:
                 self.agreement.take_part()
             for state in self.all_states:
                 for group in reversed(state.groups):
                     done = group.lifecycle.phase is Phase.REDUCED and not group.gradients.left_over()
-                    if not done and not group.lifecycle.lent:
+                    if not self.finalization.defer(group, done=done) and not done and not group.lifecycle.lent:
                         group.post_backward()
             if self.agreement is not None:
                 self.agreement.end()
-            for group in self.groups:
-                group.end_backward(drop_gather=self.is_last_backward)
-            self.comm.reductions.finish()
-            if self.is_last_backward:
-                self.backward_order.clear()
+            for group in self.groups if deferred else ():
+                group.lifecycle.enter("defer_backward")
+            if not deferred:
+                self.finish_backward()
             self.forward_root = None
             for state in self.all_states:
                 state.members_to_run.clear()
         emit("end_backward", "")
 
+    def finish_backward(self) -> None:
+        """Wait for what was reduced; after the last backward on the recorded forwards, forget these."""
+        last = self.finalization.active or self.is_last_backward
+        for group in self.groups:
+            group.end_backward(drop_gather=last)
+        self.comm.reductions.finish()
+        if last:
+            self.backward_order.clear()
+            self.finalization.end()
+
     def reset(self) -> None:
-        """Forget the iteration: gathers and reductions in flight, orders, phases, unreduced gradients."""
+        """Forget the iteration: gathers and reductions in flight, orders, phases, unreduced gradients.
+
+        Raises:
+            RuntimeError: another root that communicates on the same lanes waits for its gradients.
+        """
+        if self.comm.finalizing is not None and not self.comm.finalizing.belongs_to(self):
+            raise RuntimeError(
+                "reset_iter_state while a gradient reduction of another root on the same lanes is in flight; wait for "
+                "it, or reset that root first"
+            )
+        self.comm.finalizing = None
+        self.finalization.end()
         self.comm.reductions.abandon()
         if self.agreement is not None:
             self.agreement.abandon()

@@ -246,7 +246,9 @@ class ShardStore:
         return self._gather
 
     def free_full(self) -> None:
-        """Give back the memory of the full parameters."""
+        """Give back the memory of the full parameters, unless it was asked to stay where it is."""
+        if self.options.keep_full_storage:
+            return
         if self._full is not None:
             self._full.free()
         self.extensions.free()

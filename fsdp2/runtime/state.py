@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.agreement import Agreement
+from fsdp2.runtime.finalization import Finalization
 from fsdp2.runtime.hints import explain, explain_at_exit
 from fsdp2.runtime.hooks import (
     Arguments,
@@ -241,7 +242,7 @@ class FSDPState(ComposableState):
         A pipeline that splits backward in two (zero bubble) looks on the module for the parameters to differentiate,
         before the first part and before the second, neither of which enters by the outputs.
         """
-        for group in self.groups if not self.root.is_last_backward else ():
+        for group in self.groups if self.root.goes_on else ():
             if group.awaits_backward:
                 group.unshard_now()
                 group.note_kept()
@@ -267,6 +268,7 @@ class FSDPState(ComposableState):
             if state is not None:
                 states[state] = f"{states[state]}, {name}" if state in states else name
         self.root.all_states = list(states)
+        Finalization.refuse_below(self, states)
         for state, name in states.items():
             state.is_root = state is self
             state.root = self.root

@@ -56,13 +56,16 @@ EXTRA_PARAMETERS: dict[str, set[str]] = {
 }
 """Parameters of ours, by function or method, that torch's does not have."""
 NEWER_METHODS = {
+    "finalize_backward",
     "reset_iter_state",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
     "set_reduce_scatter_max_input_buffers",
     "set_reduce_scatter_unused_params",
     "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
 }
-NEWER_NAMES = {"DataParallelMeshDims", "ShardPlacementResult"}
+NEWER_NAMES = {"DataParallelMeshDims", "GradientReductionHandle", "ShardPlacementResult"}
 NEWER_PARAMETERS = {"fully_shard": {"dp_mesh_dims"}}
 """What torch has got since the oldest version that fsdp2 runs on, and fsdp2 has on every one."""
 

@@ -36,6 +36,10 @@ BACKWARD  post_backward  REDUCED
 FORWARD   post_backward  REDUCED
 IDLE      post_backward  REDUCED
 REDUCED   post_backward  REDUCED
+IDLE      defer_backward  IDLE
+FORWARD   defer_backward  IDLE
+BACKWARD  defer_backward  IDLE
+REDUCED   defer_backward  IDLE
 REDUCED   end_backward   IDLE
 IDLE      end_backward   IDLE
 """

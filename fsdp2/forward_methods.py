@@ -1,0 +1,34 @@
+"""Methods beside ``forward`` that compute with the parameters of a sharded module."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from fsdp2.module import FSDPModule
+
+__all__ = ["register_fsdp_forward_method"]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does; nothing for a plain module.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return  # the same script also runs unsharded
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._get_fsdp_state()
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        return state.post_forward(self, args, original(*args, **kwargs))
+
+    setattr(module, method_name, MethodType(method, module))

@@ -160,6 +160,10 @@ class Watch:
         """
         self._steps = weakref.WeakMethod(steps)
 
+    def close(self) -> None:
+        """Be asked no more: nobody waits for what this is about."""
+        self._process.watches.discard(self)
+
     # ---- deciding ----
 
     def decide(self, index: int, want: Any, choose: Callable[[Wants], Any]) -> Any:

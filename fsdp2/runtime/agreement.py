@@ -55,7 +55,11 @@ class Agreement:
         watch = Watch(process, ranks, _refusal)
         # What lies on a smaller mesh (experts) is another thing elsewhere, in number, shape and values.
         shared = [group for group in groups if set(group.mesh.mesh.mesh.flatten().tolist()) == set(ranks)]
-        _compare(watch, shared, error)
+        try:
+            _compare(watch, shared, error)
+        except RuntimeError:
+            watch.close()  # the error may keep it alive, and others would hear of it
+            raise
         return cls(watch, root)
 
     def _recent(self) -> tuple[int, list[Any]]:

@@ -286,9 +286,14 @@ class FSDPState(ComposableState):
             self._prepare(list(states))
         except RuntimeError as reason:
             error = reason
-        self.root.agreement = Agreement.open(self.root, error)
-        if error is not None:
-            raise error
+        try:
+            self.root.agreement = Agreement.open(self.root, error)
+            if error is not None:
+                raise error
+        except RuntimeError:
+            for state in states:
+                state.is_root = None  # the next forward looks again
+            raise
 
     @outside_dynamo
     def _explain_error(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from fsdp2.comm.watch import _watches
 from tests.support import api
 from tests.support.cases import CASES
 from tests.support.models import mlp
@@ -237,3 +238,24 @@ def test_submodule_after_the_root(rank, world):
     module[1].reshard()
     for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+def test_a_refused_first_forward_is_looked_at_again(rank, world):
+    """The second forward ran without the comparison of ranks that the first was refused by; and while somebody held the
+    error, a collective that took long raised it again, on one rank alone."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    for unit in (module[1], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"meta device.*1\.weight.*1\.bias") as held:
+            module(torch.ones(1, 4))
+        assert not [watch.failure for watch in _watches() if watch.failure is not None]
+    module[1].to_empty(device="cpu")
+    nn.init.ones_(module[1].weight), nn.init.zeros_(module[1].bias)
+    module(torch.ones(1, 4)).sum().backward()
+    state = module._get_fsdp_state()
+    assert state.is_root and (state.root.agreement is not None) == (world > 1)
+    assert held.value is not None
+    del held

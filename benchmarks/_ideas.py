@@ -106,7 +106,7 @@ def public_scatter(method: Any) -> Callable[..., Any]:
 
 def public_exchange(method: Any) -> Callable[..., Any]:
     return lambda group, out, rows, outs, ins, options: dist.all_to_all_single(
-        out, rows, group=group, async_op=options.asyncOp
+        out, rows, outs or None, ins or None, group=group, async_op=options.asyncOp
     )
 
 
@@ -203,6 +203,12 @@ IDEAS = (
         "all-to-all and a local float32 sum on gloo",
         "gloo's reduce-scatter",
         replaced(reduce, "prefers_all_to_all", lambda old: lambda axis, nbytes: False),
+        where="gloo",
+    ),
+    Idea(
+        "two ranks swap pieces on gloo",
+        "gloo's all-gather",
+        replaced(collectives, "prefers_all_to_all", lambda old: lambda axis, nbytes: False),
         where="gloo",
     ),
     Idea(

@@ -275,7 +275,9 @@ def time_rows(sides: dict[str, FullyShard], mesh: DeviceMesh, options: argparse.
     for word, found_over in (("units", over_depth(sides, mesh, depths)), ("ranks", over_worlds(sides, worlds))):
         for size in found_over["ours"]:
             title = f"added per unit, {size} {word}"
-            rows.append(Row(title, found_over["ours"][size], found_over["theirs"][size], "us"))
+            ours, theirs = found_over["ours"][size], found_over["theirs"][size]
+            lost = "lost in noise: less than the fake group's own work, which is subtracted"
+            rows.append(Row(title, ours, theirs, "us", note="" if min(ours, theirs) > 0 else lost))
     return rows
 
 

@@ -44,12 +44,12 @@ def repair(optimizer: torch.optim.Optimizer, *unused: object) -> None:
     size = sum(len(group["params"]) for group in optimizer.param_groups)
     # Dynamo follows as far as this, so a compiled step breaks only where there is something to look for.
     if _replaced.data or optimizer.__dict__.get(_SIZE) != size:
-        optimizer.__dict__[_SIZE] = size
-        _look_through(optimizer)
+        _look_through(optimizer, size)
 
 
 @outside_dynamo
-def _look_through(optimizer: torch.optim.Optimizer) -> None:
+def _look_through(optimizer: torch.optim.Optimizer, size: int) -> None:
+    optimizer.__dict__[_SIZE] = size
     for group in optimizer.param_groups:
         params = group["params"]
         for i, param in enumerate(params):

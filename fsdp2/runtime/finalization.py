@@ -39,11 +39,14 @@ class Finalization:
             RuntimeError: a backward began, and was neither ended nor reset.
         """
         if manual != self.manual and graph_task_id() != -1:
-            raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode during backward, where it was called; call it "
+                "before the forward"
+            )
         if self._running is not None and manual != self._running:
             raise RuntimeError(
-                "set_manual_backward_finalization cannot change mode after backward starts; call finalize_backward() "
-                "or reset_iter_state() on the root module first"
+                f"set_manual_backward_finalization({manual}) cannot change mode after backward starts, and one that "
+                "started has not been ended; call finalize_backward() or reset_iter_state() on the root module first"
             )
         self.manual = manual
 
@@ -88,14 +91,20 @@ class Finalization:
 
     def _check(self, root: RootContext) -> None:
         if root.comm.finalizing is not None:
-            raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
+            raise RuntimeError(
+                "finalize_backward: the previous gradient reduction must be waited on before finalizing backward "
+                "again: call wait() on what finalize_backward(async_op=True) returned"
+            )
         if not self.active:
             raise RuntimeError(
                 "finalize_backward requires manual backward finalization; call set_manual_backward_finalization(True) "
                 "on the root before forward"
             )
         if graph_task_id() != -1:
-            raise RuntimeError("finalize_backward must be called after backward completes, not inside of it")
+            raise RuntimeError(
+                "finalize_backward must be called after backward completes, and was called inside of it, from a hook "
+                "or an autograd function; call it after loss.backward() returned"
+            )
         for group in self._deferred:
             options = group.options
             if group.mesh.replicate.size > 1 and options.reduce_gradients and not options.all_reduce_gradients:
@@ -110,5 +119,6 @@ class Finalization:
         for state in states:
             if state is not root and state.root is not root.root and state.root.finalization.manual:
                 raise RuntimeError(
-                    "set_manual_backward_finalization must be called on the root FSDP module; it was on one below it"
+                    "set_manual_backward_finalization must be called on the root FSDP module; it was called on one "
+                    f"below {type(root.modules[0]).__name__}, whose forward began here. Call it on that one instead"
                 )

@@ -54,6 +54,7 @@ class Options:
     resume: Path | None
     ranks: int
     device: str
+    compute: str
     stop_at: int | None
     eval_every: int
     save_every: int
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", type=Path, metavar="FOLDER", help="a checkpoint, or a run whose newest checkpoint to go on from")
     add("--ranks", type=_at_least(1), default=2, metavar="N", help="processes to start; torchrun's own number wins")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs over NCCL if there are any")
+    add("--compute", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bfloat16 where it is fast")
     add("--stop-at", type=_at_least(1), metavar="STEP", help="save and stop there, as if the job's time were up")
     add("--eval-every", type=_at_least(1), default=20, metavar="N", help="steps between looks at held-out text")
     add("--save-every", type=_at_least(1), default=200, metavar="N", help="steps between checkpoints")

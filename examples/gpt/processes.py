@@ -47,6 +47,13 @@ class Place:
         """The library that moves the tensors: "nccl" on GPUs, else "gloo"."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
+    @property
+    def fast_bfloat16(self) -> bool:
+        """Whether the device has instructions for bfloat16; without them it is slower than float32."""
+        if self.device.type == "cuda":
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+        return any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
+
     def say(self, text: str = "") -> None:
         """Print `text` once, not once a rank."""
         if self.first:

@@ -15,6 +15,7 @@ class Run:
     ranks: int
     backend: str
     first_step: int
+    compute: str = "bfloat16"
     parameters: int = 0
     parameters_per_rank: int = 0
     peak_bytes: int = 0

@@ -18,6 +18,7 @@ def table(progress: Progress) -> str:
     rows = [
         ("", _title),
         ("steps", lambda run: f"{run.first_step} to {run.last_step}"),
+        ("computed in", lambda run: run.compute),
         ("parameters, whole model", lambda run: f"{run.parameters:,}"),
         ("parameters, one rank", lambda run: f"{run.parameters_per_rank:,}"),
         ("parameters, gradients, AdamW, one rank", lambda run: _megabytes(run.parameters_per_rank * STATE_BYTES)),
@@ -37,8 +38,8 @@ def table(progress: Progress) -> str:
     ]
     note = (
         "Peak memory is the most bytes that live tensors took at once in a step: the line above it, activations and\n"
-        "what fully_shard gathers and sends. Without sharding: a rank's sequences through the whole float32 model\n"
-        "under bf16 autocast. The progress bar's figure is the whole process, Python and libraries included.\n"
+        "what fully_shard gathers and sends. Without sharding: a rank's sequences through the whole float32 model,\n"
+        "under autocast if computed in bfloat16. The progress bar's figure is the whole process, libraries included.\n"
         "A loss is in nats a byte, over the same held-out text on any number of processes."
     )
     return "\n".join([heading("result"), *(f"  {line}".rstrip() for line in body), "", note])

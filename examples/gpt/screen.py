@@ -79,7 +79,7 @@ def opening(run: Run, settings: Settings, text: Text, start: Path | None) -> str
     lines = [
         f"text     {text.name}: {len(text.train):,} bytes to learn from, {len(text.held_out):,} held out",
         f"model    {run.parameters:,} parameters ({settings.layers} layers of width {settings.width}), "
-        f"{run.parameters_per_rank:,} on each of {run.ranks} processes ({run.backend})",
+        f"{run.parameters_per_rank:,} on each of {run.ranks} processes ({run.backend}, {run.compute})",
     ]
     if start is not None:
         lines.append(f"resumed  {start}")

@@ -65,9 +65,9 @@ def train(options: Options, place: Place) -> None:
     first_decides(lambda: checkpoint.prepare(out, None if saved is None else saved.step))
 
     settings = progress.settings
-    run = Run(place.ranks, place.backend, first_step=progress.step)
-    run.peak_bytes_unsharded = _largest(_peak_unsharded(settings, text, place), place)
-    model, optimizer = build(settings, place)
+    run = Run(place.ranks, place.backend, progress.step, first_decides(lambda: _compute(options, place)))
+    run.peak_bytes_unsharded = _largest(_peak_unsharded(settings, text, place, run.compute), place)
+    model, optimizer = build(settings, place, run.compute)
     run.parameters, run.parameters_per_rank = _sizes(model, place)
     place.say(screen.opening(run, settings, text, start))
     if start is not None:
@@ -81,11 +81,11 @@ def train(options: Options, place: Place) -> None:
     _look_after(job)
 
 
-def build(settings: Settings, place: Place) -> tuple[GPT, torch.optim.Optimizer]:
+def build(settings: Settings, place: Place, compute: str) -> tuple[GPT, torch.optim.Optimizer]:
     """The model, sharded over all ranks block by block, and an optimizer over its shards."""
     model = new_model(settings, place)
     mesh = init_device_mesh(place.device.type, (place.ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, compute), reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -158,17 +158,24 @@ def _plan(options: Options, saved: Progress | None, place: Place) -> tuple[Progr
     return progress, text
 
 
+def _compute(options: Options, place: Place) -> str:
+    if options.compute != "auto":
+        return options.compute
+    return "bfloat16" if place.fast_bfloat16 else "float32"
+
+
 def _goal(options: Options, settings: Settings) -> int:
     return min(settings.steps, options.stop_at or settings.steps)
 
 
-def _peak_unsharded(settings: Settings, text: Text, place: Place) -> int:
-    """Peak bytes of a step on this rank's rows without fully_shard: whole float32 model and AdamW, bf16 autocast."""
+def _peak_unsharded(settings: Settings, text: Text, place: Place, compute: str) -> int:
+    """Peak bytes of a step on this rank's rows without fully_shard: whole float32 model and AdamW, `compute` in it."""
+    autocast = compute == "bfloat16"
     model = new_model(settings, place)
     optimizer = new_optimizer(model, settings)
     batch = training_batch(text, 0, settings.batch, settings.context, settings.seed, place)
-    update(model, optimizer, batch, autocast=True)  # now AdamW has its state
-    return peak_of(lambda: update(model, optimizer, batch, autocast=True), place.device)
+    update(model, optimizer, batch, autocast)  # now AdamW has its state
+    return peak_of(lambda: update(model, optimizer, batch, autocast), place.device)
 
 
 def _largest(value: int, place: Place) -> int:
@@ -196,7 +203,8 @@ def _look_before(job: Job, saved: Progress | None) -> None:
         f"held-out loss at step {step}: {before:.4f} when saved by {saved.runs[-1].ranks} processes, "
         f"{loss:.4f} now on {job.place.ranks}\n"
     )
-    if saved.text_digest == job.text.digest and abs(loss - before) > SAME_LOSS:
+    same = saved.text_digest == job.text.digest and saved.runs[-1].compute == job.run.compute
+    if same and abs(loss - before) > SAME_LOSS:
         raise UserError(f"the checkpoint does not continue: held-out loss was {before:.4f} and is {loss:.4f}")
 
 

@@ -38,12 +38,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: no parameter of ``module`` is sharded.
     """
-    used = groups_below(module)
-    if not used:
-        raise ValueError(
-            f"use_weights: no parameter of {type(module).__name__} is managed by fsdp2.fully_shard; pass the module "
-            "whose weights the block uses, after fully_shard"
-        )
+    used = groups_below(module, required_by="use_weights")
     before = [group.is_unsharded for group in used]
     for group, state in used.items():
         if state.is_root is None:

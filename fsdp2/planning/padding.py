@@ -51,12 +51,7 @@ def padding_report(module: nn.Module) -> PaddingReport:
     Raises:
         ValueError: no parameter of ``module`` is sharded.
     """
-    groups = groups_below(module)
-    if not groups:
-        raise ValueError(
-            f"padding_report: no parameter of {type(module).__name__} is managed by fsdp2.fully_shard; call it after "
-            "fully_shard"
-        )
+    groups = groups_below(module, required_by="padding_report")
     names: dict[object, str] = {param: name for name, param in module.named_parameters()}
     units, lines = [], []
     for group in groups:

@@ -56,8 +56,11 @@ def _shards(states: Iterable[FSDPState]) -> dict[FSDPParam, str]:
     return {p: g.name for g in groups if g.lifecycle.residency is Residency.SHARDED for p in g.params}
 
 
-def groups_below(module: nn.Module) -> dict[FSDPParamGroup, FSDPState]:
-    """The groups of what ``module`` and modules below it show, in their order, each with the state it belongs to."""
+def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGroup, FSDPState]:
+    """The groups of what ``module`` and modules below it show, in their order, each with the state it belongs to.
+
+    Raises ValueError in the name of ``required_by``, if that is given, where there are none.
+    """
     slots = managed_slots(live_states())
     found: dict[FSDPParamGroup, FSDPState] = {}
     for inner in module.modules():
@@ -66,6 +69,9 @@ def groups_below(module: nn.Module) -> dict[FSDPParamGroup, FSDPState]:
             state = None if group is None else get_state(group.modules[0])
             if group is not None and state is not None:
                 found.setdefault(group, state)
+    if required_by and not found:
+        what = f"no parameter of {type(module).__name__} is managed by fsdp2.fully_shard"
+        raise ValueError(f"{required_by}: {what}; shard it, or a module around it, first")
     return found
 
 

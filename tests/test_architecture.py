@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.fsdp as theirs
 
 import fsdp2
-from tests.support import rules
+from tests.support import ROOT, rules
 from tests.support.docs import (
     EXTRA_METHODS,
     EXTRA_NAMES,
@@ -23,7 +23,6 @@ from tests.support.docs import (
 )
 from tests.support.rules import Source
 
-ROOT = Path(__file__).resolve().parents[1]
 Rule = Callable[[Source], list[str]]
 
 

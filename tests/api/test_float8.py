@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.api.parity import assert_parity, mesh_1d, shard_each
-from tests.support import api
+from tests.support import ROOT, api
 from tests.support.pool import loopback, on_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT / "examples") not in sys.path:
     sys.path.append(str(ROOT / "examples"))  # in the processes of the pool, too
 

@@ -26,8 +26,8 @@ from gpt.data import HELD_OUT, load_text, training_batch
 from gpt.options import Settings, parse
 from gpt.processes import Place, UserError
 from gpt.record import Progress
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPT = EXAMPLES / "train_gpt.py"
 LIMIT = 120  # seconds until a hanging run is killed; the longest takes about ten on two idle cores

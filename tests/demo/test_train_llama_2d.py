@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
+
 SCRIPT = ROOT / "examples" / "train_llama_2d.py"
 LIMIT = 240  # seconds until a hanging run is killed; the longest takes about fifteen on two idle cores
 

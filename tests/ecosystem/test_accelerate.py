@@ -10,15 +10,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import api
+from tests.support import ROOT, api
 from tests.support.pool import loopback
 
-ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("accelerate", "transformers") if importlib.util.find_spec(name) is None]
 
 

@@ -6,7 +6,6 @@ import gc
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
 import fsdp2
 from tests.api.parity import mesh_1d
-from tests.support import api
+from tests.support import ROOT, api
 from tests.support.memory import LiveBytes
 from tests.support.pool import on_ranks
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))  # also in the processes of the pool
+sys.path.append(str(ROOT / "examples"))  # also in the processes of the pool
 from gpt.model import GPT
 from gpt.options import Settings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,10 @@ import fsdp2
 from fsdp2 import iter_full_params, summon_full_params
 from tests.api.parity import full, mesh_1d, mesh_2d, shard_each, stack
 from tests.full.test_summon import BF16
-from tests.support import api
+from tests.support import ROOT, api
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def uneven() -> nn.Sequential:

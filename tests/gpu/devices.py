@@ -11,9 +11,7 @@ a test does to a device outlives it.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from tests.support.pool import POOL, RankError
+from tests.support.pool import POOL, RankError, as_test
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PROCESS_ERRORS = (processes.ProcessRaisedException, processes.ProcessExitedException)
@@ -46,24 +44,13 @@ def on_devices(*worlds: int) -> Callable[[Callable[..., Any]], Callable[..., Any
     """Return a decorator: the function of ``(rank, world, device, ...)`` becomes a test for each of ``places``."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(function).parameters
+        def run(world: int, device: str, **kwargs: Any) -> None:
+            if device == "cpu":
+                POOL.run(world, function, {**kwargs, "device": device}, LIMIT_SECONDS)
+            else:
+                run_processes(world, function, {**kwargs, "device": device})
 
-        @functools.wraps(function)
-        def test(world: int, device: str, **kwargs: Any) -> None:
-            problem = ""
-            try:
-                if device == "cpu":
-                    POOL.run(world, function, {**kwargs, "device": device}, LIMIT_SECONDS)
-                else:
-                    run_processes(world, function, {**kwargs, "device": device})
-            except (RankError, TimeoutError, *PROCESS_ERRORS) as error:
-                problem = str(error)
-            if problem:
-                pytest.fail(problem, pytrace=False)
-
-        visible = [parameter for name, parameter in parameters.items() if name != "rank"]
-        test.__signature__ = inspect.Signature(visible)  # type: ignore[attr-defined]
-        test.rank_function = function  # type: ignore[attr-defined]
+        test = as_test(function, run, (RankError, TimeoutError, *PROCESS_ERRORS))
         return pytest.mark.parametrize(("world", "device"), places(*worlds))(test)
 
     return decorate

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.support import api
+from tests.support import ROOT, api
 from tests.support.oracle import cpu_mesh
 from tests.support.pool import on_ranks
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 ideas: Any = importlib.import_module("_ideas")
 models: Any = importlib.import_module("_models")
 

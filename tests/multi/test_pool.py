@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import api
-from tests.support.pool import REPOSITORY, Pool, RankError, on_ranks
+from tests.support import ROOT, api
+from tests.support.pool import Pool, RankError, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ pool.run(2, hang_on, {"hanging": 0}, 60.0)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_processes_end_when_their_parent_is_killed():
     """Busy and idle processes alike end with a parent that had no chance to clean up."""
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     descriptors = [os.pidfd_open(pid) for pid in pids]

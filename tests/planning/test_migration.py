@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.support import api
+from tests.support import ROOT, api
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+PAGE = ROOT / "docs" / "migration.md"
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>.*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
+
 SETTINGS = ["gloo, 1 rank, bf16", "fake, 8 ranks, bf16", "fake, 64 ranks, bf16", "fake, 8 ranks, mixed"]
 ON_A_CPU = 6
 """Figures of the eight that a CPU has: neither reserved memory nor idle time."""

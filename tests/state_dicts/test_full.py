@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from tests.api.parity import mesh_1d, mesh_2d, mesh_of, stack
 from tests.state_dicts.kinds import FULL, Mixed, assert_equal, build, rows, save, shard, train, trained, using, whole
-from tests.support import api
+from tests.support import ROOT, api
 from tests.support.cases import CASES, parametrize_cases
 from tests.support.oracle import Setup, build_sharded
 from tests.support.oracle import build as build_case
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
-ROOT = Path(__file__).resolve().parents[2]
 
 PARAMETERS = (
     *("mlp", "transformer", "transformer_grouped", "uneven", "smaller_than_world", "buffers", "batch_norm", "tied"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
+
+from tests.support import ROOT
 
 __all__ = [
     "EXTRA_METHODS",
@@ -15,12 +16,10 @@ __all__ = [
     "NEWER_METHODS",
     "NEWER_NAMES",
     "NEWER_PARAMETERS",
-    "ROOT",
     "script",
     "snippets",
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 
 EXTRA_METHODS = {"set_transfer_sizes"}
 """Public methods that torch's FSDPModule does not have."""

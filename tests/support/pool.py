@@ -26,15 +26,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, connection
-from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.support import ROOT
 from tests.support.worker import Job, Outcome
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
 """How long one test may take, unless ``on_ranks`` is told otherwise."""
 GRACE_SECONDS = 2.0
@@ -149,7 +148,7 @@ class Pool:
         command += [str(number) for number in (index, worker_end.fileno(), self.store.port, os.getpid())]
         process = subprocess.Popen(
             command,
-            cwd=REPOSITORY,
+            cwd=ROOT,
             env={**os.environ, "GLOO_SOCKET_IFNAME": loopback(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             pass_fds=[worker_end.fileno()],
             stdin=subprocess.DEVNULL,
@@ -194,21 +193,33 @@ def on_ranks(*worlds: int, limit: float = LIMIT_SECONDS) -> Callable[[Callable[.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(function).parameters
+        def run(world: int, **kwargs: Any) -> None:
+            POOL.run(world, function, kwargs, limit)
 
-        @functools.wraps(function)
-        def test(world: int, **kwargs: Any) -> None:
-            problem = ""
-            try:
-                POOL.run(world, function, kwargs, limit)
-            except RankError as error:
-                problem = str(error)
-            if problem:
-                pytest.fail(problem, pytrace=False)
-
-        visible = [parameter for name, parameter in parameters.items() if name != "rank"]
-        test.__signature__ = inspect.Signature(visible)  # type: ignore[attr-defined]
-        test.rank_function = function  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world", worlds)(test)
+        return pytest.mark.parametrize("world", worlds)(as_test(function, run))
 
     return decorate
+
+
+def as_test(
+    function: Callable[..., Any], run: Callable[..., None], errors: tuple[type[Exception], ...] = (RankError,)
+) -> Callable[..., Any]:
+    """Return the test that lets ``run`` call ``function`` on its ranks, with ``function``'s arguments but ``rank``.
+
+    One of ``errors`` is a failure of which pytest shows the text alone, as it has the tracebacks of the ranks.
+    """
+
+    @functools.wraps(function)
+    def test(**kwargs: Any) -> None:
+        problem = ""
+        try:
+            run(**kwargs)
+        except errors as error:
+            problem = str(error)
+        if problem:
+            pytest.fail(problem, pytrace=False)
+
+    visible = [parameter for name, parameter in inspect.signature(function).parameters.items() if name != "rank"]
+    test.__signature__ = inspect.Signature(visible)  # type: ignore[attr-defined]
+    test.rank_function = function  # type: ignore[attr-defined]
+    return test

@@ -6,7 +6,7 @@ NCCL takes no two ranks on one GPU. So with a single one, what is checked is str
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.support.oracle import TRANSFERS
 
 pytestmark = api.fsdp2_only
 STEPS, ROWS, LR = 5, 8, 0.01
+WARM_UP = 3
 FULL = MixedPrecisionPolicy()
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 policies = pytest.mark.parametrize("policy", [FULL, MIXED], ids=["fp32", "mixed"])
@@ -279,7 +280,7 @@ def pretended(device: str, world: int = 8) -> Iterator[DeviceMesh]:
 @policies
 @transfers
 def test_pretended_ranks(world, device, policy, transfer):
-    """Eight ranks on one device: training goes through, its memory comes back, its lanes do not race."""
+    """Eight ranks on one device: training goes through and its memory comes back; its numbers mean nothing."""
     with pretended(device) as mesh:
         model = shard(build(device), mesh, transfer=transfer, mp_policy=policy)
         assert_nothing_is_left(model, 0, 8, device)
@@ -288,4 +289,41 @@ def test_pretended_ranks(world, device, policy, transfer):
         for parameter in model.parameters():
             assert parameter.device.type == device
             assert parameter.grad.to_local().shape == parameter.to_local().shape
-        assert_lanes_do_not_race(mesh, 0, 8, device, transfer=transfer, mp_policy=policy)
+
+
+@policies
+@on_devices(1, 2)
+def test_whole_steps_in_a_graph(rank, world, device, policy):
+    """Forward, backward and optimizer step, captured once and replayed, do what they do without a graph."""
+    mesh = init_device_mesh(device, (world,))
+    captured, usual = (shard(build(device), mesh, mp_policy=policy) for _ in range(2))
+    captured.set_keep_unsharded_storage(True)
+    optimizers = {model: torch.optim.SGD(model.parameters(), lr=LR) for model in (captured, usual)}
+    batch = rows(usual, 0, rank, world, device)
+
+    def step(model: Any) -> None:
+        model(batch).backward()
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+
+    again = graphed(lambda: step(captured)) if device == "cuda" else lambda: step(captured)
+    for _ in range(STEPS if device == "cuda" else STEPS + WARM_UP):
+        again()
+    for _ in range(STEPS + WARM_UP):
+        step(usual)
+    found, expected = ([p.to_local() for p in model.parameters()] for model in (captured, usual))
+    assert_close(found, expected, rtol=0, atol=0)
+
+
+def graphed(step: Callable[[], None]) -> Callable[[], None]:
+    """Run ``step`` a few times, capture it, and return what replays it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

@@ -14,7 +14,7 @@ ARGS ?=
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-6s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw the loss (about 2 minutes)
+demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw the loss (2 to 5 minutes)
 	@$(PY) examples/demo.py $(ARGS)
 
 test: check ## check, then every test

@@ -58,8 +58,8 @@ class FSDPModule(TorchFSDPModule):
                 group.lifecycle.refuse_lent("unshard")
             group.lazy_init(in_root=group.in_root)
             lanes = group.root.comm.lanes
-            with lanes.gather.after(lanes.compute.event()):  # the caller may just have changed the shards
-                group.unshard()
+            lanes.gather.wait(lanes.compute.event())  # the caller may just have changed the shards
+            group.unshard()
         handle = Unsharding(groups)
         if async_op:
             return handle

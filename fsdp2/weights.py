@@ -44,8 +44,8 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         if state.is_root is None:
             group.lazy_init(in_root=group.in_root)
         lanes = group.root.comm.lanes
-        with lanes.gather.after(lanes.compute.event()):  # the shards may just have been changed
-            group.unshard()
+        lanes.gather.wait(lanes.compute.event())  # the shards may just have been changed
+        group.unshard()
     for group in used:
         group.wait_for_unshard()
         if torch.is_grad_enabled():

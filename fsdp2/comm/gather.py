@@ -134,11 +134,14 @@ def _unpack_pairs(
 
 @dataclass
 class Gathering:
-    """A gather in flight. ``rows`` (ranks, bytes) holds the packed run, then each extra tensor, where one buffer was
-    assembled for this gather; ``extras`` says where in a row each extra is: (offset, numel, dtype).
+    """A gather in flight on ``lane``, where it also ends: its unit may have got another root's lanes since.
+
+    ``rows`` (ranks, bytes) holds the packed run, then each extra tensor, where one buffer was assembled for this
+    gather; ``extras`` says where in a row each extra is: (offset, numel, dtype).
     """
 
     buffers: GatherBuffers
+    lane: Lane
     rows: torch.Tensor | None = None
     extras: tuple[tuple[int, int, torch.dtype], ...] = ()
 
@@ -156,7 +159,7 @@ def start_gather(
     ``extras`` are 1D tensors, as large on every rank, that travel with the packed run. A ``custom`` collective gets
     one buffer that it allocated itself.
     """
-    gathering = Gathering(buffers)
+    gathering = Gathering(buffers, lane)
     assembled = custom is not None or bool(extras)
     with lane.after() as done:
         buffers.allocate(staging=not assembled)
@@ -201,15 +204,15 @@ def _assemble(
     return wire_view(output), wire_view(part)
 
 
-def finish_gather(gathering: InFlight[Gathering], lane: Lane, compute: ComputeLane) -> list[torch.Tensor]:
+def finish_gather(gathering: InFlight[Gathering], compute: ComputeLane) -> list[torch.Tensor]:
     """Wait for the collectives and put packed parameters in their places; then compute may read them.
 
-    Returns each extra as gathered, (ranks, numel); valid on ``lane``.
+    Returns each extra as gathered, (ranks, numel); valid on the gather's lane.
     """
     done_gathering = gathering.wait(compute)
     buffers, rows = done_gathering.buffers, done_gathering.rows
     if buffers.plan.packed or buffers.wire is not None:
-        with lane.after() as done:
+        with done_gathering.lane.after() as done:
             buffers.full.allocate()
             copies = buffers.copies if rows is None else buffers.unpack_copies(rows)
             if copies[0]:

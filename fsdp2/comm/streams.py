@@ -6,6 +6,7 @@ Every wait between lanes, and what it protects:
 |-----------------|-----------------------------------|--------|-------------------------------|
 | gather          | compute, at the root's forward    | order  | RootContext.begin_forward     |
 | gather          | compute, at an explicit unshard   | order  | FSDPModule.unshard            |
+| gather          | compute, shards were replaced     | order  | FSDPParamGroup.unshard        |
 | gather          | compute, at reshard               | memory | FSDPParamGroup.reshard        |
 | compute         | gather, before the full is used   | order  | gather.finish_gather          |
 | reduce          | compute, gradients are packed     | order  | reduce.reduce_chunk           |
@@ -62,12 +63,17 @@ class Done:
 _HOST_DONE = Done()
 
 
+def _device_module(device: torch.device) -> Any:
+    """Where the streams of ``device`` come from; None on a CPU, which has none."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
 class Lane:
     """A stream that work is put on: ``with lane.after(event) as done: ...`` runs the block behind ``event``."""
 
     def __init__(self, device: torch.device, *, priority: int = 0, stream: Any = None) -> None:
         """``stream`` is the caller's own; by default the lane makes one."""
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._module = _device_module(device)
         self._stream = None if self._module is None else stream or self._module.Stream(priority=priority)
 
     @property
@@ -75,13 +81,17 @@ class Lane:
         """Whether collectives on this lane must be asked to run beside the host (a stream does so anyway)."""
         return self._stream is None
 
+    def wait(self, event: torch.Event | None) -> None:
+        """Let what comes next on this lane wait for ``event``."""
+        if event is not None and self._stream is not None:
+            self._stream.wait_event(event)
+
     def after(self, *events: torch.Event | None) -> Done:
         """Wait for ``events``, then run the block on this lane."""
         if self._stream is None or self._module is None:
             return _HOST_DONE
         for event in events:
-            if event is not None:
-                self._stream.wait_event(event)
+            self.wait(event)
         return Done(self._stream, self._module.stream(self._stream))
 
 
@@ -89,7 +99,7 @@ class ComputeLane:
     """The stream the user's model runs on: whatever is current when it is asked."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._module = _device_module(device)
 
     def event(self) -> torch.Event | None:
         """Marks all work put on the compute stream so far."""

@@ -108,21 +108,22 @@ class FSDPParamGroup:
         if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED) or self.lifecycle.lent:
             return
         self._drop_stale()
-        store, options, lane = self.store, self.options, self.root.comm.lanes.gather
+        store, options, lanes = self.store, self.options, self.root.comm.lanes
         if self.subgroup is None:
             if store.replaced(in_backward=Phase.BACKWARD in (self.lifecycle.phase, self.acting_for)):
                 self.adopt_shards()
+                lanes.gather.wait(lanes.compute.event())
             buffers, axis, custom = store.gather_buffers(), self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
-        extras = store.extensions.encode(axis.size, lane) if store.extensions else []
+        extras = store.extensions.encode(axis.size, lanes.gather) if store.extensions else []
         agreement, droppable = self.root.agreement, self.acting_for is not None
         sizes = tuple(map(torch.numel, extras))  # an extension may send another size on one rank
         if agreement is not None and not agreement.about_to("gather", self, sizes, droppable=droppable):
             return
         emit("unshard", self.name)
         with span("all_gather", self.name):
-            self.gathering = start_gather(buffers, axis, lane, custom=custom, extras=extras)
+            self.gathering = start_gather(buffers, axis, lanes.gather, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 
     @outside_functorch
@@ -133,9 +134,9 @@ class FSDPParamGroup:
         gathering, self.gathering = self.gathering, None
         lanes = self.root.comm.lanes
         with span("all_gather_copy_out", self.name):
-            rows = finish_gather(gathering, lanes.gather, lanes.compute)
+            rows = finish_gather(gathering, lanes.compute)
             if self.store.extensions:
-                self.store.extensions.decode(rows, lanes.gather, lanes.compute)
+                self.store.extensions.decode(rows, gathering.value.lane, lanes.compute)
         self._free_subgroup()
         self.lifecycle.move("finish_gather")
         self.show("full")
@@ -216,8 +217,7 @@ class FSDPParamGroup:
         if self.gathering is None:
             return
         gathering, self.gathering = self.gathering, None
-        lanes = self.root.comm.lanes
-        finish_gather(gathering, lanes.gather, lanes.compute)
+        finish_gather(gathering, self.root.comm.lanes.compute)
         self._keep_shards_alone()
         self.lifecycle.move("abandon")
 

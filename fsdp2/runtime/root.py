@@ -107,8 +107,8 @@ class RootContext:
         if self.agreement is not None:
             self._begin_forward_together(self.agreement)
         event, self.post_optim_event = self.post_optim_event, None
-        with self.comm.lanes.gather.after(event or self.comm.lanes.compute.event()):
-            return True
+        self.comm.lanes.gather.wait(event or self.comm.lanes.compute.event())
+        return True
 
     def _begin_forward_together(self, agreement: Agreement) -> None:
         if torch.is_grad_enabled():

@@ -76,7 +76,7 @@ def gather(ranks: list[Rank], **options: object) -> list[list[Tensor]]:
     """Gather on every rank and return the extras each got."""
     with simulated():
         flights = [start_gather(r.buffers, r.axis, LANES.gather, **options) for r in ranks]
-        return [finish_gather(flight, LANES.gather, LANES.compute) for flight in flights]
+        return [finish_gather(flight, LANES.compute) for flight in flights]
 
 
 def numbered(items: list[Item], first: int = 0) -> list[Tensor]:
@@ -237,7 +237,7 @@ def test_extras_travel_along(drawn: tuple[list[Item], TransferSizes], dtypes: li
     extras = [[torch.full((3 + i,), r + i).to(dtype) for i, dtype in enumerate(dtypes)] for r in range(len(ranks))]
     with simulated():
         flights = [start_gather(r.buffers, r.axis, LANES.gather, extras=own) for r, own in zip(ranks, extras)]
-        got = [finish_gather(flight, LANES.gather, LANES.compute) for flight in flights]
+        got = [finish_gather(flight, LANES.compute) for flight in flights]
     assert_gathered(ranks, wholes)
     for gathered in got:
         assert len(gathered) == len(dtypes)

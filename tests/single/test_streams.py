@@ -1,0 +1,319 @@
+"""Whether everything that runs on a stream waits for what it must, on a simulated device with streams.
+
+The numbers of a device show a missing wait only now and then; here every order that it may choose counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2.comm import streams
+from tests.support import api
+from tests.support.fake import fake_mesh
+from tests.support.models import Transformer
+from tests.support.oracle import TRANSFERS
+from tests.support.streams import Device
+
+pytestmark = api.fsdp2_only
+
+MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETUPS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "mixed": {"mp_policy": MIXED},
+    "bfloat16": {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    "kept": {"reshard_after_forward": False},
+    "kept, mixed": {"reshard_after_forward": False, "mp_policy": MIXED},
+    "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
+    "last dimension": {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+    "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+    "hybrid": {"hybrid": True},
+    "hybrid, mixed": {"hybrid": True, "mp_policy": MIXED},
+}
+
+
+class Training:
+    """A model of units under a root on one of eight ranks, and its optimizer."""
+
+    def __init__(self, mesh: Any, device: Device, setup: str, transfer: str) -> None:
+        options = dict(SETUPS[setup])
+        if options.pop("hybrid", False):
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        self.model: Any = Transformer(layers=3, width=32)
+        for unit in (*self.model.blocks, self.model):
+            fsdp2.fully_shard(unit, mesh=mesh, **options)
+        if TRANSFERS[transfer]:
+            self.model.set_transfer_sizes(**TRANSFERS[transfer])
+        self.device = device
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def forward(self) -> Tensor:
+        """Return the loss of some tokens."""
+        return self.model(torch.randint(11, (2, 5))).float().square().mean()
+
+    def backward(self) -> None:
+        """Add to the gradients."""
+        self.forward().backward()
+
+    def through_unit(self, unit: int) -> None:
+        """Add to the gradients of one unit, run by itself."""
+        self.model.blocks[unit](torch.randn(2, 5, 32)).float().sum().backward()
+
+    def update(self) -> None:
+        """Step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, times: int = 1) -> None:
+        """Train."""
+        for _ in range(times):
+            self.backward()
+            self.update()
+
+
+def training(run: Training) -> None:
+    """Steps, and one of two batches in one backward."""
+    run.step(3)
+    (run.forward() + run.forward()).backward()
+    run.update()
+
+
+def accumulation(run: Training) -> None:
+    """Backwards that do not reduce, do not all-reduce, or keep full parameters."""
+    for setter in (run.model.set_requires_gradient_sync, run.model.set_requires_all_reduce):
+        for last in (False, True, False, True):
+            setter(last)
+            run.model.set_reshard_after_backward(last)
+            run.backward()
+        run.update()
+
+
+def evaluation(run: Training) -> None:
+    """Forwards without backwards between steps."""
+    for _ in range(2):
+        with torch.no_grad():
+            run.forward()
+        run.step()
+    with torch.no_grad():
+        run.forward()
+
+
+def by_hand(run: Training) -> None:
+    """Units gathered before the root has run, before its forward, and all at once."""
+    run.model.blocks[1].unshard(async_op=True)
+    for _ in range(2):
+        run.model.blocks[0].unshard(async_op=True)
+        run.model.blocks[2].unshard()
+        run.step()
+        run.model.unshard(recurse=True)
+        for parameter in run.model.parameters():
+            parameter.sum()
+        run.model.reshard(recurse=True)
+
+
+def changed_by_hand(run: Training) -> None:
+    """Shards change just before they are gathered by hand."""
+    run.step()
+    with torch.no_grad():
+        run.model.blocks[0].up.weight.mul_(0.5)
+    run.model.blocks[0].unshard()
+    run.model.blocks[0].up.weight.sum()
+
+
+def lists(run: Training) -> None:
+    """Units that are told what to gather ahead."""
+    first, second, third = run.model.blocks
+    run.model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    run.step(3)
+
+
+def hooks(run: Training) -> None:
+    """An all-reduce hook, on a stream of its own where that is possible, and steps made by hooks of gradients."""
+    stream = None
+    if run.model.embed.weight.device_mesh.ndim == 1:
+        stream = run.device.Stream()
+    run.model.set_all_reduce_hook(lambda gradient: gradient.mul_(1.0), stream=stream)
+    run.step(2)
+    for parameter in run.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    run.step(2)
+
+
+def gradients(run: Training) -> None:
+    """Everything that looks at gradients before the step."""
+    for clip in (nn.utils.clip_grad_norm_, fsdp2.clip_grad_norm_):
+        run.backward()
+        clip(run.model.parameters(), 1.0)
+        run.update()
+    fsdp2.use_local_shards(run.optimizer)
+    run.step(2)
+
+
+def replaced_in_forward(run: Training) -> None:
+    """A hook of one unit gives a later one other parameters."""
+
+    def replace(*unused: object) -> None:
+        later = run.model.blocks[2].up
+        later.weight = nn.Parameter(later.weight.detach() * 0.5)
+
+    run.model.blocks[0].register_forward_pre_hook(replace)
+    run.backward()
+    run.backward()
+
+
+def states(run: Training) -> None:
+    """Full parameters, state dicts and copies between steps."""
+    run.step()
+    with fsdp2.summon_full_params(run.model, writeback=True):
+        for parameter in run.model.parameters():
+            parameter.data.mul_(0.5)
+    run.step()
+    run.model.load_state_dict({name: value.clone() for name, value in run.model.state_dict().items()})
+    run.step()
+    copied = copy.deepcopy(run.model)
+    copied(torch.randint(11, (2, 5))).float().sum().backward()
+    run.step()
+
+
+def outside(run: Training) -> None:
+    """Weights used in the loss, and units that run before and beside their root."""
+    run.through_unit(0)
+    run.step()
+    for _ in range(2):
+        loss = run.forward()
+        with fsdp2.use_weights(run.model.blocks[0]):
+            loss = loss + run.model.blocks[0].up.weight.float().square().sum()
+        loss.backward()
+        run.through_unit(1)
+        run.update()
+
+
+def recomputed(run: Training) -> None:
+    """Units that backward runs again."""
+    for block in run.model.blocks:
+        block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)
+    run.step(3)
+
+
+def unused(run: Training) -> None:
+    """Units that do not run take part in reductions; frozen ones do not."""
+    run.model.set_reduce_scatter_unused_params(True)
+    run.model.blocks[1].requires_grad_(False)
+    run.step()
+    run.through_unit(0)
+    run.update()
+    run.model.blocks[1].requires_grad_(True)
+    run.step(2)
+
+
+def raising(run: Training) -> None:
+    """A forward that does not come to its end."""
+    run.step()
+    handle = run.model.blocks[1].register_forward_pre_hook(lambda *unused: {}["nothing"])
+    with contextlib.suppress(KeyError):
+        run.forward()
+    handle.remove()
+    run.model.reset_iter_state()
+    run.step(2)
+
+
+def finalized(run: Training) -> None:
+    """Gradients that are waited for when the caller says so."""
+    run.model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        run.backward()
+        reduction = run.model.finalize_backward(async_op=True)
+        torch.zeros(3).add_(1)
+        reduction.wait()
+        run.update()
+
+
+def ahead_of_the_step(run: Training) -> None:
+    """Gathers that wait for the optimizer alone, not for what was put on the compute stream after it."""
+    for _ in range(3):
+        run.step()
+        run.model._get_fsdp_state().root.post_optim_event = run.device.current_stream().record_event()
+        torch.zeros(3).add_(1)
+
+
+def captured(run: Training) -> None:
+    """Whole steps in a graph: all lanes begin behind its first kernel and end before its last."""
+    run.step(2)
+    for _ in range(2):
+        with run.device.capturing():
+            run.step()
+    run.model.set_keep_unsharded_storage(True)
+    run.step(2)
+    with run.device.capturing():
+        run.model.set_requires_gradient_sync(False)
+        run.backward()
+        run.model.set_requires_gradient_sync(True)
+        run.step()
+
+
+PROGRAMS: list[Callable[[Training], None]] = [
+    *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
+    *(outside, recomputed, unused, raising, finalized, ahead_of_the_step, captured),
+]
+
+
+def mistakes(program: Callable[[Training], None], setup: str, transfer: str, ignored: Any = None) -> list[str]:
+    """Return what ``program`` does too early on a device that ignores the waits of ``ignored``."""
+    torch.manual_seed(0)
+    with fake_mesh(8) as mesh, Device(ignored) as device:
+        program(Training(mesh, device, setup, transfer))
+    return device.mistakes
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_training(setup, transfer):
+    """Nothing is read before it is there, and no memory is used again too early."""
+    assert not mistakes(training, setup, transfer)
+
+
+@pytest.mark.parametrize(("setup", "transfer"), [("mixed", "packed"), ("hybrid", "direct")])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs(program, setup, transfer):
+    """The same where more happens than forward, backward and step."""
+    assert not mistakes(program, setup, transfer)
+
+
+WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], str, str]] = {
+    ("gather", "RootContext.begin_forward"): (("wait", "begin_forward", "pre_forward"), training, "fp32", "packed"),
+    ("gather", "FSDPModule.unshard"): (("wait", "unshard", "changed_by_hand"), changed_by_hand, "fp32", "packed"),
+    ("gather", "FSDPParamGroup.unshard"): (("wait", "unshard", "run"), replaced_in_forward, "kept", "packed"),
+    ("gather", "FSDPParamGroup.reshard"): (("wait", "after", "_free_full"), training, "fp32", "packed"),
+    ("compute", "gather.finish_gather"): (("wait", "finish_gather", "wait_for_unshard"), training, "fp32", "packed"),
+    ("reduce", "reduce.reduce_chunk"): (("wait", "after", "_start_scatter"), training, "fp32", "packed"),
+    ("compute", "reduce.reduce_chunk"): (("wait", "wait", "reduce_chunk"), training, "hybrid", "direct"),
+    ("replicate", "reduce.reduce_chunk"): (("wait", "after", "reduce_chunk"), training, "hybrid", "packed"),
+    ("compute", "RootContext.end_backward"): (("wait", "reduce_chunk", "_step"), training, "bfloat16", "packed"),
+}
+"""For each wait of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it."""
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=" ".join)
+def test_no_wait_can_be_left_out(wait):
+    """Without any one of them something goes wrong, and is noticed."""
+    ignored, program, setup, transfer = WAITS[wait]
+    assert not mistakes(program, setup, transfer)
+    assert mistakes(program, setup, transfer, ignored)
+
+
+def test_every_wait_is_left_out_once():
+    """The table of waits and the tests of them are about the same."""
+    rows = [line.strip("|").split("|") for line in (streams.__doc__ or "").splitlines() if line.startswith("| ")][1:]
+    assert {(row[0].strip(), row[3].strip()) for row in rows} == set(WAITS)

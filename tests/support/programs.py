@@ -157,6 +157,7 @@ class Execution:
         self.batch = 0
         self.synced = True
         self.unreduced = False
+        self.scale = 1.0
 
     def forward(self, batch: int) -> None:
         """Compute a loss and keep it for a later backward."""
@@ -221,9 +222,14 @@ class Execution:
         self.run.trace.losses.append(float(total))
 
     def reload(self) -> None:
-        """Load twice the present state, after which earlier losses are not to be used."""
+        """Load twice the present state, and the next time half of it, after which earlier losses are not to be used.
+
+        Weights that only grew would let losses grow until the order of summation alone tells the runs apart.
+        """
         self.update(True)
-        self.run.module.load_state_dict({name: value * 2 for name, value in self.run.module.state_dict().items()})
+        self.scale = 2 / self.scale
+        state = self.run.module.state_dict()
+        self.run.module.load_state_dict({name: value * self.scale for name, value in state.items()})
 
     def update(self, tidy: bool) -> None:
         """Step, after one more backward if some gradients were not reduced; ``tidy`` reshards everything first."""

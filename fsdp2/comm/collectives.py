@@ -77,7 +77,8 @@ def all_gather(
 ) -> list[Work]:
     """Fill each 1D output with the inputs of all ranks in rank order; outputs are valid after the works' ``wait``."""
     if axis.size == 1:
-        foreach_copy([out.view(-1) for out in outputs], inputs)
+        if outputs:  # a group of empty parameters has none
+            foreach_copy([out.view(-1) for out in outputs], inputs)
         return []
     assert axis.group is not None
     if custom is not None:

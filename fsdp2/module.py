@@ -57,9 +57,11 @@ class FSDPModule(TorchFSDPModule):
             if group.lifecycle.lent:
                 group.lifecycle.refuse_lent("unshard")
             group.lazy_init(in_root=group.in_root)
+            group.drop_stale()
             lanes = group.root.comm.lanes
             lanes.gather.wait(lanes.compute.event())  # the caller may just have changed the shards
             group.unshard()
+            group.note_kept()  # from now on: the caller may change the shards before waiting
         handle = Unsharding(groups)
         if async_op:
             return handle

@@ -43,9 +43,11 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     for group, state in used.items():
         if state.is_root is None:
             group.lazy_init(in_root=group.in_root)
+        group.drop_stale()
         lanes = group.root.comm.lanes
         lanes.gather.wait(lanes.compute.event())  # the shards may just have been changed
         group.unshard()
+        group.note_kept()
     for group in used:
         group.wait_for_unshard()
         if torch.is_grad_enabled():

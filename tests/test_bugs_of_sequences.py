@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import fsdp2
 from tests.support import api
+from tests.support.models import mlp
 from tests.support.oracle import cpu_mesh
 from tests.support.pool import on_ranks
 
@@ -31,3 +34,37 @@ def test_a_unit_of_empty_parameters(rank, world):
     module(torch.ones(1, 3)).sum().backward()
     assert module[0].weight.grad is not None
     assert module[1].weight.grad is not None and module[1].weight.grad.shape == (2, 0)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("show", ["unshard", "unshard without waiting", "waited for late", "again", "use_weights"])
+def test_gathered_by_hand_around_a_step(rank, world, show):
+    """A gather by hand that an optimizer step overtook was taken for one of the new weights by the forward after it,
+    and one after the step showed what had been kept since before it."""
+    torch.manual_seed(0)
+    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    inputs = torch.ones(1, 4)
+    module(inputs).square().sum().backward()
+    handle = module.unshard(async_op=True) if show in ("unshard without waiting", "waited for late") else None
+    if show == "unshard":
+        module.unshard()
+    elif show in ("again", "use_weights"):
+        with torch.no_grad():
+            module(inputs)  # the root keeps its full parameters
+    optimizer.step()
+    expected = [parameter.full_tensor() for parameter in optimizer.param_groups[0]["params"]]
+    if handle is not None and show == "waited for late":
+        handle.wait()
+    elif show == "again":
+        module.unshard()
+        for parameter, whole in zip(module.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.detach(), whole, rtol=0, atol=0)
+    elif show == "use_weights":
+        with fsdp2.use_weights(module):
+            for parameter, whole in zip(module.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.detach(), whole, rtol=0, atol=0)
+    got = module(inputs)
+    plain = mlp(4, 4, 4)
+    plain.load_state_dict(dict(zip(plain.state_dict(), expected, strict=True)))
+    torch.testing.assert_close(got, plain(inputs))

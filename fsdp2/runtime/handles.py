@@ -24,7 +24,6 @@ class Unsharding(UnshardHandle):
         groups, self._groups = self._groups, []
         for group in groups:
             group.wait_for_unshard()
-            group.note_kept()
 
 
 class GradientReduction(GradientReductionHandle):

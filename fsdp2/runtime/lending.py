@@ -25,9 +25,7 @@ def lend(group: FSDPParamGroup, params: Collection[FSDPParam]) -> None:
 
     Now they show the shards of the whole group; a gather in flight is waited for.
     """
-    if group.lifecycle.residency is Residency.GATHERING:
-        group.wait_for_unshard()
-        group.note_kept()
+    group.wait_for_unshard()
     if not group.lifecycle.lent:
         group.show("sharded")
     group.lifecycle.lent.update(params)

@@ -107,7 +107,7 @@ class FSDPParamGroup:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are."""
         if self.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED) or self.lifecycle.lent:
             return
-        self._drop_stale()
+        self.drop_stale()
         store, options, lanes = self.store, self.options, self.root.comm.lanes
         if self.subgroup is None:
             if store.replaced(in_backward=Phase.BACKWARD in (self.lifecycle.phase, self.acting_for)):
@@ -160,8 +160,8 @@ class FSDPParamGroup:
             self.acting_for = None
 
     def note_kept(self) -> None:
-        """What is in memory outlives its use; a forward that finds the shards changed since will gather anew."""
-        if self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
+        """What is in memory, or soon is, outlives its use; a forward that finds the shards changed will gather anew."""
+        if self.lifecycle.residency is not Residency.SHARDED:
             self._kept_stamp = self.store.stamp()
 
     @property
@@ -169,10 +169,10 @@ class FSDPParamGroup:
         """Whether what is in memory was kept beyond its use and the shards are still what they were then."""
         return self._kept_stamp is not None and self._kept_stamp == self.store.stamp()
 
-    def _drop_stale(self) -> None:
+    def drop_stale(self) -> None:
         """Free what was kept for a forward while an optimizer, or anything else, changed the shards."""
         for_forward = self.lifecycle.phase is Phase.IDLE and self.acting_for is not Phase.BACKWARD
-        if for_forward and self._kept_stamp is not None and not self.kept_fresh:
+        if for_forward and self._kept_stamp is not None and not self.kept_fresh and not self.lifecycle.lent:
             self.reshard()
 
     @outside_functorch
@@ -275,8 +275,7 @@ class FSDPParamGroup:
         """Gather for ``user``; whether a forward pass starts here: not inside another user's, nor with each member."""
         self._users.add(user)
         entering = self._users == {user} and (len(self.modules) == 1 or self.lifecycle.phase is not Phase.FORWARD)
-        if self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP):
-            self._drop_stale()
+        self.drop_stale()
         kept = self.lifecycle.residency is Residency.UNSHARDED
         self.lifecycle.enter("pre_forward")
         self.unshard_now()

@@ -35,7 +35,9 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                     _copy_shard(param, memo)
     clone = nn.Module.__new__(type(module))
     memo[id(module)] = clone
-    clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in module.__dict__.items()})
+    # as Module copies itself: what ``module.compile()`` made is left out, it computes with this module's weights
+    attributes = nn.Module.__getstate__(module)
+    clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     for state in states:
         _finish_state(state, memo)
     return clone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,3 +70,17 @@ def test_gathered_by_hand_around_a_step(rank, world, show):
     plain = mlp(4, 4, 4)
     plain.load_state_dict(dict(zip(plain.state_dict(), expected, strict=True)))
     torch.testing.assert_close(got, plain(inputs))
+
+
+@on_ranks(2)
+def test_a_copy_of_a_compiled_module(rank, world):
+    """``module.compile()`` keeps what it made on the module, and a deep copy took it over: the copy computed with the
+    weights of the original, and its own got no gradients."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0].compile(backend="eager")
+    for unit in (module[0], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    clone = copy.deepcopy(module)
+    clone(torch.ones(1, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in clone.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())

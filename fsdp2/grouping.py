@@ -18,7 +18,7 @@ from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacemen
 from fsdp2.runtime.extension import has_extension
 from fsdp2.runtime.hooks import hook_state_dict
 from fsdp2.runtime.options import GroupOptions
-from fsdp2.runtime.param import FSDPParam, show
+from fsdp2.runtime.param import FSDPParam, Slot, is_managed_tensor, show
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
@@ -46,6 +46,7 @@ class Unit:
     policy_of: Callable[[str], MixedPrecisionPolicy]
     ignored_modules: frozenset[nn.Module] = frozenset()
     replicated: set[nn.Parameter] = field(default_factory=set)
+    ignored_slots: set[Slot] = field(default_factory=set)
 
     def manage(self, state: FSDPState, managed: Managed) -> None:
         """Put ``managed`` parameters into groups of ``state``; those that other calls manage are shared with them.
@@ -53,6 +54,8 @@ class Unit:
         What may be refused is looked at first, so that an error leaves everything as it was.
         """
         hooked = list(state.groups)
+        slots = (Slot(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
+        self.ignored_slots.update(slots)
         own, ties = find_ties(managed.params, self.mesh, state)
         parts = _by_mesh(self.place(own), self.options)
         offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
@@ -90,13 +93,20 @@ class Unit:
         def new(originals: Collection[Any]) -> set[Any]:
             return {memo.get(id(original), original) for original in originals}
 
-        ignored_modules = frozenset(new(self.ignored_modules))
         return replace(
-            self, ignored=new(self.ignored), ignored_modules=ignored_modules, replicated=new(self.replicated)
+            self,
+            ignored=new(self.ignored),
+            ignored_modules=frozenset(new(self.ignored_modules)),
+            replicated=new(self.replicated),
+            ignored_slots={Slot(memo.get(id(slot.module), slot.module), slot.name) for slot in self.ignored_slots},
         )
 
     def adopt_added(self, state: FSDPState) -> None:
         """Manage parameters that appeared below the modules of ``state`` since (LoRA adapters, say)."""
+        for slot in self.ignored_slots:  # loading with assign=True puts another one there
+            shown = slot.module._parameters.get(slot.name)
+            if shown is not None and not is_managed_tensor(shown):
+                self.ignored.add(shown)
         managed = collect(state.modules, self.ignored, self.ignored_modules)
         params = [param for group in state.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}

@@ -84,3 +84,19 @@ def test_a_copy_of_a_compiled_module(rank, world):
     clone(torch.ones(1, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in clone.parameters())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@on_ranks(2)
+def test_an_ignored_parameter_that_is_replaced(rank, world):
+    """Ignored parameters were known as objects: loading with ``assign=True`` puts another object there, which the
+    next forward took for a parameter that was added, and sharded."""
+    module = mlp(4, 4, 4)
+    ignored = module.get_parameter("0.weight")
+    api.ours.fully_shard(module, mesh=cpu_mesh(world), ignored_params={ignored})
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    replaced = module.get_parameter("0.weight")
+    assert replaced is not ignored
+    module(torch.full((1, 4), rank + 1.0)).sum().backward()
+    module.reshard()
+    assert module.get_parameter("0.weight") is replaced and type(replaced) is nn.Parameter
+    assert replaced.grad is not None and replaced.grad.shape == (4, 4)

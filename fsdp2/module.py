@@ -94,11 +94,17 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Start gathering ``modules`` when this one's forward starts, instead of the one that came next last time."""
-        self._get_fsdp_state().forward_prefetch = _states(modules)
+        state, prefetch = self._get_fsdp_state(), _states(modules)
+        if prefetch != state.forward_prefetch:
+            state.forward_prefetch = prefetch
+            state.root.forget_steps()
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Start gathering ``modules`` when this one's backward starts, instead of the one whose forward came before."""
-        self._get_fsdp_state().backward_prefetch = _states(modules)
+        state, prefetch = self._get_fsdp_state(), _states(modules)
+        if prefetch != state.backward_prefetch:
+            state.backward_prefetch = prefetch
+            state.root.forget_steps()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters after forward (True) or keep them for backward (False), from the next forward on.

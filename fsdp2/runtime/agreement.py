@@ -103,6 +103,10 @@ class Agreement:
         self._nested = 0
         self._took_part.clear()
 
+    def forget_steps(self) -> None:
+        """Let the steps of the next pass of each kind be decided, one by one, as those of the first were."""
+        self._journal.forget_steps()
+
     # ---- steps ----
 
     def about_to(

@@ -96,6 +96,10 @@ class Journal:
             self.places = {group: i for i, (_, group, _) in enumerate(self._steps)}
         self.kind, self._track, self._steps = "", None, []
 
+    def forget_steps(self) -> None:
+        """What the next pass of each kind will do is not known; the one that runs goes on as it is."""
+        self._agreed.clear()
+
     def abandon(self) -> None:
         """The pass broke off, on this rank at least."""
         self.kind, self._track, self._steps, self._decided = "", None, [], None

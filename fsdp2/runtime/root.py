@@ -73,6 +73,14 @@ class RootContext:
         """Whether more backwards on the recorded forwards may follow the one that runs or comes next."""
         return self.finalization.active or not self.is_last_backward
 
+    def forget_steps(self) -> None:
+        """Somebody asked for another order of gathers: the ranks agree anew on what follows what.
+
+        A prefetch that comes earlier than it did would be left for later otherwise, as one that other ranks may not do.
+        """
+        if self.agreement is not None:
+            self.agreement.forget_steps()
+
     def limit_reductions(self) -> None:
         """Let as many chunks be in flight as the group that asked for most; they share one window."""
         groups = self.groups

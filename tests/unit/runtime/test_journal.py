@@ -80,6 +80,20 @@ def test_a_step_that_comes_later_is_told_from_one_that_never_comes():
     assert journal.expected is None and not journal.on_track and not journal.expects_later(b)
 
 
+def test_steps_that_were_forgotten_are_decided_anew_by_the_next_pass_and_not_by_the_one_that_runs():
+    journal = Journal()
+    a, b = steps("a", "b")
+    run(journal, "forward", [a, b])
+    journal.begin("forward")
+    journal.forget_steps()
+    assert journal.follow(a) and journal.follow(b) and journal.follow(END)
+    journal.end()
+    assert run(journal, "forward", [a, b])[1:] == [True, True, True]
+    journal.forget_steps()
+    journal.begin("forward")
+    assert journal.expected is None and not journal.follow(a)
+
+
 def test_steps_are_counted_over_all_passes_and_the_latest_are_kept():
     journal = Journal()
     for _ in range(600):

@@ -243,9 +243,12 @@ class FSDPModule(TorchFSDPModule):
             lane = None if stream is None else Lane(group.mesh.device, stream=stream)
             group.set_options(replace(group.options, all_reduce_hook=hook, all_reduce_lane=lane))
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's gathers wait for ``event`` instead of all work before it; used once."""
-        if not hasattr(event, "record"):
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Let the next forward's gathers wait for ``event`` instead of all work before it; used once.
+
+        None, which is what a stream of a CPU records, lets them wait for all work.
+        """
+        if event is not None and not hasattr(event, "record"):
             raise TypeError(f"event must be a torch.Event, got {event!r}; record one after the optimizer's step")
         self._get_fsdp_state().root.post_optim_event = event
 

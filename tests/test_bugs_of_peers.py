@@ -50,3 +50,21 @@ def test_prefetch_set_between_iterations(rank, world, direction):
     assert _iteration(late) == expected != before
     prefetch_others(late)  # nothing new: the ranks go on as they agreed
     assert _iteration(late) == expected
+
+
+@on_ranks(2)
+def test_the_event_of_a_stream_of_the_cpu(rank, world):
+    """Scripts that run on any device record the event after the optimizer's step with the current stream of theirs. A
+    stream of a CPU records None, which ``set_post_optim_event`` refused."""
+    module = _units(world)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(
+        lambda *_: module.set_post_optim_event(torch.get_device_module("cpu").current_stream().record_event())
+    )
+    losses = []
+    for _ in range(2):
+        loss = module(torch.ones(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]

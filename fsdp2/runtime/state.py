@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.agreement import Agreement
+from fsdp2.runtime.codec import cast_inputs, cast_output
 from fsdp2.runtime.finalization import Finalization
 from fsdp2.runtime.hints import explain, explain_at_exit
 from fsdp2.runtime.hooks import (
@@ -136,13 +137,13 @@ class FSDPState(ComposableState):
         if in_backward and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now()
-            return self._cast_inputs(args, kwargs)
+            return cast_inputs(self.mp_policy, args, kwargs)
         first = len(self.modules) == 1 or not self.members_to_run
         if first:
             self.members_to_run.update(self.modules)
             if not in_backward and self.root.begin_forward(self):
                 args, kwargs = self._move_inputs(args, kwargs)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
         entering = [group for group in self.groups if group.pre_forward(self)]
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
@@ -157,15 +158,15 @@ class FSDPState(ComposableState):
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, arrange for backward to gather first, cast outputs; a grouped call does so with its last member."""
         if self.summoned is not None:
-            return self._cast_output(output)
+            return cast_output(self.mp_policy, output)
         if graph_task_id() != -1 and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
-            return self._cast_output(output)
+            return cast_output(self.mp_policy, output)
         self.members_to_run.discard(module)
         if self.members_to_run:
             if torch.is_grad_enabled():
                 watch_outputs(output, self._enter_member, self._first_node)
                 output = watch_transformed(output, self._enter_member)
-            return self._cast_output(output)
+            return cast_output(self.mp_policy, output)
         output = self.complete_forward(output)
         if self.root.forward_root is self:
             for state in reversed(self.root.all_states):
@@ -185,7 +186,7 @@ class FSDPState(ComposableState):
             output = watch_transformed(output, self.pre_backward)
             for group in self.groups if watched and not in_backward else ():
                 self.root.backward_order.record(group)
-        return self._cast_output(output)
+        return cast_output(self.mp_policy, output)
 
     def _check_summoned(self) -> None:
         """Let forward compute with what ``summon_full_params`` shows, in its dtype, where that is right.
@@ -374,26 +375,3 @@ class FSDPState(ComposableState):
 
     def _root_post_backward_final_callback(self) -> None:
         self.root.end_backward()
-
-    # ---- casts ----
-
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        dtype = self.mp_policy.param_dtype
-        wanted: Any = self.mp_policy.cast_forward_inputs  # a function too: which tensors to cast
-        if dtype is None or not wanted:
-            return args, kwargs
-        if callable(wanted):
-            return map_tensors(lambda t: _cast_floating(t, dtype) if wanted(t) else t, (args, kwargs))
-        return map_tensors(lambda t: _cast_floating(t, dtype), (args, kwargs))
-
-    def _cast_output(self, output: Any) -> Any:
-        dtype = self.mp_policy.output_dtype
-        if dtype is None:
-            return output
-        return map_tensors(lambda t: _cast_floating(t, dtype), output, objects=True)
-
-
-def _cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.dtype == dtype or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(dtype)

@@ -26,6 +26,7 @@ from fsdp2.runtime.hooks import (
     watch_transformed,
 )
 from fsdp2.runtime.lifecycle import Phase, Residency
+from fsdp2.runtime.nesting import calls_under_way
 from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import CommContext, RootContext
@@ -107,6 +108,7 @@ class FSDPState(ComposableState):
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
         self.members_to_run: set[nn.Module] = set()
+        self._recursive = False  # its forward has called it again
         # torch's memory tracker takes our hooks out and puts its own in; then handles are all it needs.
         self._pre_forward_hook_handle: RemovableHandle | None = None
         self._post_forward_hook_handle: RemovableHandle | None = None
@@ -139,6 +141,9 @@ class FSDPState(ComposableState):
                 group.unshard_now()
             return cast_inputs(self.mp_policy, args, kwargs)
         first = len(self.modules) == 1 or not self.members_to_run
+        if self.members_to_run and first and calls_under_way(module) > 1:
+            self._recursive = True  # gathered already, and both are through when the outer call is
+            return cast_inputs(self.mp_policy, args, kwargs)
         if first:
             self.members_to_run.update(self.modules)
             if not in_backward and self.root.begin_forward(self):
@@ -161,6 +166,9 @@ class FSDPState(ComposableState):
             return cast_output(self.mp_policy, output)
         if graph_task_id() != -1 and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
             return cast_output(self.mp_policy, output)
+        if self._recursive and calls_under_way(module) > 1:
+            return cast_output(self.mp_policy, output)
+        self._recursive = False
         self.members_to_run.discard(module)
         if self.members_to_run:
             if torch.is_grad_enabled():

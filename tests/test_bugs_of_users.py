@@ -119,3 +119,72 @@ def test_an_interrupted_forward_is_no_outer_one(rank, world):
             module(torch.ones(2, 8))
         handle.remove()
         torch.testing.assert_close(module(torch.ones(2, 8)).detach(), expected)
+
+
+class Routed(nn.Module):
+    """Keeps what its router adds to the loss, computed after the output or before it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.router, self.kind = nn.Linear(8, 8), nn.Linear(8, 2), kind
+        self.kept: object = 0.0
+
+    def forward(self, x):
+        before = self.keep(x) if self.kind == "before" else None
+        y = self.layer(x).tanh()
+        self.kept = before if before is not None else self.keep(y)
+        return x if self.kind == "nothing else" else y
+
+    def keep(self, x: Tensor) -> object:
+        """What the router adds to the loss, plain or in a container."""
+        one = self.router(x).softmax(-1).square().mean()
+        return {"list": [one], "dict": {"balance": one}}.get(self.kind, one)
+
+
+class RoutedBlock(nn.Module):
+    """A unit with a unit in it that keeps something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.routed = nn.Linear(8, 8), Routed("nothing else")
+
+    def forward(self, x):
+        self.routed(self.layer(x))
+        return x
+
+
+def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The loss with what each router kept, which is taken away."""
+    total = mean_output(module, inputs)
+    for routed in module.modules():
+        if isinstance(routed, Routed):
+            kept, routed.kept = routed.kept, None
+            total = total + sum(kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept])
+    return total
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["before", "after", "list", "dict", "nothing else"])
+def test_a_loss_kept_on_a_module(rank, world, kind):
+    """Routers leave their auxiliary loss on themselves. Backward enters by it before it enters by the output if it was
+    computed after it, and only then if the output is not used: "out of bounds for storage of size 0" (torch's fails
+    likewise)."""
+    build = lambda: nn.Sequential(Routed(kind), Routed(kind))
+    trains_like_one_process(world, rank, build, and_what_was_kept, reshard_after_forward=True)
+
+
+@on_ranks(2)
+def test_a_loss_kept_on_a_module_inside_of_a_unit_in_a_unit(rank, world):
+    """Through the inner unit backward comes to the outer one, whose own output is not used either."""
+    build = lambda: nn.Sequential(RoutedBlock(), RoutedBlock())
+    units = lambda module: [block.routed for block in module] + [*module]
+    trains_like_one_process(world, rank, build, and_what_was_kept, units, reshard_after_forward=True)
+
+
+@on_ranks(2)
+def test_a_kept_tensor_does_not_keep_its_module(rank, world):
+    """A hook on it that held the module, which holds it, would be a cycle that no collection finds; the pool looks for
+    modules that outlive this test."""
+    module = api.ours.fully_shard(Routed("before"), mesh=cpu_mesh(world), reshard_after_forward=True)
+    module(torch.ones(2, 8))
+    assert isinstance(module.kept, Tensor)

@@ -25,6 +25,7 @@ from fsdp2.runtime.hooks import (
     watch_outputs,
     watch_transformed,
 )
+from fsdp2.runtime.leaving import LeftOnModules
 from fsdp2.runtime.lifecycle import Phase, Residency
 from fsdp2.runtime.nesting import calls_under_way
 from fsdp2.runtime.param import FSDPParam, Slot
@@ -113,6 +114,7 @@ class FSDPState(ComposableState):
         self._pre_forward_hook_handle: RemovableHandle | None = None
         self._post_forward_hook_handle: RemovableHandle | None = None
         self._first_node = 0
+        self._left = LeftOnModules(modules, lambda module: get_state(module) is not None)
         self._explains = False  # errors that leave its forward
         # Takes in parameters added since; asked when the process has seen registrations that this state has not.
         self.unit: Adopting | None = None
@@ -191,10 +193,18 @@ class FSDPState(ComposableState):
             group.post_forward(self, reshard=not in_backward)
         if torch.is_grad_enabled() and self.groups:
             watched = watch_outputs(output, self.pre_backward, self._first_node)
+            watched |= not in_backward and self._watch_left()
             output = watch_transformed(output, self.pre_backward)
             for group in self.groups if watched and not in_backward else ():
                 self.root.backward_order.record(group)
         return cast_output(self.mp_policy, output)
+
+    def _watch_left(self) -> bool:
+        """Whether backward may enter by tensors that the forward left on modules: here, and in the units around."""
+        if all(group.after_forward is False for group in self.groups):
+            return False
+        around = (state for state in self.root.all_states if state.members_to_run and state is not self)
+        return self._left.watch(self._first_node, lambda: [self.pre_backward, *(s.pre_backward for s in around)])
 
     def _check_summoned(self) -> None:
         """Let forward compute with what ``summon_full_params`` shows, in its dtype, where that is right.

@@ -1,4 +1,4 @@
-"""Deep copies of sharded modules (an averaged model, say), sharded like the original and independent of it."""
+"""Copies of sharded modules: deep ones (an averaged model, say), sharded alike and independent, and shallow ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 from fsdp2._torch import insert_composable_state
 from fsdp2.runtime.param import FSDPParam, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, states_below
+from fsdp2.runtime.state import FSDPState, get_state, states_below
 from fsdp2.ties import remember_group
 
-__all__ = ["deepcopy_module", "refuse_pickling"]
+__all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
 
 
 def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -40,6 +40,16 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     for state in states:
         _finish_state(state, memo)
+    return clone
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """What ``module.__copy__`` returns: another object with the same parameters, submodules and state."""
+    clone = nn.Module.__new__(type(module))
+    clone.__dict__.update(module.__dict__)
+    state = get_state(module)
+    if state is not None:
+        insert_composable_state(clone, state)
     return clone
 
 

@@ -23,7 +23,7 @@ from fsdp2._torch import (
     torch_fully_shard,
 )
 from fsdp2.collect import collect
-from fsdp2.copying import deepcopy_module, refuse_pickling
+from fsdp2.copying import copy_module, deepcopy_module, refuse_pickling
 from fsdp2.grouping import PlacementFn, Unit
 from fsdp2.module import FSDPModule
 from fsdp2.planning.arguments import merge_arguments
@@ -312,7 +312,9 @@ def _fsdp_class(cls: type) -> type:
     """The class that is both ``cls`` and ``FSDPModule``."""
     made = _classes[cls]() if cls in _classes else None
     if made is None:
-        own = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
+        own: dict[str, Any] = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
+        if not hasattr(cls, "__copy__"):
+            own["__copy__"] = copy_module
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
         _classes[cls] = weakref.ref(made)
     return made

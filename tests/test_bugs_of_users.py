@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.support import api
 from tests.support.models import children
@@ -188,3 +190,33 @@ def test_a_kept_tensor_does_not_keep_its_module(rank, world):
     module = api.ours.fully_shard(Routed("before"), mesh=cpu_mesh(world), reshard_after_forward=True)
     module(torch.ones(2, 8))
     assert isinstance(module.kept, Tensor)
+
+
+def through_a_copy(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The loss of a shallow copy, which is in another mode for a while."""
+    other = copy.copy(module).eval()
+    assert module.training and not other.training and isinstance(other, type(module))
+    return mean_output(other.train(), inputs)
+
+
+@on_ranks(2)
+def test_a_shallow_copy_of_a_model(rank, world):
+    """``copy.copy`` of a model, for another mode, was refused as pickling is; torch's fully_shard allows it."""
+    trains_like_one_process(world, rank, lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), through_a_copy)
+
+
+@on_ranks(2)
+def test_a_shallow_copy_of_a_unit(rank, world):
+    """The copy shares parameters and gathers with the unit, and its forward ends what it began."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*children(module), module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=True)
+    expected = module[0](torch.ones(2, 8)).detach()
+    other = copy.copy(module[0])
+    for _ in range(2):
+        torch.testing.assert_close(other(torch.ones(2, 8)).detach(), expected)
+        assert isinstance(other.weight, DTensor)
+    other.unshard()
+    assert other.weight is module[0].weight and not isinstance(other.weight, DTensor)
+    module[0].reshard()
+    assert isinstance(other.weight, DTensor)

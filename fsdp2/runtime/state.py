@@ -171,7 +171,7 @@ class FSDPState(ComposableState):
         if self._recursive and calls_under_way(module) > 1:
             return cast_output(self.mp_policy, output)
         self._recursive = False
-        self.members_to_run.discard(module)
+        self.members_to_run.discard(module if len(self.modules) > 1 else self.modules[0])  # or a shallow copy of it
         if self.members_to_run:
             if torch.is_grad_enabled():
                 watch_outputs(output, self._enter_member, self._first_node)

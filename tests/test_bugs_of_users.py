@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 from tests.support import api
 from tests.support.models import children
@@ -220,3 +221,16 @@ def test_a_shallow_copy_of_a_unit(rank, world):
     assert other.weight is module[0].weight and not isinstance(other.weight, DTensor)
     module[0].reshard()
     assert isinstance(other.weight, DTensor)
+
+
+@on_ranks(2)
+def test_the_name_of_a_parameter_that_was_removed(rank, world):
+    """A parametrization registered, or a weight pruned, after sharding takes the parameter from its module. The error
+    called it "weight", of which a model has hundreds."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    for unit in (module[0][0], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    prune.random_unstructured(module[0][0], "weight", amount=0.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter was replaced"):
+            module(torch.ones(2, 8))

@@ -73,7 +73,11 @@ class FSDPParamGroup:
         """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
         self.name = self.lifecycle.name = name
         for param in self.params:
-            param.name = min((places[slot] for slot in param.slots if slot in places), default=(0, param.name))[1]
+            found = [places[slot] for slot in param.slots if slot in places]  # none where somebody removed it
+            if found:
+                param.name = min(found)[1]
+            elif name and len(self.modules) == 1 and not param.name.startswith(f"{name}."):
+                param.name = f"{name}.{param.name}"
 
     def lazy_init(self, *, in_root: bool) -> None:
         """Take in what happened to the parameters since ``fully_shard``; the first forward calls this.

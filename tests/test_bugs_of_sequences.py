@@ -100,3 +100,42 @@ def test_an_ignored_parameter_that_is_replaced(rank, world):
     module.reshard()
     assert module.get_parameter("0.weight") is replaced and type(replaced) is nn.Parameter
     assert replaced.grad is not None and replaced.grad.shape == (4, 4)
+
+
+class Stumbles(nn.Module):
+    """Passes its input on, but for once."""
+
+    stumbles = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stumbles:
+            self.stumbles = False
+            raise KeyError
+        return x
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_step_after_a_forward_that_raised(rank, world, where, reshard):
+    """Whoever catches an error of a forward goes on with the next batch: what the broken forward had gathered, or was
+    still gathering, was taken for the weights that the optimizer made afterwards. torch does the same in part."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(Stumbles(), nn.Linear(4, 4)) for _ in range(3)), Stumbles())
+    expected = copy.deepcopy(module)
+    for unit in (*module[:3], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+    inputs, losses = torch.ones(1, 4), []
+    for model in (module, expected):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        stumbling = model[3] if where == 3 else model[where][0]
+        for stumble in (False, True, False, True):
+            model(inputs).square().sum().backward()
+            stumbling.stumbles = stumble
+            if stumble:
+                with pytest.raises(KeyError):
+                    model(inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(model(inputs).square().sum())
+    torch.testing.assert_close(losses[0], losses[1])

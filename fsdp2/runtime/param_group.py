@@ -72,12 +72,10 @@ class FSDPParamGroup:
     def set_names(self, name: str, places: dict[Slot, tuple[int, str]]) -> None:
         """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
         self.name = self.lifecycle.name = name
+        prefix = f"{name}." if name and len(self.modules) == 1 else ""
         for param in self.params:
-            found = [places[slot] for slot in param.slots if slot in places]  # none where somebody removed it
-            if found:
-                param.name = min(found)[1]
-            elif name and len(self.modules) == 1 and not param.name.startswith(f"{name}."):
-                param.name = f"{name}.{param.name}"
+            own = param.name if param.name.startswith(prefix) else prefix + param.name  # where somebody removed it
+            param.name = min((places[slot] for slot in param.slots if slot in places), default=(0, own))[1]
 
     def lazy_init(self, *, in_root: bool) -> None:
         """Take in what happened to the parameters since ``fully_shard``; the first forward calls this.
@@ -274,6 +272,8 @@ class FSDPParamGroup:
     def begin_iteration(self) -> None:
         """The outermost forward starts: nobody is inside, whatever became of the last one."""
         self._users.clear()
+        if self.lifecycle.residency is not Residency.SHARDED and self._kept_stamp is None and not self.lifecycle.lent:
+            self.reshard()  # a forward that raised left it here, and nobody knows how the shards changed since
 
     def pre_forward(self, user: object) -> bool:
         """Gather for ``user``; whether a forward pass starts here: not inside another user's, nor with each member."""

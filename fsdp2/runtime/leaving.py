@@ -8,16 +8,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp2._torch import node_sequence_number
+from fsdp2._torch import REGISTRY_KEY, STATE_KEY, node_sequence_number
 from fsdp2.runtime.hooks import registrations, watch_outputs
 
 __all__ = ["LeftOnModules"]
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_NOT_OWN = frozenset({*nn.Module().__dict__, STATE_KEY, REGISTRY_KEY})
 _PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
 _MOST_ITEMS = 64  # longer containers are vocabularies and the like, which must not be searched in each forward
 
@@ -29,8 +30,9 @@ class LeftOnModules:
         """All modules below ``tops`` are searched, without those below a module for which ``ends``."""
         self._tops = tops
         self._ends = ends
-        self._names: list[tuple[nn.Module, int, list[str]]] = []
-        self._registrations = -1
+        self._attributes: list[dict[str, Any]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._size = self._registrations = -1
 
     def watch(self, since: int, starting: Callable[[], list[Callable[[torch.Tensor], None]]]) -> bool:
         """Whether there are tensors that take part in autograd and were computed since the node with this number.
@@ -45,25 +47,24 @@ class LeftOnModules:
         return watch_outputs(left, lambda grad: _call(entered, grad), since)
 
     def _find(self) -> list[torch.Tensor]:
-        if self._registrations != registrations():
-            self._registrations = registrations()
-            self._names = [_own_names(module) for module in self._modules()]
+        if self._registrations != registrations() or self._size != sum(map(len, self._attributes)):
+            self._look_through()
         found = []
-        for i, (module, size, names) in enumerate(self._names):
-            attributes = module.__dict__
-            if len(attributes) != size:
-                self._names[i] = _own_names(module)
-                names = self._names[i][2]
-            for name in names:
-                value = attributes.get(name)
-                if type(value) in _PLAIN:
-                    continue
-                if isinstance(value, torch.Tensor):
-                    found.append(value)
-                elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
-                    items = value.values() if isinstance(value, dict) else value
-                    found += [i for i in items if type(i) not in _PLAIN and isinstance(i, torch.Tensor)]
+        for attributes, name in self._places:
+            if name not in attributes or type(value := attributes[name]) in _PLAIN:
+                continue
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+                items = value.values() if isinstance(value, dict) else value
+                found += [i for i in items if type(i) not in _PLAIN and isinstance(i, torch.Tensor)]
         return found
+
+    def _look_through(self) -> None:
+        modules = list(self._modules())
+        self._attributes = [module.__dict__ for module in modules]
+        self._places = [(module.__dict__, name) for module in modules for name in _own_names(module)]
+        self._size, self._registrations = sum(map(len, self._attributes)), registrations()
 
     def _modules(self) -> Iterator[nn.Module]:
         seen: set[nn.Module] = set()
@@ -76,11 +77,16 @@ class LeftOnModules:
                 waiting += [child for child in module.children() if not self._ends(child)]
 
 
-def _own_names(module: nn.Module) -> tuple[nn.Module, int, list[str]]:
-    names = [name for name in module.__dict__ if name not in _OF_EVERY_MODULE]
+def _own_names(module: nn.Module) -> list[str]:
+    names = [name for name in module.__dict__ if name not in _NOT_OWN]
     if type(module).__module__.startswith("torch.nn."):  # its numbers are sizes, no losses yet to come
-        names = [name for name in names if module.__dict__[name] is None or type(module.__dict__[name]) not in _PLAIN]
-    return module, len(module.__dict__), names
+        names = [name for name in names if not _is_size(module.__dict__[name])]
+    return names
+
+
+def _is_size(value: object) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return value is not None and all(type(item) in _PLAIN for item in items)
 
 
 def _call(methods: list[weakref.WeakMethod[Callable[[torch.Tensor], None]]], grad: torch.Tensor) -> None:

@@ -201,7 +201,7 @@ class FSDPState(ComposableState):
 
     def _watch_left(self) -> bool:
         """Whether backward may enter by tensors that the forward left on modules: here, and in the units around."""
-        if all(group.after_forward is False for group in self.groups):
+        if all([group.after_forward is False for group in self.groups]):
             return False
         around = (state for state in self.root.all_states if state.members_to_run and state is not self)
         return self._left.watch(self._first_node, lambda: [self.pre_backward, *(s.pre_backward for s in around)])

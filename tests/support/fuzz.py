@@ -6,6 +6,7 @@ tensors. What only concerns sharding does nothing in the single process.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,7 @@ def programs() -> st.SearchStrategy[Fuzz]:
         st.tuples(st.just("twin"), number),
         st.tuples(st.just("state_dict")),
         st.tuples(st.just("reload")),
+        st.tuples(st.just("stumble"), st.integers(0, 20), number),
         st.tuples(st.just("sleep")),
         st.tuples(st.just("reset")),
         st.tuples(st.just("update"), truth),
@@ -257,6 +259,18 @@ class Execution:
         """Take a state dict and look at it."""
         state = {name: value.detach() for name, value in self.model.state_dict().items()}
         self.seen.append({name: full(value) for name, value in state.items()})
+
+    def stumble(self, index: int, batch: int) -> None:
+        """Catch an error from the middle of a forward, and go on."""
+        leaves = [module for module in self.model.modules() if not list(module.children())]
+
+        def stop(*unused: object) -> None:
+            raise KeyError(index)
+
+        handle = leaves[index % len(leaves)].register_forward_pre_hook(stop)
+        with contextlib.suppress(KeyError):
+            self.output(self.model, self.inputs(batch))
+        handle.remove()
 
     def reload(self) -> None:
         """Load values made of the present ones, after which earlier losses are not to be used."""

@@ -6,6 +6,7 @@ NCCL takes no two ranks on one GPU. So with a single one, what is checked is str
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from tests.support.oracle import TRANSFERS
 pytestmark = api.fsdp2_only
 STEPS, ROWS, LR = 5, 8, 0.01
 WARM_UP = 3
+FREED_SECONDS = 5.0
+"""How long a thread of gloo may hold what it sent after somebody waited for it."""
 FULL = MixedPrecisionPolicy()
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 policies = pytest.mark.parametrize("policy", [FULL, MIXED], ids=["fp32", "mixed"])
@@ -252,6 +255,9 @@ def assert_nothing_is_left(model: Any, rank: int, world: int, device: str) -> No
         with LiveBytes(model.parameters()) as live:
             rest = live.now
             step()
+            deadline = time.monotonic() + FREED_SECONDS
+            while live.now != rest and time.monotonic() < deadline:
+                time.sleep(0.01)
             assert live.now == rest
         return
     torch.cuda.synchronize()

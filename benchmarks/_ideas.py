@@ -202,13 +202,13 @@ IDEAS = (
     Idea(
         "all-to-all and a local float32 sum on gloo",
         "gloo's reduce-scatter",
-        replaced(reduce, "prefers_all_to_all", lambda old: lambda axis, nbytes: False),
+        replaced(reduce, "prefers_all_to_all", lambda old: lambda axis, nbytes, asked=None: False),
         where="gloo",
     ),
     Idea(
         "two ranks swap pieces on gloo",
         "gloo's all-gather",
-        replaced(collectives, "prefers_all_to_all", lambda old: lambda axis, nbytes: False),
+        replaced(collectives, "prefers_all_to_all", lambda old: lambda axis, nbytes, asked=None: False),
         where="gloo",
     ),
     Idea(

@@ -24,7 +24,6 @@ from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.runtime.handles import GradientReduction, Unsharding
 from fsdp2.runtime.state import FSDPState, get_state, states_below
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import TransferSizes
 
 __all__ = ["FSDPModule", "share_comm_ctx"]
 
@@ -310,28 +309,25 @@ class FSDPModule(TorchFSDPModule):
         direct_param_bytes: int | None = None,
         direct_group_bytes: int | None = None,
         chunk_bytes: int | None = None,
+        exchange_bytes: int | None = None,
         recurse: bool = True,
     ) -> None:
-        """From which sizes on bytes move without a copy; shards move to a new buffer, so call it before training.
+        """From which sizes on bytes move in another way; shards move to a new buffer, so call it before training.
 
         Args:
             direct_param_bytes: Full parameters of this size or more are gathered straight into their place, by a
                 collective of their own (default 1 MiB). A huge value packs everything.
             direct_group_bytes: Only in units of this size or more (default 8 MiB).
             chunk_bytes: Gradients are reduced in chunks of an eighth of the unit, but of at least this (default 1 MiB).
+            exchange_bytes: Chunks of this size or more, in the reduce dtype, travel in the dtype of computation by an
+                all-to-all and are summed in float32 (default: 256 KiB on gloo, whose own is slow; elsewhere never).
             recurse: For all units below this module, too.
         """
-        given = dict(
-            direct_param_bytes=direct_param_bytes, direct_group_bytes=direct_group_bytes, chunk_bytes=chunk_bytes
-        )
-        changes = {name: value for name, value in given.items() if value is not None}
-        for name, value in changes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be a number of bytes >= 0, got {value!r}")
+        given = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
+        given |= {"chunk_bytes": chunk_bytes, "exchange_bytes": exchange_bytes}
         for state in self._states(recurse):
             for group in state.groups:
-                sizes: TransferSizes = replace(group.options.sizes, **changes)
-                group.set_options(replace(group.options, sizes=sizes))
+                group.set_options(replace(group.options, sizes=group.options.sizes.changed(given)))
 
     # ---- inside ----
 

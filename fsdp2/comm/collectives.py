@@ -53,9 +53,14 @@ def wire_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
 
 
-def prefers_all_to_all(axis: Axis, nbytes: int) -> bool:
-    """Whether ranks had better send each other ``nbytes`` directly than by a collective that combines them."""
-    return axis.backend == "gloo" and nbytes >= _ALL_TO_ALL_BYTES
+def prefers_all_to_all(axis: Axis, nbytes: int, asked: int | None = None) -> bool:
+    """Whether ranks send each other ``nbytes`` directly, instead of by a collective that combines them.
+
+    They do from ``asked`` bytes on, or from where it is faster with the axis' backend.
+    """
+    if asked is None:
+        return axis.backend == "gloo" and nbytes >= _ALL_TO_ALL_BYTES
+    return axis.size > 1 and nbytes >= asked
 
 
 def chunks_in_flight(axis: Axis, chunks: int) -> int:

@@ -29,7 +29,8 @@ class ReducePlan:
 
     ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
     ``offload`` the shards are delivered on the CPU. ``wire_dtype`` may be narrower than ``reduce_dtype``; it must be
-    the same on every rank, so it cannot depend on which gradients a rank happens to have.
+    the same on every rank, so it cannot depend on which gradients a rank happens to have. ``exchange_bytes`` is the
+    size from which on each rank sums what the others send it, None for what suits the backend.
     """
 
     shard: Axis
@@ -38,6 +39,7 @@ class ReducePlan:
     out_dtype: torch.dtype
     scaling: Scaling
     wire_dtype: torch.dtype | None = None
+    exchange_bytes: int | None = None
     custom: ReduceScatter | None = None
     hook: Callable[[torch.Tensor], None] | None = None
     hook_lane: Lane | None = None
@@ -149,7 +151,8 @@ def _start_scatter(
 ) -> tuple[torch.Tensor, InFlight[torch.Tensor]]:
     """(What was sent, the reduction in flight): this rank's row of every rank, or their sum already."""
     device, custom, ranks = grads[0].device, plan.custom, plan.shard.size
-    exchange = custom is None and prefers_all_to_all(plan.shard, row.numel * ranks * plan.reduce_dtype.itemsize)
+    nbytes = row.numel * ranks * plan.reduce_dtype.itemsize
+    exchange = custom is None and prefers_all_to_all(plan.shard, nbytes, plan.exchange_bytes)
     # What each rank sums itself may travel as it is: widening commutes with sending.
     narrow = exchange and plan.scaling.pre == 1.0
     wire_dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype

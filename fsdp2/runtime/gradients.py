@@ -243,6 +243,7 @@ class GroupGradients:
             replicate=mesh.replicate,
             reduce_dtype=reduce,
             wire_dtype=wire,
+            exchange_bytes=options.sizes.exchange_bytes,
             out_dtype=param.dtype,
             scaling=scaling,
             custom=options.reduce_scatter,

@@ -8,8 +8,8 @@ one run, so that it is sent without a copy as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,16 +35,29 @@ _FULL_ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class TransferSizes:
-    """From which sizes on bytes move without a copy.
+    """From which sizes on bytes move in another way.
 
     A parameter of ``direct_param_bytes`` (full, as sent) or more in a group of ``direct_group_bytes`` or more is
     gathered by a collective of its own. Gradients are reduced in chunks of about an eighth of the group, but of at
-    least ``chunk_bytes``.
+    least ``chunk_bytes``. Chunks of ``exchange_bytes`` or more are sent to each rank directly and summed there in
+    float32; None leaves that to what suits the backend.
     """
 
     direct_param_bytes: int = 1 << 20
     direct_group_bytes: int = 8 << 20
     chunk_bytes: int = 1 << 20
+    exchange_bytes: int | None = None
+
+    def changed(self, given: Mapping[str, int | None]) -> TransferSizes:
+        """The same with those ``given`` that are not None.
+
+        Raises ValueError for one that is no number of bytes.
+        """
+        changes = {name: value for name, value in given.items() if value is not None}
+        for name, value in changes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a number of bytes >= 0, got {value!r}")
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)

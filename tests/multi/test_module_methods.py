@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import api
 from tests.support.cases import CASES
@@ -298,3 +301,37 @@ def test_transfer_sizes_say_what_is_packed(rank, world):
     assert counts == [(5, 3), (2 * parameters + 3, 3), (5, 3)]
     with pytest.raises(ValueError, match="chunk_bytes"):
         module.set_transfer_sizes(chunk_bytes=-1)
+
+
+class Exchanged(TorchDispatchMode):
+    """Notes the dtype of what ranks send each other directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.c10d.alltoall_base_:
+            self.dtypes.append(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@api.fsdp2_only
+@on_ranks(2, 3)
+def test_gradients_are_exchanged_where_asked(rank, world):
+    """They travel in bfloat16 and are summed in float32, however small they are; a huge size leaves them to gloo."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 6, bias=False)
+    alone = copy.deepcopy(module).bfloat16()
+    batches = torch.randn(world, 5, 4)
+    gradients = [torch.autograd.grad(alone(rows.bfloat16()).float().sin().sum(), alone.weight)[0] for rows in batches]
+    policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    api.ours.fully_shard(module, mesh=cpu_mesh(world), mp_policy=policy)
+    for size, dtypes in ((0, [torch.bfloat16]), (1 << 30, [])):
+        module.set_transfer_sizes(exchange_bytes=size)
+        with Exchanged() as seen:
+            module(batches[rank]).float().sin().sum().backward()
+        assert seen.dtypes == dtypes
+        found, expected = module.weight.grad.full_tensor(), sum(gradient.float() for gradient in gradients) / world
+        torch.testing.assert_close(found, expected, rtol=0, atol=0 if size == 0 else 1e-6)
+        module.zero_grad()

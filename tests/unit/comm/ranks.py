@@ -133,6 +133,6 @@ def simulated(*, exchange: bool = False) -> Iterator[None]:
         mock.patch.object(reduce, "all_to_all", _all_to_all),
         mock.patch.object(reduce, "reduce_scatter", _reduce_scatter),
         mock.patch.object(reduce, "all_reduce", _all_reduce),
-        mock.patch.object(reduce, "prefers_all_to_all", lambda axis, nbytes: exchange and axis.size > 1),
+        mock.patch.object(reduce, "prefers_all_to_all", lambda axis, nbytes, asked: exchange and axis.size > 1),
     ):
         yield

@@ -175,7 +175,7 @@ group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
 group_all_reduce = _group_method("allreduce", "allreduce")
 
 # The function under whose name torch keeps a module's state; taken now, since install() replaces the public one.
-torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # a decorator
+torch_fully_shard: Callable[..., Any] = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # contract() made it
 
 _comms = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter, SymmMemAllGather, SymmMemReduceScatter)
 TORCH_COMMS = tuple(comm for comm in _comms if comm is not None)
@@ -214,7 +214,7 @@ def node_sequence_number(node: Any) -> int:
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward is done (torch's engine has no public way to ask for it)."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]  # made in C
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]  # its C class has no stub
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -328,7 +328,7 @@ def outside_functorch(method: _M) -> _M:
         with torch._C._DisableFuncTorch():
             return method(*args, **kwargs)
 
-    return run  # type: ignore[return-value]  # same signature
+    return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
 
 
 def outside_dynamo(method: _M) -> _M:
@@ -345,11 +345,11 @@ def outside_dynamo(method: _M) -> _M:
             return method(*args, **kwargs)
         if not disabled:
             disabled.append(dynamo.disable(method, recursive=True, reason="fsdp2's hooks are not compiled"))
-            dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]  # a function
+            dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]  # wraps() hides that it is a function
         return disabled[0](*args, **kwargs)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo looks for it
-    return run  # type: ignore[return-value]  # same signature
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo's mark, on a function
+    return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
 
 
 def dynamo_is_tracing() -> bool:
@@ -368,19 +368,19 @@ def around_init_group(
     computes with; the optimizer itself keeps what it has. A copy of the optimizer does without ``around``. A compiled
     step breaks here, or calls it while it is traced (torch before 2.15).
     """
-    own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]  # private
+    own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]  # not in Optimizer
 
     @outside_dynamo
     @functools.wraps(own)
     def init_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         return around(lambda: own(reference(), group, *lists), group, lists)
 
-    optimizer._init_group = init_group  # type: ignore[attr-defined]  # private
+    optimizer._init_group = init_group  # type: ignore[attr-defined]  # as above
 
 
 def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
     """Move a hook after the step ahead of those that were registered before it; torch can only append one."""
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # private
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # a plain dict in the stubs
 
 
 def overrides_setattr(module: nn.Module) -> bool:

@@ -98,7 +98,10 @@ class RootContext:
                 ``finalize_backward`` started to reduce were not waited for.
         """
         if self.comm.finalizing is not None:
-            raise RuntimeError("The previous gradient reduction must be waited on before forward")
+            raise RuntimeError(
+                "The previous gradient reduction must be waited on before forward: call wait() on what "
+                "finalize_backward(async_op=True) returned"
+            )
         if self.forward_root is not None and self.forward_root is not state and not state.is_root:
             return False
         for group in self.groups:

@@ -24,6 +24,7 @@ from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.runtime.handles import GradientReduction, Unsharding
 from fsdp2.runtime.state import FSDPState, get_state, states_below
 from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.packing import TransferSizes
 
 __all__ = ["FSDPModule", "share_comm_ctx"]
 
@@ -323,11 +324,11 @@ class FSDPModule(TorchFSDPModule):
                 all-to-all and are summed in float32 (default: 256 KiB on gloo, whose own is slow; elsewhere never).
             recurse: For all units below this module, too.
         """
-        given = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
-        given |= {"chunk_bytes": chunk_bytes, "exchange_bytes": exchange_bytes}
+        values = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
+        given = TransferSizes.given(values | {"chunk_bytes": chunk_bytes, "exchange_bytes": exchange_bytes})
         for state in self._states(recurse):
             for group in state.groups:
-                group.set_options(replace(group.options, sizes=group.options.sizes.changed(given)))
+                group.set_options(replace(group.options, sizes=replace(group.options.sizes, **given)))
 
     # ---- inside ----
 

@@ -9,7 +9,7 @@ one run, so that it is sent without a copy as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -48,16 +48,14 @@ class TransferSizes:
     chunk_bytes: int = 1 << 20
     exchange_bytes: int | None = None
 
-    def changed(self, given: Mapping[str, int | None]) -> TransferSizes:
-        """The same with those ``given`` that are not None.
-
-        Raises ValueError for one that is no number of bytes.
-        """
-        changes = {name: value for name, value in given.items() if value is not None}
-        for name, value in changes.items():
+    @staticmethod
+    def given(values: Mapping[str, int | None]) -> dict[str, int]:
+        """Those of ``values`` that are not None; ValueError for one that is no number of bytes."""
+        found = {name: value for name, value in values.items() if value is not None}
+        for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a number of bytes >= 0, got {value!r}")
-        return replace(self, **changes)
+        return found
 
 
 @dataclass(frozen=True)

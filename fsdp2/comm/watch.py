@@ -199,14 +199,18 @@ class Watch:
             looked += 1
             self._sound_alarm()
             self.refresh()
-            others = [r for r in self._sample(looked) if not self._store.check([f"{key}/{r}"])]
+            others = [rank for rank in self._sample(looked) if not self._there(key, rank)]
             for rank in others:
                 taken = self._taken(rank, index)
-                if taken is not None:
+                if taken is not None and not self._there(key, rank):  # it may have come, and gone on, just now
                     self.fail(self._refuse({self.rank: want, rank: taken}))
             gone = self._process.missing(others, _LOST_SECONDS)
-            if gone is not None:
+            if gone is not None and not self._store.check([f"{key}/go"]):
                 self.fail(gone)
+
+    def _there(self, key: str, rank: int) -> bool:
+        """Whether ``rank`` said what it wants for the step ``key``; kept until every rank has come to a later one."""
+        return self._store.check([f"{key}/{rank}"])
 
     def _sample(self, turn: int) -> list[int]:
         start = turn * _SAMPLE % len(self.ranks)

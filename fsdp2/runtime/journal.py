@@ -30,7 +30,7 @@ class Journal:
         self._steps: list[Step] = []
         self._decided: Step | None = None
         self.places: dict[Any, int] = {}  # of the groups in the last forward
-        self._recent: deque[tuple[str, Step]] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[tuple[int, str, Step]] = deque(maxlen=_REMEMBERED)  # read by another thread
 
     @property
     def expected(self) -> Step | None:
@@ -53,7 +53,7 @@ class Journal:
         if track is None or position >= len(track) or track[position] != step:
             return False
         steps.append(step)
-        self._recent.append((self.kind, step))
+        self._recent.append((self.index, self.kind, step))
         self.index += 1
         return True
 
@@ -106,10 +106,10 @@ class Journal:
         self._kinds = ("", "")
 
     def _note(self, step: Step) -> None:
-        self._recent.append((self.kind, step))
+        self._recent.append((self.index, self.kind, step))
         self.index += 1
 
     def recent(self) -> tuple[int, list[tuple[str, Step]]]:
         """(Index of the first, steps): the latest that were taken, each with the kind of its pass."""
         taken = list(self._recent)
-        return self.index - len(taken), taken
+        return taken[0][0] if taken else self.index, [(kind, step) for _, kind, step in taken]

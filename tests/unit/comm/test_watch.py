@@ -1,13 +1,16 @@
-"""How the host waits for a collective: in slices, for as long as there is hope; what ranks tell is in tests/ranks."""
+"""How the host waits for a collective, and for other ranks to decide; what ranks tell is in tests/ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fsdp2.comm import watch
-from fsdp2.comm.watch import HostWork
+from fsdp2.comm.watch import HostWork, Wants, Watch
 
 
 class Collective:
@@ -66,3 +69,95 @@ def test_what_ranks_say_of_themselves_goes_first(parted) -> None:
     for work in (Collective("connection closed", completed_after=1), Collective("timed out", completed_after=9)):
         with pytest.raises(RuntimeError, match="rank 1 does something else"):
             HostWork(work).wait()
+
+
+class Rank:
+    """Stands for a process, with the store that all of them share; ``missing`` is asked late in each round."""
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        self.rank, self.store, self.watches = rank, store, set[Watch]()
+        self.missing: Callable[..., str | None] = lambda ranks, seconds: None
+
+
+class Slow(Watch):
+    """A watch whose rank loses the processor at the worst moment: the others were looked at, and now ``meanwhile``."""
+
+    meanwhile: Callable[[], Any] = staticmethod(lambda: None)
+
+    def _sample(self, turn: int) -> list[int]:
+        self.turns = turn
+        return super()._sample(turn)
+
+    def _taken(self, rank: int, index: int) -> Any:
+        self.meanwhile()
+        return super()._taken(rank, index)
+
+
+def refuse(wants: Wants) -> str:
+    return f"ranks part: {dict(sorted(wants.items()))}"
+
+
+def agree(wants: Wants) -> Any:
+    return {"all": next(iter(wants.values()))} if len(set(wants.values())) == 1 else refuse(wants)
+
+
+def two_ranks() -> tuple[Slow, Watch, Rank]:
+    store = dist.HashStore()
+    slow, fast = Rank(0, store), Rank(1, store)
+    return Slow(slow, (0, 1), refuse), Watch(fast, (0, 1), refuse), slow
+
+
+class Steps:
+    """What a rank says that it did: so far, ``taken``."""
+
+    def __init__(self, *taken: str) -> None:
+        self.taken = list(taken)
+
+    def recent(self) -> tuple[int, list[str]]:
+        return 0, self.taken
+
+
+def test_a_rank_that_comes_while_it_is_asked_for_has_not_parted() -> None:
+    """The other rank comes, decides, goes on and says so, all between two looks of this one."""
+    slow, fast, _ = two_ranks()
+    steps = Steps()
+    fast.show(steps.recent)
+
+    def arrive() -> None:
+        if not steps.taken:
+            steps.taken.append(fast.decide(0, "gather", agree)["all"])
+            fast.patrol()
+
+    slow.meanwhile = arrive
+    assert slow.decide(0, "gather", agree) == {"all": "gather"}
+    assert steps.taken == ["gather"] and slow.turns == 1
+
+
+def test_a_rank_that_decides_and_ends_while_it_is_asked_for_is_not_missed() -> None:
+    slow, fast, process = two_ranks()
+    ended: list[Any] = []
+
+    def end(ranks: list[int], seconds: float) -> str:
+        assert ranks == [1]
+        ended.append(fast.decide(0, "gather", agree))
+        return "rank 1 ended"
+
+    process.missing = end
+    assert slow.decide(0, "gather", agree) == {"all": "gather"}
+    assert ended == [{"all": "gather"}]
+
+
+def test_a_rank_that_took_the_step_without_asking_has_parted() -> None:
+    slow, fast, _ = two_ranks()
+    steps = Steps("reduce")
+    fast.show(steps.recent)
+    slow.meanwhile = fast.patrol
+    with pytest.raises(RuntimeError, match="ranks part: {0: 'gather', 1: 'reduce'}"):
+        slow.decide(0, "gather", agree)
+
+
+def test_a_rank_that_ends_before_it_comes_is_missed() -> None:
+    slow, _, process = two_ranks()
+    process.missing = lambda ranks, seconds: "rank 1 ended"
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        slow.decide(0, "gather", agree)

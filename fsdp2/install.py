@@ -12,9 +12,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2._torch import torch_group_module
+from fsdp2.comm import gather, reduce
 from fsdp2.comm.gather import GatherBuffers
 from fsdp2.comm.reduce import ReducePlan
 from fsdp2.comm.streams import Lane, Lanes
@@ -43,6 +46,9 @@ _TORCH_GROUP = torch_group_module.FSDPParamGroup
 _GROUP_METHODS = ("unshard", "wait_for_unshard", "reshard", "post_backward")
 # The autograd function from which torch's groups learn that backward is through with their inputs.
 _AfterInputs = torch_group_module.RegisterPostBackwardFunction
+# The public functions by which torch's groups communicate; torch 2.13 renamed the first two.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class Installation:
@@ -93,6 +99,7 @@ class Installation:
             if module is not None and (name in _PUBLIC or name in _GROUP_USERS or _is_test_helper(name)):
                 self.adopt(module)
         self._route_collectives()
+        self._route_public_collectives()
         self._route_methods()
         sys.meta_path.insert(0, self._finder)
 
@@ -115,6 +122,34 @@ class Installation:
             self.set(torch_group_module, name, shared)
             self.set(owner, attribute, through)
 
+    def _route_public_collectives(self) -> None:
+        """Let those who replace torch's public collectives, to slow, count or check them, be called by ours."""
+        gathers, scatters, sums = (_Replaceable(name) for name in (_ALL_GATHER, _REDUCE_SCATTER, "all_reduce"))
+        all_gather, reduce_scatter, all_reduce = gather.all_gather, reduce.reduce_scatter, reduce.all_reduce
+        prefers_all_to_all = reduce.prefers_all_to_all
+
+        def gather_by(*args: Any, custom: Any = None, **options: Any) -> list[Any]:
+            return all_gather(*args, custom=custom or gathers.replacement(_as_gather), **options)
+
+        def scatter_by(*args: Any, custom: Any = None, **options: Any) -> list[Any]:
+            return reduce_scatter(*args, custom=custom or scatters.replacement(_as_scatter), **options)
+
+        def exchange(*args: Any) -> bool:
+            return scatters.replacement() is None and prefers_all_to_all(*args)
+
+        def sum_by(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[Any]:
+            theirs = sums.replacement()
+            if theirs is None or axis.size == 1:
+                return all_reduce(tensor, axis, average=average, async_op=async_op)
+            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+            work = theirs(tensor, op=op, group=axis.group, async_op=async_op)
+            return [] if work is None else [work]
+
+        self.set(gather, "all_gather", gather_by)
+        self.set(reduce, "reduce_scatter", scatter_by)
+        self.set(reduce, "prefers_all_to_all", exchange)
+        self.set(reduce, "all_reduce", sum_by)
+
     def _route_methods(self) -> None:
         """Let those who wrap methods of torch's class of groups, to record or count them, reach our groups."""
         for name in _GROUP_METHODS:
@@ -131,6 +166,30 @@ class Installation:
             _AfterInputs.backward(SimpleNamespace(param_group=SimpleNamespace(post_backward=lambda: ours(group))))
 
         self.set(FSDPParamGroup, "inputs_done", inputs_done)
+
+
+class _Replaceable:
+    """A public function of ``torch.distributed`` that somebody may replace for a while."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._original = name, getattr(dist, name)
+
+    def replacement(self, adapt: Callable[[Any], Any] = lambda function: function) -> Any:
+        """What is called in its place now, adapted; None while nothing is."""
+        now = getattr(dist, self._name)
+        return None if now is self._original else adapt(now)
+
+
+def _as_gather(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A custom all-gather that calls ``function`` with the arguments torch's groups give it."""
+    return lambda *, output_tensor, input_tensor, **options: function(output_tensor, input_tensor, **options)
+
+
+def _as_scatter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A custom reduce-scatter that calls ``function`` with the arguments torch's groups give it."""
+    return lambda *, output_tensor, input_tensor, **options: function(
+        output=output_tensor, input=input_tensor, **options
+    )
 
 
 class _Call(list[Any]):

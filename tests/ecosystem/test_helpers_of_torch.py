@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import unittest
 import warnings
@@ -23,6 +24,12 @@ pytest.importorskip("expecttest", reason="torch's test helpers need expecttest")
 pytestmark = api.fsdp2_only
 CASE = unittest.TestCase()
 THEIRS = {name: getattr(_fsdp_collectives, name) for name in ("foreach_all_gather", "foreach_reduce")}
+# By the names under which torch's groups call them; torch 2.13 renamed the first two.
+PUBLIC = {
+    "all_gather": "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor",
+    "all_reduce": "all_reduce",
+}
 
 
 class Asserting(unittest.TestCase):
@@ -53,9 +60,9 @@ def shards(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def step(model: torch.nn.Module, seed: int = 0) -> None:
+def step(model: torch.nn.Module, seed: int = 0, width: int = 16) -> None:
     """Run one iteration on rows that are the same on all ranks."""
-    model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).sum().backward()
+    model(torch.randn(4, width, generator=torch.Generator().manual_seed(seed))).sum().backward()
 
 
 @on_ranks(2, 4, limit=120)
@@ -139,6 +146,50 @@ def test_patched_collectives(rank, world, name, times, group_at, home):
         assert calls == times * [(wanted, mesh_1d().get_group())]
         common.check_sharded_parity(Asserting(), reference, model)
     assert getattr(getattr(torch.distributed.fsdp._fully_shard, home), name) is THEIRS[name]
+    dist.barrier()
+
+
+@on_ranks(4, limit=120)
+@pytest.mark.parametrize("width", [16, 256])  # at 256 two ranks would swap what they have instead of these
+def test_replaced_public_collectives(rank, world, width):
+    """What replaces torch's public collectives is called with torch's arguments, whatever we would call instead."""
+    with fsdp2.install():
+        common, mesh = helpers(), mesh_of(2, 2, names=("replicate", "shard"))
+        torch.manual_seed(1)
+        reference = common.MLPStack(width)
+        model = copy.deepcopy(reference)
+        policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+        for unit in (*model.children(), model):
+            torch.distributed.fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        numel = sum(param.to_local().numel() for param in model.parameters())
+        gathered, scattered, summed = [], [], []
+
+        def gather(output_tensor, input_tensor, group=None, async_op=False):
+            assert output_tensor.numel() == 2 * input_tensor.numel() and group is mesh["shard"].get_group()
+            assert input_tensor.dtype == torch.float32
+            gathered.append(input_tensor.numel())
+            return public["all_gather"](output_tensor, input_tensor, group=group, async_op=async_op)
+
+        def scatter(output):
+            assert output.dtype == torch.float64
+            scattered.append(output.numel())
+
+        def reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+            assert tensor.dtype == torch.float64 and group is mesh["replicate"].get_group()
+            summed.append(tensor.numel())
+            return public["all_reduce"](tensor, op=op, group=group, async_op=async_op)
+
+        public = {name: getattr(dist, spelled) for name, spelled in PUBLIC.items()}
+        scatter_by = functools.partial(
+            common.reduce_scatter_with_assert, Asserting(), public["reduce_scatter"], scatter
+        )
+        with common.patch_all_gather(gather), common.patch_reduce_scatter(scatter_by), common.patch_all_reduce(reduce):
+            step(model, width=width)
+        step(reference, width=width)
+        assert sum(gathered) == 2 * numel and sum(scattered) == sum(summed) == numel
+        common.check_sharded_parity(Asserting(), reference, model)
+        step(model, width=width)
+        assert sum(gathered) == 2 * numel and sum(scattered) == sum(summed) == numel
     dist.barrier()
 
 

@@ -13,24 +13,25 @@ from fsdp2._torch import profiler_running
 
 __all__ = ["emit", "listening", "refresh", "span"]
 
-logger = logging.getLogger("fsdp2")
+# The second is torch's own, which TORCH_LOGS=+fsdp turns on.
+_LOGGERS = (logging.getLogger("fsdp2"), logging.getLogger("torch.distributed.fsdp.fully_shard"))
 _listeners: list[Callable[[str, str], None]] = []
-_logging = False
+_log: logging.Logger | None = None  # the one of them whose debug level is on
 _nothing = contextlib.nullcontext()
 
 
 def refresh() -> None:
     """Look whether the debug log is on; once per iteration, so that events cost next to nothing when it is off."""
-    global _logging
-    _logging = logger.isEnabledFor(logging.DEBUG)
+    global _log
+    _log = next((logger for logger in _LOGGERS if logger.isEnabledFor(logging.DEBUG)), None)
 
 
 def emit(event: str, name: str) -> None:
     """Tell listeners and the debug log that ``event`` (such as "unshard") happened to the group ``name``."""
     for listener in _listeners:
         listener(event, name)
-    if _logging:
-        logger.debug("%s %s", event, name)
+    if _log is not None:
+        _log.debug("FSDP::%s%s", event, f" ({name})" if name else "", stacklevel=2)
 
 
 def span(event: str, name: str) -> AbstractContextManager[object]:

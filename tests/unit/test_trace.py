@@ -60,12 +60,22 @@ def test_one_listener_may_listen_twice() -> None:
     assert [event for event, _ in listener.heard] == ["both", "both", "one"]
 
 
-def test_the_debug_log_names_event_and_group(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="fsdp2"):
+@pytest.mark.parametrize("name", ["fsdp2", "torch.distributed.fsdp.fully_shard"])  # TORCH_LOGS=+fsdp: the latter
+def test_the_debug_log_names_event_and_group(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    with caplog.at_level(logging.DEBUG, logger=name):
+        refresh()
+        emit("unshard", "layers.0")
+        emit("end_backward", "")
+    refresh()
+    assert caplog.messages == ["FSDP::unshard (layers.0)", "FSDP::end_backward"]
+
+
+def test_an_event_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
         refresh()
         emit("unshard", "layers.0")
     refresh()
-    assert caplog.messages == ["unshard layers.0"]
+    assert caplog.messages == ["FSDP::unshard (layers.0)"]
 
 
 def test_a_level_takes_effect_with_the_next_iteration(caplog: pytest.LogCaptureFixture) -> None:

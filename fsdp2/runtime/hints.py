@@ -1,12 +1,13 @@
 """A word on shards that were computed with: torch's error says that tensors were mixed, not which and what to do.
 
-DTensor raises it before any Python code of ours could run, so it is explained afterwards: when it leaves the forward of
-a root, and when the process ends with it.
+DTensor raises it before any Python code of ours could run, so it is explained afterwards: on Python 3.12 and newer as
+soon as it is raised, on older ones when it leaves the forward of a root, and when the process ends with it.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import linecache
 import logging
 import re
@@ -16,7 +17,7 @@ from types import TracebackType
 
 from fsdp2.runtime.param import FSDPParam
 
-__all__ = ["Shards", "explain", "explain_at_exit"]
+__all__ = ["Shards", "explain", "explain_outside_forward"]
 
 logger = logging.getLogger("fsdp2")
 
@@ -26,6 +27,7 @@ _REMEDY = (
     "module instead"
 )
 _SHOWN = 8
+_FREE_TOOLS = (3, 4)  # of sys.monitoring's, those that are for no particular kind of tool
 _registered = False
 
 Shards = Callable[[], dict[FSDPParam, str]]
@@ -34,30 +36,41 @@ Shards = Callable[[], dict[FSDPParam, str]]
 
 def _hint(error: BaseException | None, shards: Shards) -> str | None:
     """Which parameters ``error`` is about and what to do; None if it is not about shards that were computed with."""
-    if not isinstance(error, RuntimeError) or _TEXT not in str(error) or error.__traceback__ is None:
+    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
+        return None
+    if not error.args or not isinstance(error.args[0], str) or _TEXT not in error.args[0]:
         return None
     place = error.__traceback__
     while place.tb_next is not None:
         place = place.tb_next
     units = shards()
-    used = _used(place, units)
+    used, named = _used(place, units)
     if not used:
         return None
     names = ", ".join(f"{p.name} (unit {units[p] or 'the root'!r})" for p in used[:_SHOWN])
-    more = ", ..." if len(used) > _SHOWN else ""
-    return f"{names}{more}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
+    names = f"{'' if named else 'possibly '}{names}{', ...' if len(used) > _SHOWN else ''}"
+    return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
 
 
-def _used(place: TracebackType, params: Iterable[FSDPParam]) -> list[FSDPParam]:
-    """Those of ``params`` that the failing line names or, if there is none, that its function names or holds."""
+def _used(place: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPParam], bool]:
+    """Those of ``params`` that the failing lines name or, if there is none, that their function does; which it was."""
     frame, code = place.tb_frame, place.tb_frame.f_code
-    line = set(re.findall(r"\w+", linecache.getline(code.co_filename, place.tb_lineno)))
-    for words in (line, {*code.co_names, *code.co_varnames}):
+    for words, named in ((_words(place), True), ({*code.co_names, *code.co_varnames}, False)):
         values = {id(value) for name, value in frame.f_locals.items() if name in words}
         used = [p for p in params if id(p.sharded) in values or {*p.name.split(".")[-2:]} <= words]
         if used:
-            return used
-    return []
+            return used, named
+    return [], False
+
+
+def _words(place: TracebackType) -> set[str]:
+    """The names in the failing expression's lines."""
+    first = last = place.tb_lineno
+    if sys.version_info >= (3, 11):
+        _, last_known, _, _ = next(itertools.islice(place.tb_frame.f_code.co_positions(), place.tb_lasti // 2, None))
+        last = last_known or first
+    lines = (linecache.getline(place.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
+    return set(re.findall(r"\w+", "".join(lines)))
 
 
 def explain(error: BaseException | None, shards: Shards) -> None:
@@ -67,12 +80,29 @@ def explain(error: BaseException | None, shards: Shards) -> None:
         error.args = (f"{error}\n{text}", *error.args[1:])
 
 
-def explain_at_exit(shards: Shards) -> None:
-    """Log what such an error is about when the process ends with it; ``shards`` is asked then, of all models."""
+def explain_outside_forward(shards: Shards) -> None:
+    """Explain such errors wherever they are raised, as well as Python lets us; ``shards`` is asked of all models."""
     global _registered
-    if not _registered:
-        _registered = True
-        atexit.register(_at_exit, shards)
+    if _registered:
+        return
+    _registered = True
+    atexit.register(_at_exit, shards)
+    if sys.version_info >= (3, 12):
+        _explain_when_raised(shards)
+
+
+def _explain_when_raised(shards: Shards) -> None:
+    """Have Python tell of every exception: costs nothing until one is raised, and then a look at its type."""
+    if sys.version_info < (3, 12):
+        return
+    monitoring = sys.monitoring
+    tool = next((tool for tool in _FREE_TOOLS if monitoring.get_tool(tool) is None), None)
+    if tool is None:  # others monitor in all places that are not meant for debuggers and the like
+        return
+    raised = monitoring.events.RAISE
+    monitoring.use_tool_id(tool, "fsdp2")
+    monitoring.register_callback(tool, raised, lambda code, offset, error: explain(error, shards))
+    monitoring.set_events(tool, raised)
 
 
 def _at_exit(shards: Shards) -> None:

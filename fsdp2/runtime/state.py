@@ -16,7 +16,7 @@ from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.agreement import Agreement
 from fsdp2.runtime.codec import cast_inputs, cast_output
 from fsdp2.runtime.finalization import Finalization
-from fsdp2.runtime.hints import explain, explain_at_exit
+from fsdp2.runtime.hints import explain, explain_outside_forward
 from fsdp2.runtime.hooks import (
     Arguments,
     hook_error,
@@ -304,7 +304,7 @@ class FSDPState(ComposableState):
         if not self._explains:
             self._explains = True
             hook_error(self.modules[0], self._explain_error)
-            explain_at_exit(lambda: _shards(live_states()))
+            explain_outside_forward(lambda: _shards(live_states()))
         self.root.limit_reductions()
         error = None
         try:

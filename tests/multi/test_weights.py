@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 
 import pytest
 import torch
@@ -291,6 +292,34 @@ def test_a_forward_that_uses_weights(rank, world):
         torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python does not tell of exceptions when they are raised")
+@on_ranks(2)
+def test_errors_outside_of_any_forward_are_explained(rank, world):
+    """Whoever catches the error reads which weight it was, of which unit, and what to do; once, and others nothing."""
+    model = made()
+    for unit in (model.body, model.head, model):
+        fsdp2.fully_shard(unit)
+    hidden = model(torch.randn(2, 8))
+    with pytest.raises(RuntimeError, match=r"head\.weight \(unit 'head'\): got a shard.*use_weights\(") as caught:
+        F.linear(
+            hidden,
+            model.head.weight,  # on another line than the call
+        )
+    assert str(caught.value).count("got a shard") == 1
+    head, mesh = model.head.weight.t(), model.head.weight.device_mesh
+    with pytest.raises(RuntimeError, match=r"possibly head\.weight \(unit 'head'\): got a shard"):
+        hidden @ head
+    alone = DTensor.from_local(torch.randn(8, 8), mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        times(hidden, alone)
+    assert "got a shard" not in str(caught.value)
+
+
+def times(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Multiply what the caller has."""
+    return first @ second
+
+
 @on_ranks(1)
 def test_only_errors_about_shards_are_explained(rank, world):
     """Others, and those about tensors that nobody sharded here, keep their text; a local variable is recognised."""
@@ -310,11 +339,29 @@ def test_only_errors_about_shards_are_explained(rank, world):
         return x @ weight.t()
 
     model(torch.randn(2, 8))
-    for forward, expected in ((of_nobody, ""), (of_another_kind, ""), (held, "head.weight (unit 'head')")):
+
+    def in_lines(x):
+        return F.linear(
+            x,
+            model.head.weight,
+        )
+
+    def derived(x):
+        head = model.head.weight.t()
+        return x @ head
+
+    is_head = "head.weight (unit 'head')"
+    for forward, expected in (
+        (of_nobody, ""),
+        (of_another_kind, ""),
+        (held, is_head),
+        (in_lines, is_head if sys.version_info >= (3, 11) else f"possibly {is_head}"),
+        (derived, f"possibly {is_head}"),
+    ):
         model.forward = forward
         with pytest.raises(RuntimeError) as caught:
             model(torch.randn(2, 8))
         _, _, explained = str(caught.value).partition("\n")
         assert explained.startswith(expected) and bool(explained) == bool(expected)
         model.reset_iter_state()
-    del model.forward, forward, of_nobody, of_another_kind, held, caught
+    del model.forward, forward, of_nobody, of_another_kind, held, in_lines, derived, caught

@@ -112,6 +112,7 @@ class RootContext:
                 )
             group.begin_iteration()
         refresh()
+        emit("root_pre_forward", "")
         self.forward_root = state
         self._end_queued = self._partial_end_queued = False
         self.forward_order.begin()
@@ -183,7 +184,7 @@ class RootContext:
             self.forward_root = None
             for state in self.all_states:
                 state.members_to_run.clear()
-        emit("end_backward", "")
+        emit("root_post_backward", "")
 
     def finish_backward(self) -> None:
         """Wait for what was reduced; after the last backward on the recorded forwards, forget these."""

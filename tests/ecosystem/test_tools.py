@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -120,3 +123,28 @@ def test_checkpoint_wrapper(rank, world, order, reentrant):
     names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in run.module.named_parameters()]
     assert "0.0.weight" in names
     assert order == "composable" or any(prefix in name for name, _ in run.module.named_parameters())
+
+
+@on_ranks(2)
+def test_log(rank, world):
+    """Every line that TORCH_LOGS=+fsdp shows of torch's, it shows of ours."""
+    logger, handler = logging.getLogger("torch.distributed.fsdp.fully_shard"), logging.Handler()
+
+    def lines(fsdp: Any) -> set[str]:
+        seen: set[str] = set()
+        handler.emit = lambda record: seen.add(record.getMessage())
+        module = stack()
+        plain(module, fsdp)
+        module(torch.ones(1, 8)).sum().backward()
+        return seen
+
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        theirs, ours = lines(torch.distributed.fsdp), lines(api.ours)
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    assert "FSDP::post_backward (0)" in theirs
+    assert theirs <= ours, theirs - ours

@@ -65,9 +65,9 @@ def test_the_debug_log_names_event_and_group(caplog: pytest.LogCaptureFixture, n
     with caplog.at_level(logging.DEBUG, logger=name):
         refresh()
         emit("unshard", "layers.0")
-        emit("end_backward", "")
+        emit("root_post_backward", "")
     refresh()
-    assert caplog.messages == ["FSDP::unshard (layers.0)", "FSDP::end_backward"]
+    assert caplog.messages == ["FSDP::unshard (layers.0)", "FSDP::root_post_backward"]
 
 
 def test_an_event_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,7 @@ def backward_events(model: nn.Module, *args: object, requires_grad: bool = True)
     events: list[tuple[str, str]] = []
     with listening(lambda event, name: events.append((event, name))):
         output.sum().backward()
-    return [event for event in events if event[0] in ("pre_backward", "post_backward", "reduce", "end_backward")]
+    return [event for event in events if event[0] in ("pre_backward", "post_backward", "reduce", "root_post_backward")]
 
 
 def test_large_gradients_leave_while_backward_is_still_inside(mesh: DeviceMesh) -> None:
@@ -56,13 +56,13 @@ def test_large_gradients_leave_while_backward_is_still_inside(mesh: DeviceMesh) 
     events = [event for event, _ in backward_events(model)]
     inside = events[events.index("pre_backward") : events.index("post_backward")]
     assert inside.count("reduce") >= 3
-    assert events[-1] == "end_backward"
+    assert events[-1] == "root_post_backward"
 
 
 def test_small_gradients_leave_together_at_the_end(mesh: DeviceMesh) -> None:
     model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=mesh)
     events = [event for event, _ in backward_events(model)]
-    assert events == ["pre_backward", "post_backward", "reduce", "end_backward"]
+    assert events == ["pre_backward", "post_backward", "reduce", "root_post_backward"]
 
 
 def test_units_reduce_in_the_order_of_backward(mesh: DeviceMesh) -> None:
@@ -76,7 +76,7 @@ def test_without_inputs_that_need_gradients_the_last_parameter_ends_the_unit(mes
     events = backward_events(model, requires_grad=False)
     first = [event for event, name in events if name == "0"]
     assert first == ["pre_backward", "post_backward", "reduce"]
-    assert events[-1] == ("end_backward", "")
+    assert events[-1] == ("root_post_backward", "")
 
 
 def test_nothing_leaves_without_gradient_sync(mesh: DeviceMesh) -> None:

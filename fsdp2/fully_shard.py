@@ -23,6 +23,7 @@ from fsdp2._torch import (
     torch_fully_shard,
 )
 from fsdp2.collect import collect
+from fsdp2.comm.watch import attend
 from fsdp2.copying import copy_module, deepcopy_module, refuse_pickling
 from fsdp2.grouping import PlacementFn, Unit
 from fsdp2.module import FSDPModule
@@ -120,6 +121,7 @@ def fully_shard(
         ignored_modules=ignored_modules,
     )
     own = _check_arguments(modules, given)
+    attend()
     units = [] if policy is None else _plan(modules, policy, given, own)
     calls = [*units, (modules, own)]
     if units:

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -31,12 +32,29 @@ logger = logging.getLogger("fsdp2")
 _TICK_SECONDS = 0.5
 _SLICE = timedelta(seconds=1)  # how long the host waits for a collective before it looks whether that is any use
 _ALARM_SECONDS = 0.3  # how long one waits for the others before it asks what they are doing
-_LOST_SECONDS = 30.0  # a process that has not been heard of for so long is taken for dead,
-_LOST_AFTER_FAILURE = 4.0  # or for so long where a collective failed
+_LOST_SECONDS = 300.0  # a process elsewhere that has not been heard of for so long is taken for dead (C code that does
+_LOST_AFTER_FAILURE = 4.0  # not release the interpreter keeps the living silent too), or so long if a collective failed
 _EXPLAIN_SECONDS = 8.0  # how long a collective that failed is held until it is known why
 _SAMPLE = 16  # how many of the others are looked at in one round
 
 Wants = dict[int, Any]
+
+
+def _host() -> str:
+    """Where process ids mean the same as here; empty if that cannot be told (not Linux)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _born(pid: int) -> str:
+    """When the process started, which tells it from a later one with its id; empty if it ended."""
+    try:
+        state, *_, born = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else born
 
 
 class _Process:
@@ -49,7 +67,10 @@ class _Process:
         self.store = dist.PrefixStore("fsdp2", store.clone())  # type: ignore[attr-defined]  # not in the stubs
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self.lost: str | None = None
-        self._beats = 0
+        self._beats, self._since = 0, time.monotonic()
+        self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in the stubs
+        self._host = _host()
+        self.store.set(f"place/{self.rank}", json.dumps([self._host, self.pid, _born(self.pid)]))
         self._beat()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._stop = Event()
@@ -96,21 +117,30 @@ class _Process:
 
     def missing(self, ranks: Iterable[int], seconds: float) -> str | None:
         """Which of ``ranks`` has ended or has not been heard of for so many ``seconds``, in words."""
+        return next((text for rank in ranks if rank != self.rank and (text := self._lost(rank, seconds))), None)
+
+    def _lost(self, rank: int, seconds: float) -> str | None:
         now = time.monotonic()
-        for rank in ranks:
-            if rank == self.rank:
-                continue
-            if self.store.check([f"ended/{rank}"]):
-                return f"rank {rank} ended{self.store.get(f'ended/{rank}').decode()}"
-            if not self.store.check([f"alive/{rank}"]):
-                continue
-            beat = self.store.get(f"alive/{rank}")
-            known, since = self._seen.get(rank, (b"", now))
-            if beat != known:
-                self._seen[rank] = (beat, now)
-            elif now - since > seconds:
-                return f"rank {rank} was not heard of for {now - since:.0f} s: it was killed, or hangs outside Python"
+        if not self.store.check([f"alive/{rank}"]):
+            late = now - self._since > self._patience
+            return f"rank {rank} did not come to fully_shard in {now - self._since:.0f} s" if late else None
+        gone = self._is_gone(rank)  # asked first: who ends by itself says so before
+        if self.store.check([f"ended/{rank}"]):
+            return f"rank {rank} ended{self.store.get(f'ended/{rank}').decode()}"
+        if gone:
+            return f"rank {rank} was killed: its process ended without a word"
+        beat = self.store.get(f"alive/{rank}")
+        known, since = self._seen.get(rank, (b"", now))
+        if beat != known:
+            self._seen[rank] = (beat, now)
+        elif now - since > seconds:
+            return f"rank {rank} was not heard of for {now - since:.0f} s: it was killed, or hangs outside Python"
         return None
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is known to have ended; nothing is known of other machines."""
+        host, pid, born = json.loads(self.store.get(f"place/{rank}"))
+        return bool(host) and host == self._host and _born(pid) != born
 
 
 _processes: weakref.WeakKeyDictionary[Any, _Process | None] = weakref.WeakKeyDictionary()

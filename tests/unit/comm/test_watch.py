@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -161,3 +164,17 @@ def test_a_rank_that_ends_before_it_comes_is_missed() -> None:
     process.missing = lambda ranks, seconds: "rank 1 ended"
     with pytest.raises(RuntimeError, match="rank 1 ended"):
         slow.decide(0, "gather", agree)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of other processes without their leave")
+def test_a_process_that_ended_is_known_by_its_place() -> None:
+    """Also while nobody has asked for its exit status; one that got its id later is another."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    born = watch._born(process.pid)
+    assert int(born) >= int(watch._born(os.getpid())) and watch._host()
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still there to be asked
+    assert watch._born(process.pid) == ""
+    process.wait()
+    assert watch._born(process.pid) == ""

@@ -1,8 +1,9 @@
 """The steps of the ranks: which collectives follow which, as all ranks agreed, to tell where one parts from the others.
 
 A *pass* is a forward or a backward under one root; its *steps* are the collectives that it starts. As long as every
-pass takes the steps that the last one of its kind took, all ranks do the same without a word. Plain bookkeeping: no
-communication, no tensors.
+pass takes the steps that the last one of its kind took after the same passes, all ranks do the same without a word (the
+second forward of an iteration may find units that the first one left gathered). Plain bookkeeping: no communication, no
+tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ __all__ = ["Journal", "Step"]
 Step = tuple[str, Any, Any]  # what, the group or None, which part of it
 
 _REMEMBERED = 1024
+_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)  # so many say what comes next, the longest that is known: 16 micro-batches make 32
+_MOST_PLACES = 4096  # known at a time: loops without a pattern make ever new ones
 
 
 class Journal:
@@ -23,9 +26,10 @@ class Journal:
     def __init__(self) -> None:
         self.kind = ""  # of the pass that runs; empty between passes
         self.index = 0  # of the next step, counted over all passes
-        self._kinds = ("", "")  # of the last two passes; unknown at the start and after one that broke off
-        self._following: dict[tuple[str, str], str] = {}
-        self._agreed: dict[str, list[Step]] = {}
+        self._before: tuple[str, ...] = ()  # the kinds of the passes before; empty at the start and after one broke off
+        self._next: dict[tuple[str, ...], str] = {}  # after these kinds
+        self._agreed: dict[tuple[str, ...], list[Step]] = {}  # by kinds before and its own; by its own alone
+        self._places: list[tuple[str, ...]] = []  # of the pass that runs, in ``_agreed``
         self._track: list[Step] | None = None  # what the running pass is expected to do; None: nobody knows
         self._steps: list[Step] = []
         self._decided: Step | None = None
@@ -47,7 +51,7 @@ class Journal:
         return self._track is not None and step in self._track[len(self._steps) + 1 :]
 
     def follow(self, step: Step) -> bool:
-        """Take ``step`` if it comes now as it did in the last pass of the kind, and say so; every step asks this."""
+        """Take ``step`` if it comes now as it did in the pass that is repeated, and say so; every step asks this."""
         track, steps = self._track, self._steps
         position = len(steps)
         if track is None or position >= len(track) or track[position] != step:
@@ -65,7 +69,7 @@ class Journal:
 
     @property
     def on_track(self) -> bool:
-        """Whether the running pass does what the last one of its kind did."""
+        """Whether the running pass does what the last one in its place did, or the last of its kind."""
         return self._track is not None
 
     def decide(self, step: Step) -> None:
@@ -78,20 +82,29 @@ class Journal:
 
     def follows(self, kind: str) -> bool:
         """Whether all ranks expect a pass of ``kind`` now."""
-        return not self.kind and bool(self._kinds[1]) and self._following.get(self._kinds) == kind
+        known = (self._next[before] for before in self._lately() if before in self._next)
+        return not self.kind and next(known, None) == kind
+
+    def _lately(self) -> list[tuple[str, ...]]:
+        return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
 
     def begin(self, kind: str) -> None:
         """A pass starts, as all ranks know."""
-        self._following[self._kinds] = kind
-        self._kinds = (self._kinds[1], kind)
+        if len(self._next) > _MOST_PLACES:
+            self._next.clear()
+            self._agreed.clear()
+        lately = self._lately()
+        self._next.update(dict.fromkeys(lately, kind))
+        self._places = [*((*before, kind) for before in lately), (kind,)]
+        self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]
         self.kind = kind
-        self._track = self._agreed.get(kind)
+        self._track = next((self._agreed[place] for place in self._places if place in self._agreed), None)
         self._steps, self._decided = [], None
         self._note(("begin", None, kind))
 
     def end(self) -> None:
         """The pass is over, as all ranks know."""
-        self._agreed[self.kind] = self._steps
+        self._agreed.update(dict.fromkeys(self._places, self._steps))
         if self.kind == "forward":
             self.places = {group: i for i, (_, group, _) in enumerate(self._steps)}
         self.kind, self._track, self._steps = "", None, []
@@ -103,7 +116,7 @@ class Journal:
     def abandon(self) -> None:
         """The pass broke off, on this rank at least."""
         self.kind, self._track, self._steps, self._decided = "", None, [], None
-        self._kinds = ("", "")
+        self._before = ()
 
     def _note(self, step: Step) -> None:
         self._recent.append((self.index, self.kind, step))

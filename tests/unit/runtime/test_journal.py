@@ -69,6 +69,17 @@ def test_kinds_have_tracks_of_their_own_and_follow_the_last_two():
     assert run(journal, "evaluation", steps("a")) == [False, False, False]
 
 
+def test_a_pass_is_expected_to_do_what_the_last_one_in_its_place_did():
+    """The second forward of an iteration finds gathered what the first one kept."""
+    journal = Journal()
+    first, second, backward = steps("a", "b", "root"), steps("a", "b"), steps("b", "a")
+    for _ in range(3):
+        seen = run(journal, "forward", first), run(journal, "forward", second), run(journal, "backward", backward)
+    assert all(all(expected) for expected in seen)
+    run(journal, "evaluation", first)
+    assert run(journal, "forward", second)[1:] == [True] * 3  # a place that is new: as the last of its kind
+
+
 def test_a_step_that_comes_later_is_told_from_one_that_never_comes():
     journal = Journal()
     a, b, c = steps("a", "b", "c")

@@ -1,0 +1,79 @@
+"""Ranks that repeat what they did ask each other nothing: an iteration costs no word once it has a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2.comm.watch import Watch
+from tests.support.pool import on_ranks
+
+X = torch.ones(2, 8)
+
+
+def plain(model: nn.Module) -> None:
+    """One forward and backward."""
+    model(X).sum().backward()
+
+
+def two_forwards(model: nn.Module) -> None:
+    """Two answers are compared; the second forward finds gathered what the first one kept."""
+    (model(X) - model(2 * X)).square().sum().backward()
+
+
+def three_forwards(model: nn.Module) -> None:
+    """An anchor, a positive and a negative."""
+    (model(X) - model(2 * X) * model(3 * X)).square().sum().backward()
+
+
+def evaluated(model: nn.Module) -> None:
+    """A look at the loss, then a step."""
+    with torch.no_grad():
+        model(X)
+    plain(model)
+
+
+def accumulated(model: nn.Module) -> None:
+    """Three backwards, of which the last one reduces."""
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        plain(model)
+
+
+def discriminated(model: nn.Module) -> None:
+    """A backward through one forward, then one through two."""
+    plain(model)
+    two_forwards(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "iteration", [plain, two_forwards, three_forwards, evaluated, accumulated, discriminated], ids=lambda one: one.__name__
+)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], None], reshard):
+    """From the fourth iteration on; the first three teach who prefetches what."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8))
+    for unit in (*model[:3], model):
+        fsdp2.fully_shard(unit, reshard_after_forward=reshard)
+    asked, decide = [], Watch.decide
+
+    def counting(watch, *args):
+        asked.append(args)
+        return decide(watch, *args)
+
+    Watch.decide = counting
+    try:
+        counts = []
+        for _ in range(6):
+            iteration(model)
+            counts.append(len(asked))
+            asked.clear()
+    finally:
+        Watch.decide = decide
+    assert counts[0] > 0 and counts[3:] == [0, 0, 0], counts

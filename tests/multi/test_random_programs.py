@@ -15,7 +15,7 @@ from tests.support.oracle import assert_parity
 from tests.support.pool import POOL
 from tests.support.programs import RandomProgram, execute, programs
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 60.0
 
 
 def run_program(rank: int, world: int, program: RandomProgram) -> None:

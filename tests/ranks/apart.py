@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 120.0
 
 
 @dataclass

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.api.parity import mesh_1d, shard_each
 from tests.support.report import check, full_grads, refused, report, same
 
-SOON = 8.0
-"""Seconds within which a mismatch must be told; gloo's own limit is minutes."""
+SOON = 60.0
+"""Seconds within which a mismatch must be told on a busy machine; idle ones take one, and gloo gives up after minutes."""
 ODD = 1
 """The rank that differs."""
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from tests.support import ROOT
 from tests.support.worker import Job, Outcome
 
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 120.0
 """How long one test may take, unless ``on_ranks`` is told otherwise."""
 GRACE_SECONDS = 2.0
 """How long other ranks may still run after one rank has failed."""

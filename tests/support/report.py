@@ -86,7 +86,7 @@ def report(
     title: str,
     *worlds: int,
     promise: str = "works",
-    limit: float = 30.0,
+    limit: float = 120.0,
     fresh: bool = False,
     dying: tuple[int, ...] = (),
 ) -> Callable[[Callable[[int, int, Any], None]], Any]:

@@ -104,7 +104,7 @@ class Worker:
             if type(error).__name__ == "Skipped":
                 return Outcome(skipped=str(error))
             return Outcome(traceback=traceback.format_exc())
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 10.0
         while left := live_modules():  # the thread that answers other ranks may be looking at one
             if time.monotonic() < deadline:
                 continue

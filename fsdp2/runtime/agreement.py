@@ -97,6 +97,11 @@ class Agreement:
         while self._journal.expected not in (None, _END) and self._take_part(self._journal.expected):
             pass
 
+    def step_aside(self) -> None:
+        """What comes now is none of the others' business; a pass that broke off before it is over."""
+        if self._journal.kind:
+            self.abandon()
+
     def abandon(self) -> None:
         """The pass broke off (recovery)."""
         self._journal.abandon()

@@ -16,7 +16,7 @@ __all__ = ["Journal", "Step"]
 Step = tuple[str, Any, Any]  # what, the group or None, which part of it
 
 _REMEMBERED = 1024
-_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)  # so many say what comes next, the longest that is known: 16 micro-batches make 32
+_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)  # so many say what comes next, the longest that is known; 32: 16 micro-batches
 _MOST_PLACES = 4096  # known at a time: loops without a pattern make ever new ones
 
 

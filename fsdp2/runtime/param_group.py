@@ -95,10 +95,9 @@ class FSDPParamGroup:
 
     @property
     def after_forward(self) -> bool | int:
-        """What becomes of full parameters after forward: freed (True), kept (False), kept by so many ranks (int).
-
-        None was asked for: the root is kept, because backward needs it at once.
-        """
+        """Whether forward frees full parameters (True), keeps them (False; so the root), or on so many ranks (int)."""
+        if self.root.evaluation is not None and self.root.evaluation.keeps(self):
+            return False
         asked = self.options.reshard_after_forward
         return not self.in_root if asked is None else asked
 

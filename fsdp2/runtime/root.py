@@ -10,13 +10,14 @@ from fsdp2._torch import queue_end_of_backward
 from fsdp2._trace import emit, refresh, span
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.streams import Lanes, Retained
+from fsdp2.runtime.agreement import Agreement
+from fsdp2.runtime.evaluation import Evaluation
 from fsdp2.runtime.finalization import Finalization
 from fsdp2.runtime.handles import GradientReduction
 from fsdp2.runtime.lifecycle import Phase
 from fsdp2.runtime.order import BackwardOrder, ForwardOrder
 
 if TYPE_CHECKING:
-    from fsdp2.runtime.agreement import Agreement
     from fsdp2.runtime.param_group import FSDPParamGroup
     from fsdp2.runtime.state import FSDPState
 
@@ -44,7 +45,8 @@ class RootContext:
     def __init__(self, comm: CommContext, state: FSDPState) -> None:
         self.comm = comm
         self.all_states: list[FSDPState] = [state]
-        self.forward_order: ForwardOrder[FSDPParamGroup] = ForwardOrder()
+        self._order: ForwardOrder[FSDPParamGroup] = ForwardOrder()
+        self.forward_order = self._order  # that the running forward follows and records
         self.backward_order: BackwardOrder[FSDPParamGroup] = BackwardOrder()
         self.forward_root: FSDPState | None = None
         self.is_last_backward = True
@@ -53,6 +55,8 @@ class RootContext:
         self.creates_graph = False
         self.post_optim_event: torch.Event | None = None
         self.agreement: Agreement | None = None  # of the ranks, where there are several
+        self.evaluation: Evaluation | None = None  # since the last step that all ranks took
+        self._compared = True  # with what other ranks have, or there is nothing to compare yet
         self._end_queued = False
         self._partial_end_queued = False
 
@@ -72,6 +76,22 @@ class RootContext:
     def goes_on(self) -> bool:
         """Whether more backwards on the recorded forwards may follow the one that runs or comes next."""
         return self.finalization.active or not self.is_last_backward
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether a forward that starts now may be run by one replica while the others do something else."""
+        return not torch.is_grad_enabled() and any(group.mesh.replicate.size > 1 for group in self.groups)
+
+    def compare(self, error: RuntimeError | None) -> None:
+        """Let the ranks see whether they have the same units, as soon as all of them come here.
+
+        Raises:
+            RuntimeError: on every rank: parameters or options differ, or some rank comes with an ``error``.
+        """
+        self._compared = False
+        if not self.runs_alone:
+            self.agreement = Agreement.open(self, error)
+            self._compared = True
 
     def forget_steps(self) -> None:
         """Somebody asked for another order of gathers: the ranks agree anew on what follows what.
@@ -104,6 +124,10 @@ class RootContext:
             )
         if self.forward_root is not None and self.forward_root is not state and not state.is_root:
             return False
+        if not self._compared:
+            self.compare(None)
+        alone = self.runs_alone
+        self._leave_evaluation(alone=alone)
         for group in self.groups:
             if group.lifecycle.phase is Phase.BACKWARD:
                 raise RuntimeError(
@@ -115,20 +139,22 @@ class RootContext:
         emit("root_pre_forward", "")
         self.forward_root = state
         self._end_queued = self._partial_end_queued = False
+        self.forward_order = self._order if self.evaluation is None else self.evaluation.order
         self.forward_order.begin()
-        if self.agreement is not None:
-            self._begin_forward_together(self.agreement)
+        if self.agreement is not None and alone:
+            self.agreement.step_aside()
+        elif self.agreement is not None:
+            self.agreement.begin("forward" if torch.is_grad_enabled() else "evaluation", outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather.wait(event or self.comm.lanes.compute.event())
         return True
 
-    def _begin_forward_together(self, agreement: Agreement) -> None:
-        if torch.is_grad_enabled():
-            agreement.begin("forward", outermost=True)
-        elif any(group.mesh.replicate.size > 1 for group in self.groups):
-            agreement.abandon()  # an evaluation may run on one replica alone
-        else:
-            agreement.begin("evaluation", outermost=True)
+    def _leave_evaluation(self, *, alone: bool) -> None:
+        if alone and self.evaluation is None:
+            self.evaluation = Evaluation(self.groups)
+        elif not alone and self.evaluation is not None:
+            self.evaluation.leave(self.groups)
+            self.evaluation = None
 
     def end_forward(self) -> None:
         """The outermost forward is over: gathers that nobody came to use are dropped."""
@@ -142,6 +168,7 @@ class RootContext:
         """Have ``end_backward`` run when the running backward is done, once."""
         if not self._end_queued:
             self._end_queued = True
+            self._leave_evaluation(alone=False)
             self.finalization.begin_backward()
             if self.agreement is not None:
                 self.agreement.begin(f"backward ({self.reducing})", outermost=False)
@@ -216,7 +243,8 @@ class RootContext:
             group.reset()
         for state in self.all_states:
             state.members_to_run.clear()
-        self.forward_order.forget()
+        self._order.forget()
+        self.evaluation = None
         self.backward_order.clear()
         self.forward_root = None
         self._end_queued = self._partial_end_queued = False

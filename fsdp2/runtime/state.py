@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
 from fsdp2.policies import MixedPrecisionPolicy
-from fsdp2.runtime.agreement import Agreement
 from fsdp2.runtime.codec import cast_inputs, cast_output
 from fsdp2.runtime.finalization import Finalization
 from fsdp2.runtime.hints import explain, explain_outside_forward
@@ -312,7 +311,7 @@ class FSDPState(ComposableState):
         except RuntimeError as reason:
             error = reason
         try:
-            self.root.agreement = Agreement.open(self.root, error)
+            self.root.compare(error)
             if error is not None:
                 raise error
         except RuntimeError:

@@ -52,7 +52,9 @@ def discriminated(model: nn.Module) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "iteration", [plain, two_forwards, three_forwards, evaluated, accumulated, discriminated], ids=lambda one: one.__name__
+    "iteration",
+    [plain, two_forwards, three_forwards, evaluated, accumulated, discriminated],
+    ids=lambda one: one.__name__,
 )
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], None], reshard):

@@ -17,7 +17,7 @@ from tests.api.parity import mesh_1d, shard_each
 from tests.support.report import check, full_grads, refused, report, same
 
 SOON = 60.0
-"""Seconds within which a mismatch must be told on a busy machine; idle ones take one, and gloo gives up after minutes."""
+"""Seconds within which a mismatch must be told on a busy machine; an idle one takes one, gloo waits for minutes."""
 ODD = 1
 """The rank that differs."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fsdp2._torch import ShardedState, TrainingState
 from fsdp2.comm.gather import Gathering
 from fsdp2.comm.streams import InFlight
@@ -21,6 +23,8 @@ __all__ = [
     "is_unsharded",
     "mesh_info",
     "module_fqn",
+    "orig_dtype",
+    "reduce_dtype",
     "reduce_scatter_max_input_buffers",
     "reshard_after_forward",
     "sharded_state",
@@ -79,3 +83,18 @@ def is_unsharded(group: FSDPParamGroup) -> bool:
 def is_sharded(group: FSDPParamGroup) -> bool:
     """Whether the modules show shards."""
     return group.lifecycle.residency in (Residency.SHARDED, Residency.GATHERING)
+
+
+def orig_dtype(group: FSDPParamGroup) -> torch.dtype | None:
+    """The dtype its parameters are kept in: of the first that trains, else of the first that could."""
+    return next((param.dtype for param in _trainable_first(group)), None)
+
+
+def reduce_dtype(group: FSDPParamGroup) -> torch.dtype | None:
+    """The dtype the gradient of that parameter is summed in."""
+    return next((param.reduce_dtype for param in _trainable_first(group)), None)
+
+
+def _trainable_first(group: FSDPParamGroup) -> list[FSDPParam]:
+    floating = [param for param in group.params if param.dtype.is_floating_point]
+    return sorted(floating, key=lambda param: not param.requires_grad)

@@ -386,13 +386,12 @@ class FSDPParamGroup:
 
     # ---- names that other libraries read ----
 
-    fsdp_params = property(names.fsdp_params)
-    mesh_info = property(names.mesh_info)
-    is_sharded = property(names.is_sharded)
-    is_unsharded = property(names.is_unsharded)
+    fsdp_params, mesh_info = property(names.fsdp_params), property(names.mesh_info)
+    is_sharded, is_unsharded = property(names.is_sharded), property(names.is_unsharded)
     reduce_scatter_max_input_buffers = property(names.reduce_scatter_max_input_buffers)
     _module_fqn = property(names.module_fqn)
     _training_state = property(names.training_state)
     _sharded_state = property(names.sharded_state)
     _all_gather_result = property(names.all_gather_result)
     _reshard_after_forward = property(names.reshard_after_forward)
+    _orig_dtype, _reduce_dtype = property(names.orig_dtype), property(names.reduce_dtype)

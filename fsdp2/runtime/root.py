@@ -38,6 +38,11 @@ class CommContext:
         """How many chunks of gradients may be in flight, by the name other libraries read."""
         return self.reductions.limit
 
+    @property
+    def _last_post_reduce_events(self) -> dict[torch.Stream, torch.Event]:
+        """Reductions that the next forward has to wait for, by torch's name: none, the end of a backward does that."""
+        return {}
+
 
 class RootContext:
     """One per root module. ``all_states`` are the states under it in ``named_modules`` order, the root's first."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2._torch import ShardedState, TrainingState
 from fsdp2.runtime.param_group import FSDPParamGroup
 from tests.unit.meshes import fake_mesh
@@ -82,3 +82,23 @@ def test_unset_buffers_are_one_as_torch_says(mesh: DeviceMesh) -> None:
 def test_a_mesh_by_torchs_names(mesh: DeviceMesh) -> None:
     info = fully_shard(nn.Linear(4, 4), mesh=mesh)._get_fsdp_state()._fsdp_param_group.mesh_info
     assert info.shard_process_group is mesh.get_group() and (info.shard_mesh_size, info.shard_mesh_rank) == (4, 0)
+
+
+def test_dtypes_of_a_group_by_torchs_names(mesh: DeviceMesh) -> None:
+    module = nn.Linear(4, 4)
+    module.counts = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float64))
+    group = module._get_fsdp_state()._fsdp_param_group
+    assert (group._orig_dtype, group._reduce_dtype) == (torch.float32, torch.float64)
+    module.requires_grad_(False)
+    assert (group._orig_dtype, group._reduce_dtype) == (torch.float32, torch.float64)
+    numbers = nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)])
+    numbers.forward = lambda: None
+    group = fully_shard(numbers, mesh=mesh)._get_fsdp_state()._fsdp_param_group
+    assert group._orig_dtype is group._reduce_dtype is None
+
+
+def test_no_reduction_is_left_for_the_next_forward(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    module(torch.ones(2, 4)).sum().backward()
+    assert not module._get_fsdp_state()._comm_ctx._last_post_reduce_events

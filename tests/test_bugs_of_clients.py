@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.runtime.param_group import FSDPParamGroup
 from tests.support import api
 from tests.support.models import children, mlp
 from tests.support.oracle import cpu_mesh
@@ -143,3 +146,28 @@ def test_a_frozen_quantized_base(rank, world):
         expected.sum().backward()
     torch.testing.assert_close(module[0].adapter.grad.full_tensor(), reference[0].adapter.grad)
     assert module[0].weight.grad is None
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_gathers_asked_for_once(rank, world, reshard):
+    """Who wraps ``unshard`` of groups to record it, as torch's own tests do, saw it called twice for the first layer of
+    a second forward before backward: once ahead of time and in vain, since the last forward had gathered the kept root
+    before, and once for the layer's forward."""
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    for unit in (*module[:2], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+    asked: list[str] = []
+    unshard = FSDPParamGroup.unshard
+
+    def noting(group: FSDPParamGroup, *args: bool) -> None:
+        if group.is_sharded and group._all_gather_result is None:
+            asked.append(group._module_fqn)
+        unshard(group, *args)
+
+    with mock.patch.object(FSDPParamGroup, "unshard", noting):
+        for _ in range(3):
+            module(torch.ones(2, 4))
+    expected = {True: ["", "0", "1"] * 3, None: ["", *["0", "1"] * 3], False: ["", "0", "1"]}
+    assert asked == expected[reshard]

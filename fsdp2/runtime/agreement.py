@@ -141,6 +141,13 @@ class Agreement:
         journal.took(step)
         return True
 
+    def comes_later(self, what: str, group: FSDPParamGroup) -> bool:
+        """Whether a droppable step would be left for later, as one that others come to after something else."""
+        step, expected = (what, group, ()), self._journal.expected
+        if expected is None or expected == step or (expected[1] is not None and expected[1].options.reduce_unused):
+            return False
+        return self._journal.expects_later(step)
+
     def _decide(self, step: Step, droppable: bool) -> Step:
         journal, groups = self._journal, self._root.groups
         want = self._want(journal.kind, step, droppable)

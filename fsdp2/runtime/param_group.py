@@ -153,7 +153,9 @@ class FSDPParamGroup:
         self.wait_for_unshard()
 
     def prefetch(self, phase: Phase) -> None:
-        """Start gathering for a ``phase`` that is still to come."""
+        """Start gathering for a ``phase`` that is still to come, unless the ranks gather something else before."""
+        if self.root.gathers_others_before(self):
+            return
         self.acting_for = phase
         try:
             self.unshard()

@@ -98,6 +98,10 @@ class RootContext:
             self.agreement = Agreement.open(self, error)
             self._compared = True
 
+    def gathers_others_before(self, group: FSDPParamGroup) -> bool:
+        """Whether a gather of ``group`` ahead of time would wait for another one, which nobody asked for yet."""
+        return self.agreement is not None and self.agreement.comes_later("gather", group)
+
     def forget_steps(self) -> None:
         """Somebody asked for another order of gathers: the ranks agree anew on what follows what.
 

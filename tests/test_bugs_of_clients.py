@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2._trace import listening
 from fsdp2.runtime.param_group import FSDPParamGroup
 from tests.support import api
 from tests.support.models import children, mlp
@@ -171,3 +172,48 @@ def test_gathers_asked_for_once(rank, world, reshard):
             module(torch.ones(2, 4))
     expected = {True: ["", "0", "1"] * 3, None: ["", *["0", "1"] * 3], False: ["", "0", "1"]}
     assert asked == expected[reshard]
+
+
+class Branches(nn.Module):
+    """Two outputs that share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.trunk(x)
+        return self.left(x), self.right(x)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_gather_for_the_next_of_several_backwards(rank, world):
+    """The first of two backwards on one forward gathers the branch that it meets next in reverse, which only the second
+    one uses. It was dropped at the end of the first, to be gathered again by the second, and that one's other gathers
+    were never started ahead of time: each was another order than the last backward's."""
+    torch.manual_seed(0)
+    module = Branches()
+    for unit in (*module.children(), module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    inputs, events = torch.full((2, 4), rank + 1.0), []
+
+    def backward(output: torch.Tensor, *, last: bool) -> list[tuple[str, str]]:
+        module.set_is_last_backward(last)
+        events.clear()
+        output.sum().backward(retain_graph=not last)
+        return [event for event in events if event[0] in ("unshard", "post_backward")]
+
+    with listening(lambda event, name: events.append((event, name))):
+        for _ in range(3):
+            left, right = module(inputs)
+            first = [("unshard", "right"), ("unshard", "left"), ("post_backward", "right"), ("unshard", "trunk")]
+            assert backward(right, last=False)[:4] == first
+            assert backward(left, last=True)[:2] == [("unshard", "trunk"), ("post_backward", "left")]
+        backward(module(inputs)[1], last=False)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)  # what was gathered for a backward that never comes is not what a forward wants
+    weight, bias = module.left.weight.full_tensor(), module.left.bias.full_tensor()
+    trunk = nn.functional.linear(inputs, module.trunk.weight.full_tensor(), module.trunk.bias.full_tensor())
+    torch.testing.assert_close(module(inputs)[0], nn.functional.linear(trunk, weight, bias))

@@ -353,7 +353,7 @@ class FSDPParamGroup:
         with span("post_backward", self.name):
             if not self.options.reduce_gradients:
                 self.gradients.keep()
-            if self.options.reshard_after_backward and not self.root.creates_graph:
+            if self.options.reshard_after_backward and not self.root.creates_graph and not self.root.goes_on_with(self):
                 self.reshard()
             else:
                 self.note_kept()

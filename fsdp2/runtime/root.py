@@ -98,6 +98,14 @@ class RootContext:
             self.agreement = Agreement.open(self, error)
             self._compared = True
 
+    def goes_on_with(self, group: FSDPParamGroup) -> bool:
+        """Whether the gather of ``group`` in flight is for a backward yet to come.
+
+        Where ranks may skip the group, all drop the gather after each backward: some have freed the parameters by then.
+        """
+        more = not self.finalization.active and not self.is_last_backward
+        return more and group.gathering is not None and not group.options.reduce_unused
+
     def gathers_others_before(self, group: FSDPParamGroup) -> bool:
         """Whether a gather of ``group`` ahead of time would wait for another one, which nobody asked for yet."""
         return self.agreement is not None and self.agreement.comes_later("gather", group)
@@ -180,7 +188,8 @@ class RootContext:
             self._leave_evaluation(alone=False)
             self.finalization.begin_backward()
             if self.agreement is not None:
-                self.agreement.begin(f"backward ({self.reducing})", outermost=False)
+                more = "" if self.is_last_backward else ", more to come"
+                self.agreement.begin(f"backward ({self.reducing}{more})", outermost=False)
             queue_end_of_backward(self.end_backward)
 
     def queue_partial_end(self) -> None:

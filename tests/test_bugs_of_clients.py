@@ -217,3 +217,40 @@ def test_a_gather_for_the_next_of_several_backwards(rank, world):
     weight, bias = module.left.weight.full_tensor(), module.left.bias.full_tensor()
     trunk = nn.functional.linear(inputs, module.trunk.weight.full_tensor(), module.trunk.bias.full_tensor())
     torch.testing.assert_close(module(inputs)[0], nn.functional.linear(trunk, weight, bias))
+
+
+class Modulated(nn.Module):
+    """A diffusion transformer's block: its embedding of the time is of use to others too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embedder(inputs))
+
+
+class Borrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Modulated() for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.blocks[0].embedder(inputs)
+
+
+@on_ranks(2)
+def test_the_error_names_the_weight_that_failed(rank, world):
+    """diffusers' DiT calls a submodule of its first block after the blocks. The error arises in ``nn.Linear``, whose
+    line reads ``F.linear(input, self.weight, self.bias)``: every parameter called ``linear.weight`` was blamed for it,
+    and not the one that failed."""
+    module = Borrowing()
+    for unit in (*module.blocks, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.ones(2, 4))
+    _, _, explained = str(caught.value).partition("\n")
+    names, _, _ = explained.partition(": got a shard")
+    assert names == "blocks.0.embedder.weight (unit 'blocks.0'), blocks.0.embedder.bias (unit 'blocks.0')"

@@ -12,8 +12,10 @@ import linecache
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
+
+from torch import nn
 
 from fsdp2.runtime.param import FSDPParam
 
@@ -55,7 +57,12 @@ def _hint(error: BaseException | None, shards: Shards) -> str | None:
 def _used(place: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPParam], bool]:
     """Those of ``params`` that the failing lines name or, if there is none, that their function does; which it was."""
     frame, code = place.tb_frame, place.tb_frame.f_code
-    for words, named in ((_words(place), True), ({*code.co_names, *code.co_varnames}, False)):
+    text = _lines(place)
+    meant = {id(_follow(path, frame.f_locals)) for path in re.findall(r"\w+(?:\.\w+)*", text)}
+    used = [p for p in params if id(p.sharded) in meant]
+    if used:
+        return used, True
+    for words, named in (({*re.findall(r"\w+", text)}, True), ({*code.co_names, *code.co_varnames}, False)):
         values = {id(value) for name, value in frame.f_locals.items() if name in words}
         used = [p for p in params if id(p.sharded) in values or {*p.name.split(".")[-2:]} <= words]
         if used:
@@ -63,14 +70,24 @@ def _used(place: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPP
     return [], False
 
 
-def _words(place: TracebackType) -> set[str]:
-    """The names in the failing expression's lines."""
+def _follow(path: str, values: Mapping[str, object]) -> object:
+    """What a path like ``self.head.weight`` leads to, through modules only: nothing else is asked for attributes."""
+    first, *rest = path.split(".")
+    value = values.get(first)
+    for name in rest:
+        if not isinstance(value, nn.Module):
+            return None
+        value = value._parameters.get(name, value._modules.get(name))
+    return value
+
+
+def _lines(place: TracebackType) -> str:
+    """The failing expression's lines."""
     first = last = place.tb_lineno
     if sys.version_info >= (3, 11):
         _, last_known, _, _ = next(itertools.islice(place.tb_frame.f_code.co_positions(), place.tb_lasti // 2, None))
         last = last_known or first
-    lines = (linecache.getline(place.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
-    return set(re.findall(r"\w+", "".join(lines)))
+    return "".join(linecache.getline(place.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
 
 
 def explain(error: BaseException | None, shards: Shards) -> None:

@@ -32,8 +32,10 @@ logger = logging.getLogger("fsdp2")
 _TICK_SECONDS = 0.5
 _SLICE = timedelta(seconds=1)  # how long the host waits for a collective before it looks whether that is any use
 _ALARM_SECONDS = 0.3  # how long one waits for the others before it asks what they are doing
-_LOST_SECONDS = 300.0  # a process elsewhere that has not been heard of for so long is taken for dead (C code that does
-_LOST_AFTER_FAILURE = 4.0  # not release the interpreter keeps the living silent too), or so long if a collective failed
+# A process whose end nobody saw is taken for dead when it was not heard of for so long: long, since C code that does
+# not release the interpreter keeps the living silent too; not so long where a collective failed.
+_LOST_SECONDS = 300.0
+_LOST_AFTER_FAILURE = 4.0
 _EXPLAIN_SECONDS = 8.0  # how long a collective that failed is held until it is known why
 _SAMPLE = 16  # how many of the others are looked at in one round
 
@@ -123,12 +125,13 @@ class _Process:
         now = time.monotonic()
         if not self.store.check([f"alive/{rank}"]):
             late = now - self._since > self._patience
-            return f"rank {rank} did not come to fully_shard in {now - self._since:.0f} s" if late else None
+            text = f"rank {rank} did not come to fully_shard in {now - self._since:.0f} s: its output may say why"
+            return text if late else None
         gone = self._is_gone(rank)  # asked first: who ends by itself says so before
         if self.store.check([f"ended/{rank}"]):
             return f"rank {rank} ended{self.store.get(f'ended/{rank}').decode()}"
         if gone:
-            return f"rank {rank} was killed: its process ended without a word"
+            return f"rank {rank} was killed: its process ended without a word; was it out of memory (dmesg)?"
         beat = self.store.get(f"alive/{rank}")
         known, since = self._seen.get(rank, (b"", now))
         if beat != known:

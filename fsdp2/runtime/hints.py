@@ -104,12 +104,11 @@ def explain_outside_forward(shards: Shards) -> None:
         return
     _registered = True
     atexit.register(_at_exit, shards)
-    if sys.version_info >= (3, 12):
-        _explain_when_raised(shards)
+    _explain_when_raised(shards)
 
 
 def _explain_when_raised(shards: Shards) -> None:
-    """Have Python tell of every exception: costs nothing until one is raised, and then a look at its type."""
+    """Have Python tell of every exception, if it can: costs nothing without one, and a look at its type with one."""
     if sys.version_info < (3, 12):
         return
     monitoring = sys.monitoring

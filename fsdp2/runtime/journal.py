@@ -29,7 +29,7 @@ class Journal:
         self._before: tuple[str, ...] = ()  # the kinds of the passes before; empty at the start and after one broke off
         self._next: dict[tuple[str, ...], str] = {}  # after these kinds
         self._agreed: dict[tuple[str, ...], list[Step]] = {}  # by kinds before and its own; by its own alone
-        self._places: list[tuple[str, ...]] = []  # of the pass that runs, in ``_agreed``
+        self._keys: list[tuple[str, ...]] = []  # of the pass that runs, in ``_agreed``
         self._track: list[Step] | None = None  # what the running pass is expected to do; None: nobody knows
         self._steps: list[Step] = []
         self._decided: Step | None = None
@@ -95,16 +95,16 @@ class Journal:
             self._agreed.clear()
         lately = self._lately()
         self._next.update(dict.fromkeys(lately, kind))
-        self._places = [*((*before, kind) for before in lately), (kind,)]
+        self._keys = [*((*before, kind) for before in lately), (kind,)]
         self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]
         self.kind = kind
-        self._track = next((self._agreed[place] for place in self._places if place in self._agreed), None)
+        self._track = next((self._agreed[place] for place in self._keys if place in self._agreed), None)
         self._steps, self._decided = [], None
         self._note(("begin", None, kind))
 
     def end(self) -> None:
         """The pass is over, as all ranks know."""
-        self._agreed.update(dict.fromkeys(self._places, self._steps))
+        self._agreed.update(dict.fromkeys(self._keys, self._steps))
         if self.kind == "forward":
             self.places = {group: i for i, (_, group, _) in enumerate(self._steps)}
         self.kind, self._track, self._steps = "", None, []

@@ -58,7 +58,7 @@ def test_after_another_step_nothing_is_expected_until_the_pass_ends():
     assert run(journal, "forward", steps("a", "c"))[1:] == [True, True, True]
 
 
-def test_kinds_have_tracks_of_their_own_and_follow_the_last_two():
+def test_kinds_have_tracks_of_their_own_and_follow_what_went_before():
     journal = Journal()
     for _ in range(3):
         run(journal, "forward", steps("a"))

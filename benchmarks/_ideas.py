@@ -21,9 +21,11 @@ import fsdp2
 from fsdp2._torch import group_all_gather_coalesced
 from fsdp2.comm import collectives, gather, reduce
 from fsdp2.comm.gather import Buffer
-from fsdp2.runtime import order, param_group, shards
-from fsdp2.runtime.agreement import Agreement
-from fsdp2.runtime.gradients import GroupGradients
+from fsdp2.engine import buffers as shards
+from fsdp2.engine import group as param_group
+from fsdp2.engine import order
+from fsdp2.engine.agreement import Agreement
+from fsdp2.engine.reducer import GroupGradients
 
 NEVER = 1 << 62
 """A size in bytes that no transfer reaches."""

@@ -1,21 +1,15 @@
 """fsdp2: composable per-module parameter sharding on DTensor; a drop-in ``fully_shard`` for PyTorch."""
 
+from fsdp2.build.modules import fsdp_modules, no_sync
+from fsdp2.build.padding import padding_report
+from fsdp2.build.plan import plan_units
+from fsdp2.compat.install import install, uninstall
 from fsdp2.forward_methods import register_fsdp_forward_method
-from fsdp2.full.export import iter_full_params
-from fsdp2.full.summon import summon_full_params
 from fsdp2.fully_shard import fully_shard
-from fsdp2.install import install, uninstall
-from fsdp2.loading.broadcast import broadcast_from_rank0
-from fsdp2.loading.saving import save_safetensors
-from fsdp2.loading.sync import sync_module_states
-from fsdp2.loading.weights import load_safetensors
 from fsdp2.module import FSDPModule, share_comm_ctx
-from fsdp2.optimizer.clip import clip_grad_norm_
-from fsdp2.optimizer.local_step import use_local_shards
-from fsdp2.planning.grad_scaler import ShardedGradScaler
-from fsdp2.planning.modules import fsdp_modules, no_sync
-from fsdp2.planning.padding import padding_report
-from fsdp2.planning.plan import plan_units
+from fsdp2.optim.clip import clip_grad_norm_
+from fsdp2.optim.grad_scaler import ShardedGradScaler
+from fsdp2.optim.local_step import use_local_shards
 from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -25,10 +19,16 @@ from fsdp2.policies import (
     ShardPlacementResult,
     UnshardHandle,
 )
-from fsdp2.state_dicts.optimizer import optim_state_dict, optim_state_dict_to_load
-from fsdp2.state_dicts.pieces import merge_local_state_dicts
-from fsdp2.state_dicts.settings import get_state_dict_type, set_state_dict_type, state_dict_type
-from fsdp2.weights import use_weights
+from fsdp2.weights.broadcast import broadcast_from_rank0
+from fsdp2.weights.export import iter_full_params
+from fsdp2.weights.load import load_safetensors
+from fsdp2.weights.saving import save_safetensors
+from fsdp2.weights.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load
+from fsdp2.weights.state_dict.pieces import merge_local_state_dicts
+from fsdp2.weights.state_dict.settings import get_state_dict_type, set_state_dict_type, state_dict_type
+from fsdp2.weights.summon import summon_full_params
+from fsdp2.weights.sync import sync_module_states
+from fsdp2.weights.use import use_weights
 
 __all__ = [
     "CPUOffloadPolicy",

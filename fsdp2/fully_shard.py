@@ -22,22 +22,22 @@ from fsdp2._torch import (
     root_modules,
     torch_fully_shard,
 )
-from fsdp2.collect import collect
+from fsdp2.autograd.hooks import hook_forward, hook_loading
+from fsdp2.build.arguments import merge_arguments
+from fsdp2.build.collect import collect
+from fsdp2.build.copying import copy_module, deepcopy_module, refuse_pickling
+from fsdp2.build.grouping import PlacementFn, Unit
+from fsdp2.build.plan import describe
+from fsdp2.build.policy import Policy, choose_units
+from fsdp2.build.strategy import follow_strategy
 from fsdp2.comm.watch import attend
-from fsdp2.copying import copy_module, deepcopy_module, refuse_pickling
-from fsdp2.grouping import PlacementFn, Unit
+from fsdp2.engine.options import GroupOptions
+from fsdp2.engine.param import is_managed_tensor
+from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.module import FSDPModule
-from fsdp2.planning.arguments import merge_arguments
-from fsdp2.planning.plan import describe
-from fsdp2.planning.policy import Policy, choose_units
-from fsdp2.planning.strategy import follow_strategy
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, PolicyOf, policy_by_name
-from fsdp2.runtime.hooks import hook_forward, hook_loading
-from fsdp2.runtime.options import GroupOptions
-from fsdp2.runtime.param import is_managed_tensor
-from fsdp2.runtime.state import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.state_dicts.loading import after_load_tree, before_load_tree
+from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree
 
 __all__ = ["fully_shard"]
 
@@ -291,7 +291,7 @@ class _Registry(dict):
         if frame is search or frame is None or str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
             raise ValueError(
                 "torch.distributed.fsdp.fully_shard: a module below is managed by fsdp2.fully_shard; one module tree "
-                "cannot mix them. Use fsdp2.fully_shard for the whole tree, or call fsdp2.install() first"
+                "cannot mix them. Use fsdp2.fully_shard for the whole tree, or call fsdp2.compat.install() first"
             )
         assert search is not None
         return search.f_locals["module"] not in search.f_locals["root_modules_set"]

@@ -20,9 +20,9 @@ from fsdp2._torch import (
     SymmMemReduceScatter,
 )
 from fsdp2.comm.streams import Lane
+from fsdp2.engine.handles import GradientReduction, Unsharding
+from fsdp2.engine.unit import FSDPState, get_state, states_below
 from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
-from fsdp2.runtime.handles import GradientReduction, Unsharding
-from fsdp2.runtime.state import FSDPState, get_state, states_below
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 

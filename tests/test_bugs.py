@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
 from tests.support.models import Case, children, mlp, rows
 from tests.support.oracle import Setup, assert_parity, cpu_mesh

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._trace import listening
-from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
 from tests.support.models import children, mlp
 from tests.support.oracle import cpu_mesh

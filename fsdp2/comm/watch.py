@@ -1,7 +1,7 @@
 """Ranks that part ways, or end, are found out and named, instead of being waited for until a timeout of hours.
 
 What ranks tell each other here goes through the store that the process group was made with, beside all collectives.
-Nothing is sent while every step is one that all ranks agreed on before (``runtime/journal.py``). Where one is not,
+Nothing is sent while every step is one that all ranks agreed on before (``ranks/journal.py``). Where one is not,
 ``Watch`` lets the ranks say what they want to do next. A thread per process tells twice a second that the process
 lives, and once some rank has waited for a while, which steps its own took.
 """

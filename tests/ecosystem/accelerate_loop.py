@@ -13,7 +13,7 @@ import torch
 if "--fsdp2" in sys.argv:
     import fsdp2
 
-    fsdp2.install()
+    fsdp2.compat.install()
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.loading.ranks import Ranks, device_of
 from fsdp2.sharding.mesh import Axis
+from fsdp2.weights.ranks import Ranks, device_of
 from tests.api.parity import mesh_1d, mesh_2d, mesh_of
 from tests.loading.weights import assert_holds, each, linears, plain, shared_folder, values_of
 from tests.support.pool import on_ranks

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp2
-from fsdp2.loading import files
+from fsdp2.weights.use import files
 from tests.api.parity import mesh_1d
 from tests.api.test_extensions import of_halves
 from tests.loading.weights import (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp2
-from fsdp2.loading import saving
+from fsdp2.weights.use import saving
 from tests.api.parity import mesh_1d, mesh_2d
 from tests.loading.weights import (
     assert_holds,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import fully_shard
 from fsdp2._torch import REGISTRY_KEY, RegistryItem
-from fsdp2.collect import Found, Managed, collect, move_to
+from fsdp2.build.collect import Found, Managed, collect, move_to
 from tests.unit.meshes import fake_mesh
 
 

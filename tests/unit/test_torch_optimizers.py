@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import _torch
-from fsdp2.optimizer.local_step import _ELEMENTWISE
+from fsdp2.optim.local_step import _ELEMENTWISE
 from tests.unit.meshes import fake_mesh
 from tests.unit.probing import probes
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fsdp2.state_dicts.names import clean_name, parameter_names
+from fsdp2.weights.state_dict.names import clean_name, parameter_names
 
 
 @pytest.mark.parametrize(

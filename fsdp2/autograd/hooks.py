@@ -1,0 +1,294 @@
+"""The only place that registers a hook: on modules, on autograd nodes, on tensors and on optimizers.
+
+A hook holds no module and no group by itself; it is given a bound method, and everything dies with the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fsdp2._torch import (
+    AsyncCollectiveTensor,
+    functorch_active,
+    node_sequence_number,
+    put_first_after_step,
+    view_base,
+)
+from fsdp2.autograd.trees import find_tensors, map_tensors
+
+__all__ = [
+    "carry_hooks",
+    "hook_error",
+    "hook_forward",
+    "hook_gradient",
+    "hook_loading",
+    "hook_next_step",
+    "hook_optimizers",
+    "hook_registrations",
+    "hook_saving",
+    "hook_state_dict",
+    "registrations",
+    "settle_optimizer",
+    "watch_inputs",
+    "watch_outputs",
+    "watch_transformed",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def hook_forward(
+    modules: Iterable[nn.Module],
+    before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments],
+    after: Callable[[nn.Module, Any, Any], Any],
+) -> list[tuple[RemovableHandle, RemovableHandle]]:
+    """Call ``before`` ahead of every other hook of ``modules``, ``after`` behind every other one."""
+    return [
+        (
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, prepend=False),
+        )
+        for module in modules
+    ]
+
+
+def hook_error(module: nn.Module, left: Callable[..., None]) -> None:
+    """Call ``left(module, args, None)`` when an exception leaves the forward of ``module``, and after each forward."""
+    module.register_forward_hook(left, always_call=True)
+
+
+def hook_saving(
+    modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Call ``before`` ahead of, and ``after`` behind, what ``state_dict`` does with each module and all below it."""
+    handles = []
+    for module in modules:
+        handles.append(module.register_state_dict_pre_hook(before))
+        handles.append(module.register_state_dict_post_hook(_Marked(after)))
+    return handles
+
+
+def hook_loading(
+    modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Call ``before`` ahead of what ``load_state_dict`` does with each module, ``after`` behind that and all below."""
+    handles = []
+    for module in modules:
+        handles.append(module.register_load_state_dict_pre_hook(before))
+        handles.append(module.register_load_state_dict_post_hook(after))
+    return handles
+
+
+def hook_state_dict(
+    modules: Iterable[nn.Module],
+    before_save: Callable[..., None],
+    after_save: Callable[..., None],
+    before_load: Callable[..., None],
+    after_load: Callable[..., None],
+) -> None:
+    """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself."""
+    for module in modules:
+        hook_saving([module], before_save, after_save)
+        hook_loading([module], before_load, after_load)
+
+
+class _Marked:
+    """A hook that torch can mark by an attribute, which a bound method does not take; copied along with its method."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        self._method(*args)
+
+
+def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> None:
+    """Call ``ready(full)`` whenever a backward has added to ``full.grad``."""
+    full.register_post_accumulate_grad_hook(ready)
+
+
+_registrations = 0
+
+
+def registrations() -> int:
+    """How often, up to now, a parameter or module was registered on a managed module by somebody else."""
+    return _registrations
+
+
+def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
+    """Count registrations on managed modules, except of tensors that ``is_ours`` knows. Costs nothing per step."""
+
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        global _registrations
+        if module.__dict__.get("_is_fsdp_managed_module") and value is not None and not is_ours(value):
+            _registrations += 1
+
+    register_module_parameter_registration_hook(registered)
+    register_module_module_registration_hook(registered)
+
+
+def carry_hooks(
+    tensor: torch.Tensor,
+    on_gradient: Iterable[Callable[[torch.Tensor], torch.Tensor | None]],
+    after_accumulation: Iterable[Callable[[torch.Tensor], None]],
+) -> None:
+    """Give ``tensor`` the hooks that were registered on the parameter it stands for."""
+    for hook in after_accumulation:
+        tensor.register_post_accumulate_grad_hook(hook)
+    for gradient_hook in on_gradient if tensor.requires_grad else ():
+        tensor.register_hook(gradient_hook)
+
+
+def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
+    """Bracket ``step`` of every optimizer in the process, whenever it was built."""
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+
+
+def hook_next_step(optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> RemovableHandle:
+    """Call ``before`` when the optimizer is about to step, behind all hooks there are; remove the handle afterwards."""
+    return optimizer.register_step_pre_hook(lambda *unused: before())
+
+
+def settle_optimizer(optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+    """Call ``settle`` first when the optimizer has stepped, and before its state is saved or replaced."""
+    put_first_after_step(optimizer, optimizer.register_step_post_hook(lambda *unused: settle()))
+    optimizer.register_state_dict_pre_hook(lambda *unused: settle())
+    optimizer.register_load_state_dict_pre_hook(lambda *unused: settle())
+
+
+def watch_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None]
+) -> tuple[Arguments, bool | None]:
+    """(``args``, ``kwargs``) that tell when backward is through with them, and whether they do: None if they cannot.
+
+    ``done`` runs when the gradients of all inputs that need one are computed. A single such input becomes a view with a
+    hook on its node, so that the module may still change it in place; several go through one autograd function, which
+    alone can tell when the last is done, and so does one that a collective still fills. Inputs inside plain objects
+    cannot be replaced; then none is watched (None).
+    """
+    if not torch.is_grad_enabled():
+        return (args, kwargs), False
+    needing, flat = [], True
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                needing.append(value)
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            flat = False
+    if not flat:
+        needing = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+        replaceable = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
+        if len(replaceable) != len(needing):
+            return (args, kwargs), None
+    if not needing:
+        return (args, kwargs), False
+    if any(t.layout is not torch.strided for t in needing):
+        return (args, kwargs), None
+    new = []
+    if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
+        view = needing[0].view_as(needing[0])
+        if view.grad_fn is not None:  # under torch.func its node is out of reach
+            view.grad_fn.register_prehook(lambda grads: done())
+            if args and args[0] is needing[0]:
+                return ((view, *args[1:]), kwargs), True
+            new = [view]
+    new = new or list(_InputsDone.apply(done, *needing))
+    replacements = iter(new)
+    args, kwargs = map_tensors(lambda t: next(replacements) if t.requires_grad else t, (args, kwargs))
+    return (args, kwargs), True
+
+
+class _InputsDone(torch.autograd.Function):
+    """Identity on several tensors whose backward runs once all their gradients are there.
+
+    A result that a collective still fills (what tensor parallelism hands on) is waited for: a compiled module takes
+    such an input for one that needs no gradient, and whatever made it would get none.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+        return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.done = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
+        ctx.done()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, done: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+        return tangents
+
+
+def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> bool:
+    """Whether ``output`` takes part in autograd; if so ``starting`` runs before its backward enters the module.
+
+    A hook on a view is lost when the view is changed in place afterwards: autograd then goes through its base. So the
+    base is watched too, if the module made it, that is if its node is not older than ``since``.
+    """
+    watched = False
+    for tensor in find_tensors(output):
+        if not tensor.requires_grad:
+            continue
+        watched = True
+        if tensor.is_leaf:  # nothing in the module computed it
+            continue
+        tensor.register_hook(starting)
+        base = view_base(tensor)
+        if base is not None and base.grad_fn is not None and node_sequence_number(base.grad_fn) >= since:
+            base.grad_fn.register_prehook(lambda grads: starting(grads[0]))
+    return watched
+
+
+def watch_transformed(output: Any, starting: Callable[[torch.Tensor], None]) -> Any:
+    """``output`` of a module that ran under ``torch.func``, its tensors telling ``starting`` when backward comes.
+
+    Inside a transform tensors say that they need no gradient although a backward outside of it may reach them.
+    """
+    if not functorch_active():
+        return output
+    return map_tensors(
+        lambda t: _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t,
+        output,
+        objects=True,
+    )
+
+
+class _BackwardStarts(torch.autograd.Function):
+    """Identity on a tensor, and on its tangent, whose backward tells first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(starting: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch's are untyped
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.starting = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]  # torch's are untyped
+        ctx.starting(grad)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, starting: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]  # torch's are untyped
+        return None if tangent is None else _BackwardStarts.apply(ctx.starting, tangent)

@@ -1,0 +1,110 @@
+"""Which modules, parameters and buffers one call manages: everything below its modules that no other call manages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import REGISTRY_KEY, TorchFSDPState, composable_state
+from fsdp2.engine.param import Slot
+from fsdp2.engine.unit import get_state
+
+__all__ = ["Found", "Managed", "collect", "move_to"]
+
+
+@dataclass
+class Found:
+    """A parameter to manage, a name for it below the call's modules, and every place that shows it."""
+
+    param: nn.Parameter
+    name: str
+    slots: list[Slot]
+
+
+@dataclass
+class Managed:
+    """What one call manages."""
+
+    modules: list[nn.Module]
+    params: list[Found]
+    buffers: list[torch.Tensor]
+
+
+def collect(
+    roots: tuple[nn.Module, ...], ignored: set[nn.Parameter], ignored_modules: Collection[nn.Module] = ()
+) -> Managed:
+    """Walk the modules below ``roots``, children first, stopping at those that another call or ``replicate`` manages.
+
+    Raises:
+        ValueError: a module below is managed by torch's own fully_shard.
+    """
+    modules = _managed_modules(roots, ignored_modules)
+    prefixes = {module: name for root in roots for name, module in root.named_modules()}
+    found: dict[nn.Parameter, Found] = {}
+    buffers: dict[torch.Tensor, None] = {}
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            prefix = prefixes[module]
+            entry = found.setdefault(param, Found(param, f"{prefix}.{name}" if prefix else name, []))
+            entry.slots.append(Slot(module, name))
+        buffers.update(dict.fromkeys(module.buffers(recurse=False)))
+    # Ties may reach into modules that are managed elsewhere or ignored; they must show the same tensor.
+    managed = set(modules)
+    for root in roots:
+        for module in root.modules():
+            if module in managed:
+                continue
+            for name, param in module._parameters.items():
+                if param is not None and param in found:
+                    found[param].slots.append(Slot(module, name))
+    return Managed(modules, list(found.values()), list(buffers))
+
+
+def _managed_modules(roots: tuple[nn.Module, ...], ignored: Collection[nn.Module]) -> list[nn.Module]:
+    managed: dict[nn.Module, None] = {}
+    visited: set[nn.Module] = set(ignored)
+
+    def visit(module: nn.Module) -> None:
+        visited.add(module)
+        if "replicate" in (module.__dict__.get(REGISTRY_KEY) or {}):
+            return
+        if isinstance(composable_state(module), TorchFSDPState):
+            raise ValueError(
+                f"fully_shard: {type(module).__name__} below {type(roots[0]).__name__} is managed by "
+                "torch.distributed.fsdp.fully_shard; one module tree cannot mix it with fsdp2.fully_shard. Use one of "
+                "them for the whole tree"
+            )
+        if module not in roots and get_state(module) is not None:
+            return
+        for child in module.children():
+            if child not in visited:
+                visit(child)
+        managed[module] = None
+
+    for root in roots:
+        visit(root)
+    return list(managed)
+
+
+def move_to(device: torch.device, params: Iterable[Found], buffers: Iterable[torch.Tensor]) -> None:
+    """Put parameters and buffers on ``device``, in place; those on the meta device stay there.
+
+    Raises:
+        ValueError: a DTensor lies on a mesh of another device type; nothing was moved then.
+    """
+    named = [(found.name, found.param) for found in params] + [("buffer", b) for b in buffers]
+    elsewhere = [(name, tensor) for name, tensor in named if tensor.device != device and not tensor.is_meta]
+    for name, tensor in elsewhere:
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name}: Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{tensor.device_mesh.device_type} for DTensor and {device.type} for FSDP"
+            )
+    for _, tensor in elsewhere:
+        tensor.data = tensor.to(device)

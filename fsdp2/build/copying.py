@@ -1,0 +1,98 @@
+"""Copies of sharded modules: deep ones (an averaged model, say), sharded alike and independent, and shallow ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2._torch import insert_composable_state
+from fsdp2.engine.param import FSDPParam, Slot
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.unit import FSDPState, get_state, states_below
+from fsdp2.build.ties import remember_group
+
+__all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
+
+
+def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What ``module.__deepcopy__`` returns.
+
+    New states, groups and shards are put into ``memo`` first, so that whatever refers to the old ones (hooks do) comes
+    to refer to the new ones by the ordinary rules of ``copy.deepcopy``. They start like freshly sharded: resharded,
+    outside any iteration, the root not yet known.
+    """
+    states = [state for state in states_below(module) if id(state) not in memo]
+    for state in states:
+        memo[id(state)] = FSDPState.__new__(FSDPState)
+        for group in state.groups:
+            if id(group) not in memo:
+                memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
+                group.reshard()
+                for param in group.params:
+                    _copy_shard(param, memo)
+    clone = nn.Module.__new__(type(module))
+    memo[id(module)] = clone
+    # as Module copies itself: what ``module.compile()`` made is left out, it computes with this module's weights
+    attributes = nn.Module.__getstate__(module)
+    clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
+    for state in states:
+        _finish_state(state, memo)
+    return clone
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """What ``module.__copy__`` returns: another object with the same parameters, submodules and state."""
+    clone = nn.Module.__new__(type(module))
+    clone.__dict__.update(module.__dict__)
+    state = get_state(module)
+    if state is not None:
+        insert_composable_state(clone, state)
+    return clone
+
+
+def refuse_pickling(module: nn.Module, protocol: Any) -> Any:
+    """What ``module.__reduce_ex__`` is: process groups, hooks and lanes belong to this process.
+
+    Raises:
+        TypeError: always; it says what to do.
+    """
+    raise TypeError(
+        f"cannot pickle {type(module).__name__}: it is sharded over process groups of this process. Save its "
+        "state_dict() (torch.distributed.checkpoint, or torch.save on each rank), then build the model, shard it and "
+        "call load_state_dict(); copy.deepcopy makes a copy in this process"
+    )
+
+
+@torch.no_grad()
+def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
+    assert param.sharded is not None
+    clone = FSDPParam(param.sharded, param.spec, [], param.name, param.policy)
+    clone.set_shard(param.local.detach().clone())
+    memo[id(param)], memo[id(param.sharded)] = clone, clone.sharded
+
+
+def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
+    """Bring the new state and its groups to life, now that the modules they drive are copied."""
+    clone: FSDPState = memo[id(state)]
+    modules = tuple(copy.deepcopy(module, memo) for module in state.modules)
+    clone.__init__(modules, state.device, state.mp_policy)  # type: ignore[misc]  # made bare above
+    for module in modules:
+        insert_composable_state(module, clone)
+    for group in state.groups:
+        new: FSDPParamGroup = memo[id(group)]
+        if not new.__dict__:
+            params = [memo[id(param)] for param in group.params]
+            for old, param in zip(group.params, params):
+                param.set_slots([Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in old.slots])
+            inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
+            pieces = [param.local for param in params]
+            new.__init__(params, pieces, inside, group.mesh, group.options, clone.root)  # type: ignore[misc]  # bare
+            new.shared = group.shared
+            remember_group(new)
+        clone.groups.append(new)
+    clone.unit = None if state.unit is None else state.unit.copied(memo)
+    for name in ("forward_prefetch", "backward_prefetch"):
+        setattr(clone, name, [memo.get(id(other), other) for other in getattr(state, name)])

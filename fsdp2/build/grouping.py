@@ -1,0 +1,221 @@
+"""From parameters to groups: which mesh each is cut over, which communicate together, and what is added later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2._torch import TorchShardPlacementResult, local_tensor
+from fsdp2.build.collect import Found, Managed, collect, move_to
+from fsdp2.optim.prebuilt import follow_parameters
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, policy_for
+from fsdp2.engine.extension import has_extension
+from fsdp2.autograd.hooks import hook_state_dict
+from fsdp2.engine.options import GroupOptions
+from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor, show
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.unit import FSDPState
+from fsdp2.sharding.mesh import DataParallelMesh, regroup
+from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.weights.state_dict.loading import ShardLoader
+from fsdp2.build.ties import find_ties, join_ties, remember_managed
+
+__all__ = ["PlacementFn", "Unit"]
+
+logger = logging.getLogger("fsdp2")
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The checked arguments of one call; makes the groups of its state, now and when parameters are added later."""
+
+    mesh: DataParallelMesh
+    options: GroupOptions
+    placement_fn: PlacementFn | None
+    ignored: set[nn.Parameter]
+    policy_of: Callable[[str], MixedPrecisionPolicy]
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    replicated: set[nn.Parameter] = field(default_factory=set)
+    ignored_slots: set[Slot] = field(default_factory=set)
+
+    def manage(self, state: FSDPState, managed: Managed) -> None:
+        """Put ``managed`` parameters into groups of ``state``; those that other calls manage are shared with them.
+
+        What may be refused is looked at first, so that an error leaves everything as it was.
+        """
+        hooked = list(state.groups)
+        slots = (Slot(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
+        self.ignored_slots.update(slots)
+        own, ties = find_ties(managed.params, self.mesh, state)
+        parts = _by_mesh(self.place(own), self.options)
+        offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
+        move_to(self.mesh.device, [] if offloads else own, managed.buffers)
+        join_ties(ties, state)
+        state.groups[:0] = [_make_group(part, self.options, state) for part in parts]
+        for module in managed.modules:  # Dynamo guards on these; registrations on such modules are noticed
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
+            module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
+        for group in state.groups:
+            if group in hooked:
+                continue
+            owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+            loader = ShardLoader(group)
+            hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
+
+    def place(self, params: Iterable[Found]) -> list[_Placed]:
+        """Where ``params`` go and how they are cut; changes nothing.
+
+        Raises:
+            ValueError, AssertionError: ``shard_placement_fn`` returned what is no placement, or none for such a tensor.
+        """
+        return [_place(f, self.placement_fn, self.mesh, self._policy(f), f.param in self.replicated) for f in params]
+
+    def _policy(self, found: Found) -> MixedPrecisionPolicy:
+        """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""
+        policy, module = policy_for(found.param, self.policy_of(found.name)), found.slots[0].module
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is not None and policy.param_dtype is not None:
+            return replace(policy, param_dtype=module.running_mean.dtype)
+        return policy
+
+    def copied(self, memo: dict[int, Any]) -> Unit:
+        """The same for the copy of the modules that ``memo``, of ``copy.deepcopy``, has; their parameters are in it."""
+
+        def new(originals: Collection[Any]) -> set[Any]:
+            return {memo.get(id(original), original) for original in originals}
+
+        return replace(
+            self,
+            ignored=new(self.ignored),
+            ignored_modules=frozenset(new(self.ignored_modules)),
+            replicated=new(self.replicated),
+            ignored_slots={Slot(memo.get(id(slot.module), slot.module), slot.name) for slot in self.ignored_slots},
+        )
+
+    def adopt_added(self, state: FSDPState) -> None:
+        """Manage parameters that appeared below the modules of ``state`` since (LoRA adapters, say)."""
+        for slot in self.ignored_slots:  # loading with assign=True puts another one there
+            shown = slot.module._parameters.get(slot.name)
+            if shown is not None and not is_managed_tensor(shown):
+                self.ignored.add(shown)
+        managed = collect(state.modules, self.ignored, self.ignored_modules)
+        params = [param for group in state.groups for param in group.params]
+        known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
+        places = {slot: param for param in params for slot in param.slots}
+        unknown = [found for found in managed.params if found.param not in known]
+        for found in unknown:
+            for param in {places[slot] for slot in found.slots if slot in places}:
+                _take_over(found, param, state)
+        added = [found for found in unknown if not any(slot in places for slot in found.slots)]
+        if not added:
+            return
+        names = ", ".join(found.name for found in added)
+        logger.info("%s: adopted parameters added after fully_shard: %s", state.name or "the root", names)
+        before = len(state.groups)
+        self.manage(state, Managed(managed.modules, added, managed.buffers))
+        for group in state.groups[: len(state.groups) - before]:
+            group.root, group.in_root = state.root, bool(state.is_root)
+            group.set_names(state.name, {})
+
+
+def _take_over(found: Found, param: FSDPParam, state: FSDPState) -> None:
+    """Let ``param`` have the value of a whole, plain parameter that was put in its place on all its modules.
+
+    What cannot be taken over is left for the next gather to refuse by name.
+    """
+    new, group = found.param, next(group for group in state.groups if param in group.params)
+    fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
+    if not fits or new.dtype != param.dtype or new.is_meta or set(param.slots) != set(found.slots):
+        return
+    group.reshard()
+    param.take_value(new)
+    show([param], "sharded")
+    group.gradients.forget_plan()
+    follow_parameters([new], [param])
+    logger.info("%s: took over the value of the parameter that replaced it", param.name)
+
+
+@dataclass
+class _Placed:
+    """A parameter to manage, its spec, the mesh it is cut over, and its dtypes."""
+
+    found: Found
+    spec: ShardedSpec
+    mesh: DataParallelMesh
+    policy: MixedPrecisionPolicy
+
+
+def _place(
+    found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
+) -> _Placed:
+    result: object = None
+    if isinstance(placement_fn, str):
+        # An extension's inputs are rows, whatever it makes of them.
+        result = None if has_extension(_plain(found.param)) else ShardedSpec.least_padded(found.param, mesh)
+    elif placement_fn is not None:
+        result = placement_fn(found.param)
+    if result is None or isinstance(result, Shard):
+        placement = result
+    elif isinstance(result, ShardPlacementResult) or (
+        TorchShardPlacementResult is not None and isinstance(result, TorchShardPlacementResult)
+    ):
+        placement = result.placement
+        own = result.mesh_info if isinstance(result, ShardPlacementResult) else result.mesh_info.mesh
+        if own is not mesh.mesh and own != mesh.mesh:
+            mesh = DataParallelMesh.from_mesh(own)
+    else:
+        raise ValueError(
+            f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
+            "None"
+        )
+    mesh = mesh.replicated() if whole else mesh
+    return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
+
+
+def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]]:
+    """Parameters that communicate together: those of one mesh. What a subgroup cannot keep makes a group of its own."""
+    subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
+    groups: dict[object, list[_Placed]] = {}
+    for entry in placed:
+        alone = has_extension(entry.spec.cut(_plain(entry.found.param))) and subgroup
+        groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
+    return list(groups.values())
+
+
+def _plain(param: nn.Parameter) -> torch.Tensor:
+    return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
+
+
+def _first_values(param: nn.Parameter) -> list[float]:
+    """A few values of the whole parameter, where there are any to see."""
+    if param.is_meta or type(param) is not nn.Parameter or not param.is_floating_point():
+        return []
+    return param.detach().flatten()[:4].float().tolist()
+
+
+@torch.no_grad()
+def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
+    mesh = placed[0].mesh
+    params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name, p.policy) for p in placed]
+    pieces = [p.spec.cut(_plain(p.found.param)) for p in placed]
+    size = options.reshard_after_forward
+    if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
+        options = replace(options, reshard_after_forward=True)
+    elif not isinstance(size, (bool, type(None))):
+        regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
+    group = FSDPParamGroup(params, pieces, state.modules, mesh, options, state.root)
+    if mesh.mesh.size() > 1:
+        group.initial = (_first_values(placed[0].found.param), group.store.stamp())
+    originals = [p.found.param for p in placed]
+    follow_parameters(originals, params)
+    remember_managed(originals, group)
+    return group

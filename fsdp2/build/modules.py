@@ -1,0 +1,60 @@
+"""Functions over all units below a module, by the names FullyShardedDataParallel had for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from fsdp2.module import FSDPModule
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.unit import states_below
+
+__all__ = ["fsdp_modules", "no_sync"]
+
+
+def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]:
+    """The FSDPModules in ``module``, itself included, in the order of ``module.modules()``.
+
+    Args:
+        root_only: Only those below no other in ``module``, and not known from a forward to lie below another.
+    """
+    found: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    if not root_only:
+        return found
+    below = {inner for unit in found for inner in unit.modules() if inner is not unit}  # type: ignore[attr-defined]  # a Module
+    return [unit for unit in found if unit not in below and unit._get_fsdp_state().is_root is not False]
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Inside, backwards through the units in ``module`` accumulate full gradients and communicate nothing.
+
+    The first backward outside reduces the sum of them all. Each unit's setting is put back at the end, whatever it was;
+    blocks may be nested. For a module without units nothing happens, so the same script also runs unsharded.
+
+    Raises:
+        ValueError: ``module`` lies inside a unit, whose gradients it cannot speak for.
+    """
+    states = states_below(module)
+    if not states and module.__dict__.get("_is_fsdp_managed_module"):
+        raise ValueError(
+            f"no_sync: {type(module).__name__} is part of a unit whose FSDPModule lies above it; pass that module, or "
+            "the whole model"
+        )
+    groups = list(dict.fromkeys(group for state in states for group in state.groups))
+    before = [(group, group.options.reduce_gradients, group.options.all_reduce_gradients) for group in groups]
+    try:
+        for group in groups:
+            _set_sync(group, False, False)
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            _set_sync(group, reduces, all_reduces)
+
+
+def _set_sync(group: FSDPParamGroup, reduces: bool, all_reduces: bool) -> None:
+    if (reduces, all_reduces) != (group.options.reduce_gradients, group.options.all_reduce_gradients):
+        group.set_options(replace(group.options, reduce_gradients=reduces, all_reduce_gradients=all_reduces))

@@ -1,0 +1,1 @@
+"""torch's and FSDP1's faces."""

@@ -1,0 +1,292 @@
+"""A group's memory: one flat buffer for its shards, one for its full parameters, and the views that connect them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import local_tensor, version_of
+from fsdp2.comm.gather import Buffer, GatherBuffers
+from fsdp2.engine.casts import compute_dtype
+from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension
+from fsdp2.engine.options import GroupOptions
+from fsdp2.engine.param import FSDPParam, show
+from fsdp2.engine.subgroup import SubgroupShards
+from fsdp2.policies import CPUOffloadPolicy
+from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
+
+__all__ = ["ShardStore", "note_optimizer_step"]
+
+_PACK_ALL = TransferSizes(direct_group_bytes=1 << 62)
+
+# Optimizers change shards without touching a version counter that can be read, so their steps are counted.
+_optimizer_steps = 0
+
+
+def note_optimizer_step(*unused: object) -> None:
+    """Some optimizer of this process has stepped."""
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+class ShardStore:
+    """Where the shards and full parameters of one group live.
+
+    Shards lie in one flat buffer, except those of parameters with an all-gather extension, and all of them as long as a
+    parameter is on the meta device: these are tensors of their own.
+    """
+
+    def __init__(
+        self,
+        params: list[FSDPParam],
+        mesh: DataParallelMesh,
+        pieces: Sequence[torch.Tensor],
+        options: GroupOptions,
+    ) -> None:
+        self.params = params
+        self.mesh = mesh
+        self.options = options
+        self.extensions = GroupExtensions([])
+        self._plain: list[FSDPParam] = []
+        self._flat: torch.Tensor | None = None
+        self._plan: FlatPlan | None = None
+        self._items: list[Item] = []
+        self._placed: dict[FSDPParam, torch.Tensor] = {}
+        self._full: Buffer | None = None
+        self._fulls: list[torch.Tensor] = []
+        self._gather: GatherBuffers | None = None
+        self._subgroup: SubgroupShards | None = None
+        self._gave_way = False
+        self._place(pieces)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shards, padding included."""
+        return sum(local.nbytes for local in self._placed.values()) if self._plan is None else self._plan.shard_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameters as computed with."""
+        return sum(item.full_bytes for item in self._items)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards and their gradients live on the CPU whatever the mesh's device."""
+        return isinstance(self.options.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def pins(self) -> bool:
+        """Whether they live in page-locked memory, which only an accelerator makes useful."""
+        policy = self.options.offload_policy
+        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
+
+    def stamp(self) -> object:
+        """A value that changes when the shards may have changed."""
+        return (_optimizer_steps, sum(version_of(param.sharded) + version_of(param.local) for param in self.params))
+
+    def set_options(self, options: GroupOptions) -> None:
+        """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
+        moved = self._sizes(options) != self._sizes(self.options)
+        self.options = options
+        if moved:
+            self._plan = None
+            self._place([param.local for param in self.params])
+
+    @staticmethod
+    def _sizes(options: GroupOptions) -> TransferSizes:
+        """A custom all-gather brings its own memory, so everything goes through one buffer."""
+        return options.sizes if options.all_gather is None else _PACK_ALL
+
+    # ---- shards ----
+
+    def adopt(self) -> bool:
+        """Take in shards that were replaced or whose local tensors changed; whether there were any.
+
+        Raises:
+            RuntimeError: a parameter was removed from its module, or replaced by something that is no such shard.
+        """
+        changed = False
+        for param, placed in self._placed.items():
+            slot = param.slots[0]
+            shown = slot.module._parameters.get(slot.name)
+            if shown is param.sharded and local_tensor(shown) is placed:
+                continue
+            _check_replacement(param, shown)
+            self._gave_way |= shown is not param.sharded
+            param.adopt_shard(shown)  # type: ignore[arg-type]  # just checked
+            show([param], "sharded")
+            changed = True
+        if changed:
+            self._place([param.local for param in self.params])
+        return changed
+
+    def gave_way(self) -> bool:
+        """Whether other shards were put in the place of ours since this was last asked.
+
+        ``functional_call`` does so for one forward, after which nothing that was computed from them may be kept.
+        """
+        gave_way, self._gave_way = self._gave_way, False
+        return gave_way
+
+    def replaced(self, *, in_backward: bool) -> bool:
+        """Whether a module shows another parameter than the shard it was given: cheap, for every gather.
+
+        Raises:
+            RuntimeError: it does so ``in_backward``, so that the forward computed with other weights.
+        """
+        for param in self.params:
+            slot = param.slots[0]
+            try:
+                if slot.module._parameters[slot.name] is param.sharded:
+                    continue
+            except KeyError:  # removed
+                pass
+            if in_backward:
+                raise RuntimeError(
+                    f"{param.name}: replaced on its module between forward and backward, which would compute the "
+                    "gradient of other weights; use functional_call with other values under torch.no_grad() only"
+                )
+            return True
+        return False
+
+    def check_ready(self) -> None:
+        """Raise RuntimeError that names parameters still on the meta device or, when offloading, not on the CPU.
+
+        Also looks for extensions that were put on local tensors since.
+        """
+        names = [param.name for param in self.params if param.local.is_meta]
+        if names:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {names}\nFor example, call module.to_empty(device) to materialize to device and call "
+                "module.reset_parameters() on each module to initialize values."
+            )
+        elsewhere = [(param.name, param.local.device) for param in self.params if param.local.device.type != "cpu"]
+        if self.offloads and elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU "
+                'state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
+                f"{elsewhere}"
+            )
+        known = self.extensions.params
+        if any(has_extension(param.local) != (param in known) for param in self.params):
+            self._plan = None
+            self._place([param.local for param in self.params])
+
+    def _place(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Copy ``pieces`` into the flat buffer (made anew where dtypes or the device changed) and show them there."""
+        plain = [(p, piece) for p, piece in zip(self.params, pieces) if not has_extension(piece)]
+        own = [(p, piece) for p, piece in zip(self.params, pieces) if has_extension(piece)]
+        if any(piece.is_meta for piece in pieces):
+            plain, own = [], list(zip(self.params, pieces))
+        device = self.mesh.device
+        with torch.inference_mode(False), torch.no_grad():
+            for param, piece in own:
+                if param.sharded is None or piece.is_meta or piece is not param.local:
+                    where = "cpu" if self.offloads and not piece.is_meta else piece.device
+                    piece = _own(piece, param, where)
+                self._set(param, piece)  # the object itself: an extension may be an attribute of it
+            items = [Item(p.spec.layout, x.dtype, compute_dtype(x.dtype, p.policy)) for p, x in plain]
+            target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
+            fits = self._plan is not None and self._flat is not None and self._flat.device == target
+            if not fits or items != self._items or [p for p, _ in plain] != self._plain:
+                self._start_anew([p for p, _ in plain], items, target)
+                with_extension = [p for p, x in own if not x.is_meta]
+                self.extensions = GroupExtensions(
+                    [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
+                )
+            for i, (param, piece) in enumerate(plain):
+                view = self._view(i)
+                if view.data_ptr() != piece.data_ptr() or not view.numel():
+                    view.copy_(piece)
+                self._set(param, view)
+
+    def _start_anew(self, plain: list[FSDPParam], items: list[Item], device: torch.device) -> None:
+        self._plain, self._items = plain, items
+        self._plan = plan_flat(items, self._sizes(self.options))
+        flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
+        self._flat = flat.pin_memory() if self.pins else flat
+        self._full = self._gather = self._subgroup = None
+
+    def _view(self, i: int) -> torch.Tensor:
+        """The shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
+
+        It starts at its storage's beginning and ends at its end, so that copying, saving and pickling take it alone.
+        """
+        assert self._flat is not None and self._plan is not None
+        spec, dtype, start = self._plain[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
+        storage = self._flat.untyped_storage()[start : start + spec.shard_numel * dtype.itemsize]
+        shard = torch.empty(0, dtype=dtype, device=self._flat.device)
+        return shard.set_(storage, 0, spec.shard_shape, spec.shard_stride)
+
+    def _set(self, param: FSDPParam, local: torch.Tensor) -> None:
+        self._placed[param] = local
+        param.set_shard(local)
+
+    # ---- full parameters ----
+
+    def gather_buffers(self) -> GatherBuffers:
+        """What a gather reads and writes, with the full parameters made on first use."""
+        if self._gather is not None:
+            return self._gather
+        assert self._plan is not None and self._flat is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._full = Buffer(self._plan.full_bytes, self.mesh.device)
+            self._gather = GatherBuffers(self._items, self._plan, self._flat, self.mesh.shard.size, self._full)
+            self._fulls = []
+            for i, (param, item) in enumerate(zip(self._plain, self._items)):
+                layout, place = item.layout, self._plan.full_offset[i]
+                flat = self._full.view(place, layout.full_storage_numel, item.wire_dtype)
+                self._fulls.append(flat.as_strided(layout.shape, layout.stride))
+                param.set_full(flat)
+        self._full.free()
+        return self._gather
+
+    def free_full(self) -> None:
+        """Give back the memory of the full parameters, unless it was asked to stay where it is."""
+        if self.options.keep_full_storage:
+            return
+        if self._full is not None:
+            self._full.free()
+        self.extensions.free()
+
+    def subgroup(self, size: int) -> SubgroupShards:
+        """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""
+        if self._subgroup is None or self._subgroup.axis.size != size:
+            gather, sizes = self.gather_buffers(), self._sizes(self.options)
+            with torch.inference_mode(False), torch.no_grad():
+                self._subgroup = SubgroupShards(self._plain, gather, self._fulls, self.mesh, size, sizes)
+        return self._subgroup
+
+
+def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:
+    """``piece`` as a tensor on ``device`` with the layout's strides and no part in the original's storage."""
+    spec = param.spec
+    if type(piece) is not torch.Tensor and not piece.is_meta:
+        copied = piece.detach().new_zeros(piece.shape)  # not clone: NF4's quantizes anew, with other blocks
+        copied.copy_(piece.detach())
+        return copied if copied.device == torch.device(device) else copied.to(device)
+    own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=piece.dtype, device=device)
+    return own if piece.is_meta else own.copy_(piece.detach())
+
+
+def _check_replacement(param: FSDPParam, shown: object) -> None:
+    shape, placements = tuple(param.spec.layout.shape), param.spec.dtensor.placements
+    if param.spec.dtensor.tensor_meta is not None:
+        shape = tuple(param.spec.dtensor.tensor_meta.shape)
+    if isinstance(shown, DTensor):
+        if tuple(shown.shape) == shape and shown.placements == placements:
+            return
+        got = f"a DTensor of shape {tuple(shown.shape)} placed as {shown.placements}"
+    elif isinstance(shown, torch.Tensor):
+        got = f"a {type(shown).__name__} of shape {tuple(shown.shape)}"
+    else:
+        got = repr(shown)
+    raise RuntimeError(
+        f"{param.name}: the sharded parameter was replaced on its module; got {got}; expected a DTensor of shape "
+        f"{shape} placed as {placements}. Load values with load_state_dict or copy_ them into the sharded parameter, "
+        "or replace parameters before fully_shard"
+    )

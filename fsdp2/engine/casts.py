@@ -1,0 +1,59 @@
+"""What a policy casts: a plain parameter on the wire, and what a forward takes and returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdp2.autograd.trees import map_tensors
+from fsdp2.policies import MixedPrecisionPolicy
+
+__all__ = ["cast_inputs", "cast_output", "compute_dtype", "reduce_dtype"]
+
+# What ``reduce_dtype=None`` means is for torch to say, whose class it is: 2.15 made it the parameter's own dtype.
+_OWN_DTYPE_BY_DEFAULT = torch.__version__ >= "2.15"
+
+
+def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype of the full parameter: ``param_dtype`` for floating-point parameters, their own for all others."""
+    if policy.param_dtype is None or not dtype.is_floating_point:
+        return dtype
+    return policy.param_dtype
+
+
+def reduce_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype gradients are summed in: ``reduce_dtype`` for floating-point ones.
+
+    Without one it is the parameter's from torch 2.15 on, and the gradient's before.
+    """
+    if not dtype.is_floating_point:
+        return dtype
+    return policy.reduce_dtype or (dtype if _OWN_DTYPE_BY_DEFAULT else compute_dtype(dtype, policy))
+
+
+def cast_inputs(
+    policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What forward is called with: floating-point tensors in ``param_dtype``, where the policy casts inputs."""
+    dtype = policy.param_dtype
+    wanted: Any = policy.cast_forward_inputs  # a function too: which tensors to cast
+    if dtype is None or not wanted:
+        return args, kwargs
+    if callable(wanted):
+        return map_tensors(lambda t: _cast_floating(t, dtype) if wanted(t) else t, (args, kwargs))
+    return map_tensors(lambda t: _cast_floating(t, dtype), (args, kwargs))
+
+
+def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
+    """What forward returns, its floating-point tensors in ``output_dtype``."""
+    dtype = policy.output_dtype
+    if dtype is None:
+        return output
+    return map_tensors(lambda t: _cast_floating(t, dtype), output, objects=True)
+
+
+def _cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

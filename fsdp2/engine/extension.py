@@ -1,0 +1,189 @@
+"""All-gather extensions: tensors that say themselves what of them travels and how the full tensor is made of it.
+
+A shard whose local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (torchao's float8 weights, say) is
+sent as whatever the first returns. The contract is torch's: two accepted signatures, ``out=`` from the second gather
+on, and results that may alias the gathered tensors, whose storages are freed and allocated again with the parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.comm.streams import ComputeLane, Lane
+from fsdp2.engine.param import FSDPParam
+
+__all__ = ["GatherExtension", "GroupExtensions", "has_extension"]
+
+
+def has_extension(local: torch.Tensor) -> bool:
+    """Whether ``local`` decides itself what travels.
+
+    Raises:
+        AssertionError: it defines only one of the two functions (torch's contract).
+    """
+    pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if pre != post:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
+            f"{type(local).__name__} defines {'the first' if pre else 'the second'} only"
+        )
+    return pre
+
+
+class GatherExtension:
+    """The extension of one parameter, between its gathers."""
+
+    def __init__(self, param: FSDPParam, mesh: DeviceMesh, device: torch.device) -> None:
+        self.param = param
+        self.mesh = mesh
+        self.device = device
+        self.outputs: list[torch.Tensor] = []
+        self._inner: list[torch.Tensor] = []
+        self._input_sizes: list[torch.Size] = []
+        self._metadata: Any = None
+
+    def encode(self) -> list[torch.Tensor]:
+        """This rank's inputs of the gather, 1D each and of the same size on every rank."""
+        local = self.param.local
+        if local.device != self.device:
+            local = local.to(self.device, non_blocking=True)
+        arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]  # it has one
+        layout = self.param.spec.layout
+        if arguments == 1:
+            inputs, self._metadata = local.fsdp_pre_all_gather(self.mesh)  # type: ignore[attr-defined]  # it has one
+        elif arguments == 5:
+            inputs, self._metadata = local.fsdp_pre_all_gather(  # type: ignore[attr-defined]  # it has one
+                self.mesh, torch.Size(layout.shape), layout.stride, self.param.module, self.param.policy
+            )
+        else:
+            raise AssertionError(
+                f"{self.param.name}: Invalid fsdp_pre_all_gather with {arguments} parameters\nExpects "
+                "fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], "
+                "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
+            )
+        padded = [self._pad(tensor) for tensor in inputs]
+        self._input_sizes = [tensor.size() for tensor in padded]
+        return [tensor.contiguous().view(-1) for tensor in padded]
+
+    def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Inputs shaped like an uneven piece grow to the first rank's, since all ranks must send the same size."""
+        spec = self.param.spec
+        slot = torch.Size(spec.layout.shard_shape(0))
+        if tensor.size() != torch.Size(spec.shard_shape) or tensor.size() == slot:
+            return tensor
+        padded = tensor.new_zeros(slot)
+        spec_dim = spec.layout.dim
+        assert spec_dim is not None
+        padded.narrow(spec_dim, 0, tensor.size(spec_dim)).copy_(tensor)
+        return padded
+
+    def allocate(self, inputs: list[torch.Tensor], ranks: int) -> None:
+        """Make room for the gathered inputs; the tensor objects stay the same from gather to gather."""
+        if len(self.outputs) != len(inputs):
+            with torch.inference_mode(False):
+                self.outputs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=self.device) for t in inputs]
+        for tensor in self.outputs:
+            _allocate(tensor)
+
+    def fill(self, rows: list[torch.Tensor]) -> None:
+        """Take the gathered inputs: ``rows[i]`` is (ranks, numel) of input i."""
+        layout = self.param.spec.layout
+        for output, row, size in zip(self.outputs, rows, self._input_sizes):
+            target = output.data  # a version counter of its own: autograd must not see the write
+            if layout.rank_major or size != torch.Size(layout.shard_shape(0)):
+                target.view(row.shape).copy_(row)
+            else:
+                assert layout.dim is not None
+                whole = list(size)
+                whole[layout.dim] *= row.shape[0]
+                torch.cat(row.view(row.shape[0], *size).unbind(0), dim=layout.dim, out=target.view(whole))
+
+    def decode(self) -> None:
+        """Make the full parameter of the gathered inputs, or let it follow them if it is there."""
+        param = self.param
+        local: Any = param.local
+        gathered = tuple(
+            output.view(-1, *size[1:]) if len(size) > 0 else output
+            for output, size in zip(self.outputs, self._input_sizes)
+        )
+        dtype = param.compute_dtype
+        if param.full is not None:
+            for tensor in self._inner:
+                _allocate(tensor)
+            local.fsdp_post_all_gather(gathered, self._metadata, dtype, out=param.full)
+        else:
+            full, inner = local.fsdp_post_all_gather(gathered, self._metadata, dtype)
+            self._inner = list(inner)
+            with torch.no_grad():
+                param.set_full(full)
+        self._metadata = None
+
+    def free(self) -> None:
+        """Give back the memory of the full parameter."""
+        for tensor in (*self.outputs, *self._inner):
+            storage = tensor.untyped_storage()
+            if storage.size() != 0:
+                storage.resize_(0)
+
+
+class GroupExtensions:
+    """The extensions of one group's parameters; what they send travels with the group's packed run."""
+
+    def __init__(self, extensions: list[GatherExtension]) -> None:
+        self._extensions = extensions
+        self._counts: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._extensions)
+
+    @property
+    def params(self) -> set[FSDPParam]:
+        """The parameters that have an extension."""
+        return {extension.param for extension in self._extensions}
+
+    def describe(self, sizes: Sequence[int]) -> str:
+        """Who sends how much: ``sizes`` are the elements of what ``encode`` returned last."""
+        parts, rest = [], list(sizes)
+        for extension, count in zip(self._extensions, self._counts):
+            parts.append(f"{extension.param.name} sends {' + '.join(map(str, rest[:count]))} elements")
+            rest = rest[count:]
+        return ", ".join(parts)
+
+    def encode(self, ranks: int, lane: Lane) -> list[torch.Tensor]:
+        """What this rank sends, with room made for what ``ranks`` of them do."""
+        sent: list[torch.Tensor] = []
+        self._counts = []
+        with torch.no_grad(), lane.after():
+            for extension in self._extensions:
+                inputs = extension.encode()
+                extension.allocate(inputs, ranks)
+                self._counts.append(len(inputs))
+                sent += inputs
+        return sent
+
+    def decode(self, rows: list[torch.Tensor], lane: Lane, compute: ComputeLane) -> None:
+        """Full parameters from what was gathered, one (ranks, numel) per tensor sent."""
+        with torch.no_grad(), lane.after() as done:
+            for extension, count in zip(self._extensions, self._counts):
+                extension.fill(rows[:count])
+                rows = rows[count:]
+        compute.wait(done.event)
+        for extension in self._extensions:
+            extension.decode()
+
+    def free(self) -> None:
+        """Give back the memory of the full parameters."""
+        for extension in self._extensions:
+            extension.free()
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    nbytes = tensor.numel() * tensor.itemsize
+    storage = tensor.untyped_storage()
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)

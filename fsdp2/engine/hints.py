@@ -1,0 +1,128 @@
+"""A word on shards that were computed with: torch's error says that tensors were mixed, not which and what to do.
+
+DTensor raises it before any Python code of ours could run, so it is explained afterwards: on Python 3.12 and newer as
+soon as it is raised, on older ones when it leaves the forward of a root, and when the process ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import linecache
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+
+from torch import nn
+
+from fsdp2.engine.param import FSDPParam
+
+__all__ = ["Shards", "explain", "explain_outside_forward"]
+
+logger = logging.getLogger("fsdp2")
+
+_TEXT = "got mixed torch.Tensor and DTensor"
+_REMEDY = (
+    "use it inside `with fsdp2.use_weights(module):`, where module is the one that has the parameter, or call that "
+    "module instead"
+)
+_SHOWN = 8
+_FREE_TOOLS = (3, 4)  # of sys.monitoring's, those that are for no particular kind of tool
+_registered = False
+
+Shards = Callable[[], dict[FSDPParam, str]]
+"""The parameters that modules show shards of at the moment, each with the name of its unit."""
+
+
+def _hint(error: BaseException | None, shards: Shards) -> str | None:
+    """Which parameters ``error`` is about and what to do; None if it is not about shards that were computed with."""
+    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
+        return None
+    if not error.args or not isinstance(error.args[0], str) or _TEXT not in error.args[0]:
+        return None
+    place = error.__traceback__
+    while place.tb_next is not None:
+        place = place.tb_next
+    units = shards()
+    used, named = _used(place, units)
+    if not used:
+        return None
+    names = ", ".join(f"{p.name} (unit {units[p] or 'the root'!r})" for p in used[:_SHOWN])
+    names = f"{'' if named else 'possibly '}{names}{', ...' if len(used) > _SHOWN else ''}"
+    return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
+
+
+def _used(place: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPParam], bool]:
+    """Those of ``params`` that the failing lines name or, if there is none, that their function does; which it was."""
+    frame, code = place.tb_frame, place.tb_frame.f_code
+    text = _lines(place)
+    meant = {id(_follow(path, frame.f_locals)) for path in re.findall(r"\w+(?:\.\w+)*", text)}
+    used = [p for p in params if id(p.sharded) in meant]
+    if used:
+        return used, True
+    for words, named in (({*re.findall(r"\w+", text)}, True), ({*code.co_names, *code.co_varnames}, False)):
+        values = {id(value) for name, value in frame.f_locals.items() if name in words}
+        used = [p for p in params if id(p.sharded) in values or {*p.name.split(".")[-2:]} <= words]
+        if used:
+            return used, named
+    return [], False
+
+
+def _follow(path: str, values: Mapping[str, object]) -> object:
+    """What a path like ``self.head.weight`` leads to, through modules only: nothing else is asked for attributes."""
+    first, *rest = path.split(".")
+    value = values.get(first)
+    for name in rest:
+        if not isinstance(value, nn.Module):
+            return None
+        value = value._parameters.get(name, value._modules.get(name))
+    return value
+
+
+def _lines(place: TracebackType) -> str:
+    """The failing expression's lines."""
+    first = last = place.tb_lineno
+    if sys.version_info >= (3, 11):
+        _, last_known, _, _ = next(itertools.islice(place.tb_frame.f_code.co_positions(), place.tb_lasti // 2, None))
+        last = last_known or first
+    return "".join(linecache.getline(place.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
+
+
+def explain(error: BaseException | None, shards: Shards) -> None:
+    """Add to the text of ``error`` what it is about, once."""
+    text = _hint(error, shards)
+    if error is not None and text is not None and text not in str(error):
+        error.args = (f"{error}\n{text}", *error.args[1:])
+
+
+def explain_outside_forward(shards: Shards) -> None:
+    """Explain such errors wherever they are raised, as well as Python lets us; ``shards`` is asked of all models."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    atexit.register(_at_exit, shards)
+    _explain_when_raised(shards)
+
+
+def _explain_when_raised(shards: Shards) -> None:
+    """Have Python tell of every exception, if it can: costs nothing without one, and a look at its type with one."""
+    if sys.version_info < (3, 12):
+        return
+    monitoring = sys.monitoring
+    tool = next((tool for tool in _FREE_TOOLS if monitoring.get_tool(tool) is None), None)
+    if tool is None:  # others monitor in all places that are not meant for debuggers and the like
+        return
+    raised = monitoring.events.RAISE
+    monitoring.use_tool_id(tool, "fsdp2")
+    monitoring.register_callback(tool, raised, lambda code, offset, error: explain(error, shards))
+    monitoring.set_events(tool, raised)
+
+
+def _at_exit(shards: Shards) -> None:
+    error = getattr(sys, "last_value", None)
+    text = _hint(error, shards)
+    if text is not None and text not in str(error):
+        logger.error("%s", text)

@@ -1,0 +1,361 @@
+"""One managed parameter: its shard, its full tensor, which of them the module shows, and where its gradient is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2._torch import (
+    AsyncCollectiveTensor,
+    dtensor_from_local,
+    dtensor_spec,
+    gradient_hooks,
+    local_tensor,
+    overrides_setattr,
+    python_attributes,
+    set_local_tensor,
+)
+from fsdp2.autograd.hooks import carry_hooks
+from fsdp2.engine.casts import compute_dtype, reduce_dtype
+from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.sharding.spec import ShardedSpec
+
+__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "is_temporary", "lend_gradient", "show", "stand_in"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a module shows a parameter; a tied parameter has several."""
+
+    module: nn.Module
+    name: str
+
+    def show(self, param: nn.Parameter) -> None:
+        """Make ``module.name`` be ``param``."""
+        if overrides_setattr(self.module):
+            setattr(self.module, self.name, param)
+        else:
+            self.module._parameters[self.name] = param
+
+
+def is_managed_tensor(value: object) -> bool:
+    """Whether ``value`` is a shard, a full parameter or a piece kept after forward."""
+    return getattr(value, "_fsdp2_managed", False)
+
+
+def is_temporary(value: object) -> bool:
+    """Whether ``value`` is shown while its group is in use; the reduced gradient is on the shard, not on it."""
+    return getattr(value, "_fsdp2_temporary", False)
+
+
+def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Let ``lent``, which shows a shard's memory as a plain tensor, have the shard's gradient; None ends that."""
+    lent.grad = grad
+
+
+def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:
+    """Make the modules show one of the tensors of each parameter; whether requires_grad of any changed since."""
+    changed = False
+    for param in params:
+        sharded, full, before = param.sharded, param.full, param.requires_grad
+        if (
+            sharded.requires_grad != before  # type: ignore[union-attr]  # a group's has one
+            or (full is not None and full.requires_grad != before)
+            or param.subgroup is not None
+        ):
+            changed |= param.sync_requires_grad()
+        shown = sharded if which == "sharded" else full if which == "full" else param.subgroup
+        if param.direct_slots:
+            for slot in param.slots:
+                slot.module._parameters[slot.name] = shown
+        else:
+            for slot in param.slots:
+                slot.show(shown)  # type: ignore[arg-type]  # it was made before
+    return changed
+
+
+def stand_in(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
+    """A plain parameter of ``value`` itself that looks like ``param``, for modules to show for a while."""
+    shown = nn.Parameter(value, requires_grad=param.requires_grad)
+    shown.__dict__.update(param.attributes, _fsdp2_managed=True)
+    shown.grad = grad
+    return shown
+
+
+class FSDPParam:
+    """One parameter of a group.
+
+    ``sharded`` is the DTensor the optimizer sees, its local tensor a view into the group's shard buffer. ``full`` is
+    the autograd leaf that forward uses, a view into the group's full buffer; both live as long as the buffers.
+    """
+
+    def __init__(
+        self,
+        original: nn.Parameter,
+        spec: ShardedSpec,
+        slots: list[Slot],
+        name: str,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.policy = policy
+        self.set_slots(slots)
+        self.attributes = python_attributes(original)
+        self.hooks = gradient_hooks(original)
+        self.sharded: nn.Parameter | None = None
+        self.full: nn.Parameter | None = None
+        self.subgroup: nn.Parameter | None = None
+        self.requires_grad = original.requires_grad
+        # The gradient of backwards that did not reduce, in the reduce dtype where that differs from autograd's.
+        self._unreduced: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        layout = self.spec.layout
+        return f"FSDPParam({self.name}, {tuple(layout.shape)}, dim={layout.dim}, ranks={layout.ranks})"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FSDPParam:
+        """Sharded modules copy their parameters themselves, and with them the units they belong to."""
+        raise NotImplementedError(
+            f"{self.name}: a part of a sharded unit cannot be deep-copied; copy the module that fully_shard was called "
+            "on, or one that contains it"
+        )
+
+    # ---- the shard ----
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the parameter is kept, optimized and saved in."""
+        assert self.sharded is not None
+        return self.sharded.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the full parameter, as forward computes with it."""
+        return compute_dtype(self.dtype, self.policy)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype its gradients are summed in."""
+        return reduce_dtype(self.dtype, self.policy)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's piece as a plain tensor."""
+        return local_tensor(self.sharded)
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """The elements of this rank's piece, which an all-gather extension may keep in a tensor inside its own.
+
+        None if there is not exactly one such tensor, of the same shape and dtype.
+        """
+        local = self.local
+        if not hasattr(local, "__tensor_flatten__"):
+            return local
+        inside = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+        if len(inside) == 1 and (inside[0].shape, inside[0].dtype) == (local.shape, local.dtype):
+            return inside[0]
+        return None
+
+    def write(self, value: torch.Tensor, *, full: bool) -> None:
+        """Take this rank's piece of ``value``, plain and full; with ``full`` the full parameter in memory follows."""
+        data, value = self.data, self.spec.of_plain(value)
+        assert data is not None
+        data.copy_(self.spec.cut(value))
+        if full and self.full is not None:
+            plain = local_tensor(self.full) if self.spec.full is not None else self.full
+            plain.data.copy_(value)  # a version counter of its own: graphs that saved the parameter stay usable
+
+    def set_slots(self, slots: list[Slot]) -> None:
+        """Show the parameter in these places."""
+        self.slots = slots
+        self.direct_slots = not any(overrides_setattr(slot.module) for slot in slots)
+
+    @property
+    def module(self) -> nn.Module:
+        """The first module that shows the parameter."""
+        return self.slots[0].module
+
+    def set_shard(self, local: torch.Tensor) -> None:
+        """Keep the piece in ``local`` from now on; an existing DTensor keeps its identity, hooks and attributes."""
+        if self.sharded is not None:
+            set_local_tensor(self.sharded, local)
+            return
+        sharded = nn.Parameter(self.spec.shard(local), requires_grad=self.requires_grad)
+        # nn.Parameter made an alias of the local tensor, with an equal spec from torch's cache, which may hold an equal
+        # mesh that somebody else made.
+        set_local_tensor(sharded, local, self.spec.dtensor)
+        sharded.__dict__.update(self.attributes, _fsdp2_managed=True)
+        if self.hooks is not None:
+            carry_hooks(sharded, *self.hooks)
+        self.sharded = sharded
+
+    def adopt_shard(self, sharded: nn.Parameter) -> None:
+        """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there.
+
+        The one before gets memory of its own: ``functional_call`` shows other values for a while and puts it back.
+        """
+        if self.sharded is not None and self.sharded is not sharded:
+            set_local_tensor(self.sharded, self.local.detach().clone())
+        for name, value in self.attributes.items():
+            sharded.__dict__.setdefault(name, value)
+        sharded.__dict__["_fsdp2_managed"] = True
+        self.sharded = sharded
+        self.requires_grad = sharded.requires_grad
+        for other in (self.full, self.subgroup):
+            if other is not None:
+                other.requires_grad_(self.requires_grad)
+        self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))
+
+    @torch.no_grad()
+    def take_value(self, whole: nn.Parameter) -> None:
+        """Have the value of ``whole``, with its attributes, its requires_grad and, so far, without a gradient."""
+        sharded = self.sharded
+        assert sharded is not None
+        self.local.copy_(self.spec.cut(whole))
+        sharded.grad = None
+        sharded.requires_grad_(whole.requires_grad)
+        sharded.__dict__.update(python_attributes(whole))
+
+    def set_full(self, tensor: torch.Tensor) -> None:
+        """Use ``tensor`` (this parameter's place in the full buffer, 1D) as the full parameter from now on."""
+        if self.full is not None:
+            self._unreduced = self.take_gradient()
+        layout = self.spec.layout
+        full = tensor.as_strided(layout.shape, layout.stride, tensor.storage_offset())  # NF4 knows no default offset
+        full = self.spec.wrap_full(full)
+        self.full = nn.Parameter(full, requires_grad=self.requires_grad)
+        self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
+
+    # ---- what the module shows ----
+
+    def sync_requires_grad(self) -> bool:
+        """Carry a change of requires_grad from where it was made to the other tensors; whether there was one."""
+        before = self.requires_grad
+        shown = (self.sharded, self.full, self.subgroup)
+        if all(tensor is None or tensor.requires_grad == before for tensor in shown):
+            return False
+        self.requires_grad = not before
+        for tensor in shown:
+            if tensor is not None:
+                tensor.requires_grad_(self.requires_grad)
+        return True
+
+    # ---- gradients ----
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return self._unreduced is not None or (self.full is not None and self.full.grad is not None)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The full gradient, kept nowhere else from now on: autograd's plus that of backwards that did not reduce.
+
+        Raises:
+            NotImplementedError: the gradient is sparse.
+        """
+        full = self.full
+        grad = None if full is None else full.grad
+        if full is not None and grad is not None:
+            full.grad = None
+            if type(grad) is not torch.Tensor:
+                grad = self.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)
+                grad = grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+            if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
+                grad = grad.detach()
+            if grad.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"{self.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
+                )
+        if self._unreduced is None:
+            return grad
+        total, self._unreduced = self._unreduced, None
+        if grad is not None:
+            total += grad
+        return total
+
+    def keep_gradient(self) -> None:
+        """Keep this backward's gradient unreduced, in the reduce dtype, until a backward reduces."""
+        full, dtype = self.full, self.reduce_dtype
+        if full is None or full.grad is None:
+            return
+        if self._unreduced is None and full.grad.dtype == dtype:
+            return  # autograd adds the next one in place
+        total = self.take_gradient()
+        assert total is not None
+        self._unreduced = total.to(dtype)
+
+    def drop_gradient(self) -> None:
+        """Forget what was not reduced (recovery)."""
+        self._unreduced = None
+        if self.full is not None:
+            self.full.grad = None
+
+    def accumulate_gradient(self, shard: torch.Tensor) -> None:
+        """Add ``shard`` (this rank's piece of the reduced gradient) to the sharded parameter's, then run its hooks."""
+        sharded = self.sharded
+        assert sharded is not None
+        grad = dtensor_from_local(shard, self.spec.dtensor)
+        hooks = gradient_hooks(sharded)
+        for hook in hooks[0] if hooks else ():
+            changed = hook(grad)
+            grad = grad if changed is None else changed  # type: ignore[assignment]  # a DTensor
+        if sharded.grad is None:
+            sharded.grad = grad
+        else:
+            local_tensor(sharded.grad).add_(local_tensor(grad))
+        for hook in hooks[1] if hooks else ():
+            hook(sharded)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's piece of the reduced gradient."""
+        grad = None if self.sharded is None else self.sharded.grad
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor) and grad.placements != self.spec.dtensor.placements:
+            grad = grad.redistribute(placements=self.spec.dtensor.placements)
+        return local_tensor(grad)
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        """Make this rank's piece of ``value``, a plain full tensor, the reduced gradient; None for no gradient."""
+        sharded, spec = self.sharded, self.spec
+        assert sharded is not None
+        if value is None:
+            sharded.grad = None
+            return
+        cut = spec.cut(spec.of_plain(value.detach()))
+        if not isinstance(sharded.grad, DTensor) or sharded.grad.placements != spec.dtensor.placements:
+            own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=cut.dtype, device=self.local.device)
+            sharded.grad = spec.shard_as(own)
+        local_tensor(sharded.grad).copy_(cut)
+
+    # ---- names that other libraries read ----
+
+    @property
+    def sharded_param(self) -> nn.Parameter | None:
+        """``sharded``."""
+        return self.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        """``full``."""
+        return self.full
+
+    @property
+    def _unsharded_param(self) -> nn.Parameter | None:
+        return self.full
+
+    @property
+    def _param_fqn(self) -> str:
+        return self.name
+
+    @property
+    def fsdp_placement(self) -> Shard | None:
+        """How the parameter is cut; None if it is not."""
+        return None if self.spec.layout.dim is None else Shard(self.spec.layout.dim)

@@ -1,0 +1,277 @@
+"""A group's gradients on their way out: which chunk leaves when, and what is kept for a later backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp2._torch import accumulate_grad_node, graph_task_id, will_execute
+from fsdp2._trace import emit
+from fsdp2.autograd.hooks import hook_gradient
+from fsdp2.comm.reduce import ReducePlan, reduce_chunk
+from fsdp2.comm.scaling import choose_scaling
+from fsdp2.engine.lifecycle import Phase
+from fsdp2.engine.param import FSDPParam
+from fsdp2.sharding.packing import ChunkPlan, RowPlan, plan_chunks
+
+if TYPE_CHECKING:
+    from fsdp2.engine.group import FSDPParamGroup
+
+__all__ = ["GroupGradients"]
+
+
+class GroupGradients:
+    """Streams the gradients of one group: chunks of large ones leave as they are finished, the rest at the end.
+
+    Chunks leave in one fixed order, so every rank launches the same collectives in the same order whatever the order
+    in which autograd finishes the gradients.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+        self._plan: ChunkPlan | None = None
+        self._plans: dict[tuple[torch.dtype, int, bool], ReducePlan] = {}
+        self._rows: dict[tuple[int, ...], RowPlan] = {}
+        self._chunk_of: dict[int, int] = {}
+        self._ready: list[set[int]] = []
+        self._launched = 0
+        self._hooked: dict[int, torch.Tensor] = {}
+        self._nodes: dict[int, Any] = {}
+        self._awaited: set[int] | None = None
+        self._task = -1
+        # A backward did not reduce, so gradients may be in the reduce dtype, on whichever ranks have them.
+        self._kept = False
+        # Sums over the shard axis that were not all-reduced yet, by parameter.
+        self._partial: dict[int, torch.Tensor] = {}
+
+    def forget_plan(self) -> None:
+        """Plan anew: parameters, their dtypes or what is trainable changed."""
+        self._plan = None
+        self._plans.clear()
+        self._rows.clear()
+
+    # ---- planning ----
+
+    def _keys(self, trainable: list[int]) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+        params = [self._group.params[i] for i in trainable]
+        return [(param.compute_dtype, param.reduce_dtype, param.dtype) for param in params]
+
+    def _make_plan(self) -> ChunkPlan:
+        params = self._group.params
+        reduced = [i for i, param in enumerate(params) if param.requires_grad or param.has_gradient]
+        keys = self._keys(reduced)
+        nbytes = [params[i].spec.layout.numel * key[0].itemsize for i, key in zip(reduced, keys)]
+        plan = plan_chunks(keys, nbytes, self._group.options.sizes)
+        self._plan = plan = ChunkPlan(
+            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
+            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
+        )
+        self._chunk_of = {i: c for c, chunk in enumerate(plan.chunks) for i in chunk}
+        for chunk in plan.streamed:
+            for i in chunk:
+                self._hook(i)
+        return plan
+
+    def _hook(self, i: int) -> None:
+        """Learn when parameter ``i``'s gradient is finished; once per full parameter."""
+        full = self._group.params[i].full
+        assert full is not None
+        if self._hooked.get(i) is full:
+            return
+        self._hooked[i] = full
+        self._nodes.pop(i, None)
+        reference = weakref.ref(self)
+
+        def ready(tensor: torch.Tensor) -> None:
+            gradients = reference()
+            if gradients is not None:
+                gradients._finished(i)
+
+        hook_gradient(full, ready)
+
+    # ---- one backward ----
+
+    def begin_backward(self, *, count: bool, watch_all: bool) -> None:
+        """Backward enters the group; with ``count`` its post-backward runs when the last gradient is finished.
+
+        With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
+        """
+        plan = self._plan or self._make_plan()
+        self._ready = [set() for _ in plan.streamed]
+        self._launched = 0
+        self._awaited = self._expected() if count else None
+        self._task = graph_task_id()
+        if watch_all:
+            self.watch_all()
+
+    def watch_all(self) -> None:
+        """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
+        if self._plan is None:
+            self._make_plan()
+        for i in self._chunk_of:
+            self._hook(i)
+
+    def _expected(self) -> set[int] | None:
+        expected = set()
+        for i in self._chunk_of:
+            self._hook(i)
+            if i not in self._nodes:
+                full = self._group.params[i].full
+                assert full is not None
+                self._nodes[i] = accumulate_grad_node(full)
+            if will_execute(self._nodes[i]):
+                expected.add(i)
+        return expected or None
+
+    def _finished(self, i: int) -> None:
+        """Autograd has finished parameter ``i``'s gradient."""
+        group = self._group
+        group.root.queue_end()  # also where nothing before told that a backward runs
+        plan = self._plan
+        if group.lifecycle.phase is not Phase.BACKWARD or plan is None:
+            return
+        if group.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
+            self._ready[self._chunk_of[i]].add(i)
+            while self._launched < len(plan.streamed) and self._complete(plan.streamed[self._launched]):
+                self._launched += 1
+                self._launch(plan.streamed[self._launched - 1])
+        # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
+        if self._awaited is not None and graph_task_id() == self._task:
+            self._awaited.discard(i)
+            if not self._awaited:
+                self._awaited = None
+                group.post_backward()
+
+    def reduce_rest(self) -> None:
+        """Reduce every gradient that is there and has not left."""
+        params, unused = self._group.params, self._group.options.reduce_unused
+        if self._plan is None and not unused and not any(param.has_gradient for param in params):
+            return
+        plan = self._plan or self._make_plan()
+        self._awaited = None
+        for c, chunk in enumerate(plan.chunks):
+            sent = c < self._launched
+            present = [i for i in chunk if params[i].has_gradient or (not sent and (unused or self._must_flush(i)))]
+            if present:
+                self._launch(tuple(present))
+        self._launched = 0
+        self._kept = False
+
+    def left_over(self) -> bool:
+        """Whether autograd finished a gradient after the group's last reduction, which should have been part of it."""
+        if self._group.options.reduce_gradients:
+            for param in self._group.params:
+                if param.full is not None and param.full.grad is not None:
+                    return True
+        return False
+
+    def _complete(self, chunk: tuple[int, ...]) -> bool:
+        return len(self._ready[self._launched]) == len(chunk)
+
+    def _must_flush(self, i: int) -> bool:
+        return i in self._partial and self._group.options.all_reduce_gradients
+
+    def keep(self) -> None:
+        """Leave the gradients unreduced for a later backward."""
+        self._kept = True
+        for param in self._group.params:
+            if param.requires_grad:
+                param.keep_gradient()
+
+    def reset(self) -> None:
+        """Drop everything unreduced."""
+        self._partial.clear()
+        self._kept = False
+        self._awaited = None
+        for param in self._group.params:
+            param.drop_gradient()
+
+    # ---- one chunk ----
+
+    def _launch(self, indices: tuple[int, ...]) -> None:
+        group = self._group
+        if group.root.agreement is not None:
+            group.root.agreement.about_to("reduce", group, indices)
+        params = [group.params[i] for i in indices]
+        grads = []
+        for param in params:
+            grad = param.take_gradient()
+            grads.append(_zeros(param, group) if grad is None else grad)
+
+        def deliver(shards: list[torch.Tensor]) -> None:
+            for param, shard in zip(params, shards):
+                param.accumulate_gradient(shard)
+
+        emit("reduce", group.name)
+        if indices not in self._rows:
+            layouts = [param.spec.layout for param in params]
+            self._rows[indices] = RowPlan(layouts, self._row_padding(params[0].reduce_dtype))
+        if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
+            deliver([torch.empty(p.spec.shard_shape, dtype=p.dtype, device=p.local.device) for p in params])
+            return
+        settle = self._settle(indices) if group.mesh.replicate.size > 1 else None
+        comm, plan = group.root.comm, self._reduce_plan(params[0])
+        operation = reduce_chunk(grads, self._rows[indices], plan, comm.lanes, deliver, settle)
+        del grads
+        comm.reductions.add(operation)
+
+    def _row_padding(self, dtype: torch.dtype) -> int:
+        """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'."""
+        if self._group.mesh.shard.backend != "nccl":
+            return 1
+        return max(16 // dtype.itemsize, 1)
+
+    def _reduce_plan(self, param: FSDPParam) -> ReducePlan:
+        key = (param.dtype, id(param.policy), self._kept)
+        if key not in self._plans:
+            self._plans[key] = self._make_reduce_plan(param)
+        return self._plans[key]
+
+    def _make_reduce_plan(self, param: FSDPParam) -> ReducePlan:
+        group = self._group
+        options, mesh = group.options, group.mesh
+        reduce, computed = param.reduce_dtype, param.compute_dtype
+        wire = computed if not self._kept and computed.itemsize < reduce.itemsize else reduce
+        scaling = choose_scaling(
+            reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
+        )
+        return ReducePlan(
+            shard=group.reduce_axis,
+            replicate=mesh.replicate,
+            reduce_dtype=reduce,
+            wire_dtype=wire,
+            exchange_bytes=options.sizes.exchange_bytes,
+            out_dtype=param.dtype,
+            scaling=scaling,
+            custom=options.reduce_scatter,
+            hook=options.all_reduce_hook,
+            hook_lane=options.all_reduce_lane,
+            offload=group.store.offloads,
+            pin_memory=group.store.pins,
+        )
+
+    def _settle(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
+        """What becomes of sums over the shard axis: joined with earlier ones, then all-reduced (True) or kept."""
+        all_reduce = self._group.options.all_reduce_gradients
+
+        def settle(pieces: list[torch.Tensor]) -> bool:
+            for i, piece in zip(indices, pieces):
+                kept = self._partial.pop(i, None)
+                if kept is not None:
+                    piece += kept
+                if not all_reduce:
+                    self._partial[i] = piece
+            return all_reduce
+
+        return settle
+
+
+def _zeros(param: FSDPParam, group: FSDPParamGroup) -> torch.Tensor:
+    """The gradient of a parameter that took no part, for ranks on which it did."""
+    layout = param.spec.layout
+    return torch.zeros(layout.shape, dtype=param.compute_dtype, device=group.mesh.device).as_strided(
+        layout.shape, layout.stride
+    )

@@ -1,0 +1,70 @@
+"""What a group keeps after forward under ``reshard_after_forward=<int>``: pieces shared by few neighbouring ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fsdp2._torch import foreach_copy, set_local_tensor
+from fsdp2.comm.gather import Buffer, GatherBuffers
+from fsdp2.engine.param import FSDPParam, show
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
+from fsdp2.sharding.packing import TransferSizes, plan_flat
+
+__all__ = ["SubgroupShards"]
+
+
+class SubgroupShards:
+    """The parameters of one group, as computed with, cut over ``size`` neighbouring ranks: gathered from there again.
+
+    The pieces are shown on the modules meanwhile, as DTensors on a mesh of (rest, ``size``).
+    """
+
+    def __init__(
+        self,
+        params: list[FSDPParam],
+        gather: GatherBuffers,
+        fulls: Sequence[torch.Tensor],
+        mesh: DataParallelMesh,
+        size: int,
+        sizes: TransferSizes,
+    ) -> None:
+        """``gather`` is the group's usual gather; ``fulls`` are the plain full tensors in its full buffer."""
+        full, places = gather.full, gather.plan
+        self.params = params
+        self.axis = Axis.of(regroup(mesh.mesh, mesh.mesh.ndim, size), 1)
+        specs = [param.spec.on_subgroup(mesh, size) for param in params]
+        kept = [replace(item, layout=spec.layout, dtype=item.wire_dtype) for item, spec in zip(gather.items, specs)]
+        plan = replace(plan_flat(kept, sizes), full_offset=places.full_offset, full_bytes=places.full_bytes)
+        self._flat = Buffer(plan.shard_bytes, full.bytes.device)
+        self.gather = GatherBuffers(kept, plan, self._flat.bytes, size, full)
+        self._specs, self._pieces, self._sources = specs, [], []
+        for i, (param, spec, item) in enumerate(zip(params, specs, kept)):
+            flat = self._flat.view(plan.shard_offset[i], spec.shard_numel, item.dtype)
+            piece = flat.as_strided(spec.shard_shape, spec.shard_stride)
+            self._pieces.append(piece)
+            self._sources.append(spec.cut(fulls[i]))
+            param.subgroup = nn.Parameter(spec.shard_as(piece), requires_grad=param.requires_grad)
+            set_local_tensor(param.subgroup, piece)
+            param.subgroup.__dict__.update(_fsdp2_managed=True, _fsdp2_temporary=True)
+        self._flat.free()
+
+    def keep(self) -> None:
+        """Copy this rank's pieces out of the full parameters and show them."""
+        self._flat.allocate()
+        with torch.no_grad():
+            foreach_copy(self._pieces, self._sources)
+        show(self.params, "subgroup")
+
+    def write(self, values: Mapping[FSDPParam, torch.Tensor]) -> None:
+        """Let the pieces follow new plain full ``values``, cast to what is computed with."""
+        for param, spec, piece in zip(self.params, self._specs, self._pieces):
+            if param in values:
+                piece.copy_(spec.cut(spec.of_plain(values[param])))
+
+    def free(self) -> None:
+        """Give the pieces' memory back."""
+        self._flat.free()

@@ -1,0 +1,180 @@
+"""``use_local_shards``: an optimizer that treats every element by itself steps on plain local tensors.
+
+An operator on DTensors costs several times one on plain tensors. torch's own optimizers collect a group's tensors in
+lists before they compute; the lists are where DTensors give way to their local tensors, and nowhere else: parameters,
+gradients and state that anybody else sees stay what they were. Other optimizers step on stand-ins (`stand_ins.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import optim
+
+from fsdp2._torch import (
+    AsyncCollectiveTensor,
+    DTensorSpec,
+    around_init_group,
+    dtensor_specs,
+    dynamo_is_tracing,
+    local_tensors,
+    outside_dynamo,
+)
+from fsdp2.autograd.hooks import settle_optimizer
+from fsdp2.optim.alike import agreeing_local, cut_alike, local_state, shown_state
+from fsdp2.optim.collecting import Collecting
+from fsdp2.optim.proxies import step_on_stand_ins
+
+__all__ = ["use_local_shards"]
+
+_ELEMENTWISE = {
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
+_NOT_ELEMENTWISE = {
+    optim.Adafactor: "it averages over whole rows and columns of a parameter",
+    optim.LBFGS: "it takes products over all elements of all parameters",
+    optim.Muon: "it orthogonalizes whole matrices",
+    optim.SparseAdam: "it needs sparse gradients, and those of shards are dense",
+}
+_MARK = "_fsdp2_local_shards"
+
+
+def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -> optim.Optimizer:
+    """The same optimizer, whose steps from now on compute with plain local tensors instead of DTensors.
+
+    Its ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` show DTensors as before, so that schedulers,
+    hooks and checkpoints notice nothing. Results are those of the step on DTensors, bit for bit if the same
+    implementation runs; where neither ``foreach`` nor ``fused`` was chosen, torch takes its loop for DTensors and, on
+    accelerators, ``foreach`` for plain tensors. Plain parameters may share a group with sharded ones. A step that
+    torch.compile traces, or that is ``differentiable``, computes with DTensors as before.
+
+    Args:
+        optimizer: One of torch's that treats every element by itself: SGD, Adam, AdamW, Adagrad, Adadelta, Adamax,
+            NAdam, RAdam, RMSprop, ASGD, Rprop.
+        elementwise: You say so of another class, also of one derived from those: no element's update depends on other
+            elements, and none on the shape. Inside its ``step`` it finds plain parameters, gradients and state. State
+            tensors of a parameter's local shape, other than ``step``, become DTensors.
+
+    Raises:
+        TypeError: ``optimizer`` is none.
+        ValueError: it is not elementwise, or of a class of which that is not known.
+    """
+    if not isinstance(optimizer, optim.Optimizer):
+        raise TypeError(
+            f"use_local_shards: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer "
+            "that a wrapper holds"
+        )
+    kind = type(optimizer)
+    reason = next((reason for known, reason in _NOT_ELEMENTWISE.items() if isinstance(optimizer, known)), None)
+    if reason is not None:
+        raise ValueError(
+            f"use_local_shards: {kind.__name__} cannot step on local shards, because {reason}; got {kind.__name__}, "
+            "expected an elementwise optimizer such as AdamW. Use it as it is, on DTensors"
+        )
+    if kind not in _ELEMENTWISE and not elementwise:
+        raise ValueError(
+            f"use_local_shards: it is not known whether {kind.__module__}.{kind.__qualname__} updates every element by "
+            "itself; got it without elementwise=True, expected one of torch's elementwise optimizers. Pass "
+            "elementwise=True if no element's update depends on other elements or on the shape"
+        )
+    if _MARK not in optimizer.__dict__:
+        optimizer.__dict__[_MARK] = True
+        if kind in _ELEMENTWISE:
+            _step_on_local_lists(optimizer)
+        else:
+            step_on_stand_ins(optimizer)
+    return optimizer
+
+
+def _step_on_local_lists(optimizer: optim.Optimizer) -> None:
+    lists = _LocalLists(optimizer)
+    around_init_group(optimizer, lists.collect)
+    if isinstance(optimizer, optim.SGD):
+        settle_optimizer(optimizer, lists.settle)
+
+
+class _LocalLists:
+    """Puts local tensors into the lists that a step of one of torch's optimizers computes with."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._collecting = Collecting()
+        # Specs that were found to agree, by group and list: comparing lists of the same objects takes no time.
+        self._agreed: dict[tuple[int, int], tuple[list[DTensorSpec | None], list[DTensorSpec | None]]] = {}
+        self._lent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def collect(self, by_torch: Callable[[], Any], group: dict[str, Any], lists: tuple[list[Any], ...]) -> Any:
+        """Fill ``lists`` (parameters, gradients, then one for each kind of state) with a group's local tensors.
+
+        Raises:
+            RuntimeError: a parameter's state is not cut like the parameter.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or group.get("differentiable") or dynamo_is_tracing():
+            return by_torch()
+        known, found = self._collecting.again(optimizer, group, lists)
+        if not known:
+            found = by_torch()
+            self._collecting.learn(optimizer, group, lists, found)
+        self._localize(group, lists)
+        return found
+
+    def _localize(self, group: dict[str, Any], lists: tuple[list[Any], ...]) -> None:
+        params = lists[0]
+        specs = dtensor_specs(params)
+        if not any(specs):
+            return
+        for i, tensors in enumerate(lists[1:], 1):
+            if not tensors:
+                continue
+            key, own = (id(group["params"]), i), dtensor_specs(tensors)
+            if self._agreed.get(key) == (specs, own):
+                tensors[:] = local_tensors(tensors)
+                continue
+            if i == 1:
+                tensors[:] = [agreeing_local(grad, spec) for grad, spec in zip(tensors, specs, strict=True)]
+                settled = all(a is b or (a and b and cut_alike(a, b)) for a, b in zip(specs, own))
+            else:
+                names = [functools.partial(_name, group, param) for param in params]
+                tensors[:] = [local_state(*entry) for entry in zip(tensors, specs, names, strict=True)]
+                settled = True
+            if settled:
+                self._agreed[key] = (specs, own)
+        lists[1][:] = [g.wait() if isinstance(g, AsyncCollectiveTensor) else g for g in lists[1]]
+        shown, params[:] = list(params), local_tensors(params)
+        if isinstance(self._optimizer(), optim.SGD) and group["momentum"] != 0:
+            self._lent.append((list(params), shown))
+
+    @outside_dynamo
+    def settle(self) -> None:
+        """Give what SGD has written into the state of local tensors to the parameters they belong to."""
+        optimizer, lent, self._lent = self._optimizer(), self._lent, []
+        if optimizer is None:
+            return
+        for locals_, params in lent:
+            for local, param in zip(locals_, params):
+                written = None if local is param else optimizer.state.pop(local, None)
+                state = optimizer.state[param]
+                if written is not None and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = shown_state(written["momentum_buffer"], param)
+
+
+def _name(group: dict[str, Any], param: torch.Tensor) -> str:
+    """What to call a parameter of a group in an error."""
+    index = next(i for i, p in enumerate(group["params"]) if p is param)
+    names = group.get("param_names")
+    return f"parameter {index} of its group" if names is None else names[index]

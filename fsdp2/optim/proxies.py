@@ -1,0 +1,158 @@
+"""Optimizers that are not torch's own: while they step, plain parameters stand in for the DTensors they were given."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import dtensor_spec, dynamo_is_tracing, local_tensor, python_attributes, pytree
+from fsdp2.autograd.hooks import hook_next_step, settle_optimizer
+from fsdp2.engine.param import lend_gradient
+from fsdp2.optim.alike import agreeing_local, local_state, shown_state
+
+__all__ = ["step_on_stand_ins"]
+
+
+def step_on_stand_ins(optimizer: optim.Optimizer) -> None:
+    """Let ``optimizer.step`` find plain parameters, gradients and state; hooks and closures find DTensors.
+
+    Everything is put back also where the step raises.
+    """
+    loan = _Loan(optimizer)
+    whole_step = optimizer.step
+    settle_optimizer(optimizer, loan.end)
+
+    @functools.wraps(whole_step)
+    def step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if dynamo_is_tracing():
+            return whole_step(*args, **kwargs)
+        if args and callable(args[0]):
+            args = (loan.interrupted_by(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs["closure"] = loan.interrupted_by(kwargs["closure"])
+        handle = hook_next_step(optimizer, loan.begin)
+        try:
+            return whole_step(*args, **kwargs)
+        finally:
+            handle.remove()
+            loan.end()
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
+
+
+class _Loan:
+    """The stand-ins of one optimizer's parameters, and what they stand in for while it steps."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._stand_ins: dict[torch.Tensor, tuple[torch.Tensor, nn.Parameter]] = {}
+        self._groups: list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]] = []
+        self._state: Any = None
+        self._shown: dict[int, DTensor] = {}
+
+    def interrupted_by(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, for which the optimizer has its DTensors back while it runs."""
+
+        @functools.wraps(closure)
+        def run() -> Any:
+            lent = self._state is not None
+            self.end()
+            value = closure()
+            if lent:
+                self.begin()
+            return value
+
+        return run
+
+    def begin(self) -> None:
+        """Let the optimizer hold stand-ins."""
+        if self._state is not None:
+            return
+        optimizer, known = self._optimizer, self._stand_ins
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._stand_ins = {param: _stand_in(param, known.get(param)) for param in params if isinstance(param, DTensor)}
+        state: Any = defaultdict(dict)
+        shown: dict[int, DTensor] = {}
+        for key, entry in optimizer.state.items():
+            if key in self._stand_ins:
+                state[self._stand_ins[key][1]] = _localize(entry, key, shown)
+            else:
+                state[key] = entry
+        gradients = []
+        for param, (_, stand_in) in self._stand_ins.items():
+            grad = None if param.grad is None else agreeing_local(param.grad, dtensor_spec(param))
+            gradients.append((stand_in, grad))
+        for stand_in, grad in gradients:
+            lend_gradient(stand_in, grad)
+        for group in optimizer.param_groups:
+            lent = [self._stand_ins[param][1] if param in self._stand_ins else param for param in group["params"]]
+            self._groups.append((group, group["params"], lent))
+            group["params"] = lent
+        self._state, self._shown, optimizer.state = optimizer.state, shown, state
+
+    def end(self) -> None:
+        """Let the optimizer hold its DTensors again, with what the step has made of them."""
+        if self._state is None:
+            return
+        optimizer, lent_state, state = self._optimizer, self._optimizer.state, self._state
+        optimizer.state, self._state = state, None
+        for group, params, lent in self._groups:
+            if group["params"] is lent:
+                group["params"] = params
+        self._groups.clear()
+        owners: dict[Any, torch.Tensor] = {stand_in: param for param, (_, stand_in) in self._stand_ins.items()}
+        found = {owners.get(key, key): entry for key, entry in lent_state.items()}
+        for key in [key for key in state if key not in found]:
+            del state[key]
+        for key, entry in found.items():
+            entry = self._show(entry, key) if key in self._stand_ins else entry
+            if isinstance(state.get(key), dict) and isinstance(entry, dict):
+                entry = {**entry}  # it may be the very dictionary that is emptied
+                state[key].clear()
+                state[key].update(entry)
+            else:
+                state[key] = entry
+        for stand_in in owners:
+            lend_gradient(stand_in, None)
+        self._shown = {}
+
+    def _show(self, entry: Any, param: torch.Tensor) -> Any:
+        def shown(value: Any) -> Any:
+            known = self._shown.get(id(value))
+            return shown_state(value, param) if known is None else known
+
+        if not isinstance(entry, dict):
+            return pytree.tree_map(shown, entry)
+        return {
+            k: v if k == "step" and id(v) not in self._shown else pytree.tree_map(shown, v) for k, v in entry.items()
+        }
+
+
+def _stand_in(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
+    """The local tensor of ``param`` and a plain parameter on the same memory, the one there was if it still is that."""
+    local = local_tensor(param)
+    if known is not None and known[0] is local and known[1].requires_grad == param.requires_grad:
+        return known
+    stand_in = nn.Parameter(local, requires_grad=param.requires_grad)
+    stand_in.__dict__.update(python_attributes(param))
+    return local, stand_in
+
+
+def _localize(entry: Any, param: Any, shown: dict[int, DTensor]) -> Any:
+    """``entry``, the state of ``param``, in local tensors; ``shown`` gets the DTensor of each by the local's id."""
+    spec = dtensor_spec(param)
+
+    def localize(value: Any) -> Any:
+        local = local_state(value, spec, lambda: f"a parameter of shape {tuple(param.shape)}")
+        if isinstance(value, DTensor):
+            shown[id(local)] = value
+        return local
+
+    return pytree.tree_map(localize, entry)

@@ -1,0 +1,97 @@
+"""``iter_full_params``: every parameter in full, one after the other, for weights that leave the training process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.engine.param import FSDPParam
+from fsdp2.weights.gather import Source, gather_in_order
+from fsdp2.weights.selection import Selection, agree, select
+
+__all__ = ["iter_full_params"]
+
+
+def iter_full_params(
+    module: nn.Module,
+    *,
+    bucket_mb: float = 256,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, full plain tensor) of every parameter, in the order and under the names of ``named_parameters``.
+
+    For handing weights to an inference engine: a tied parameter comes once, buffers do not come, tensor parallelism is
+    undone, and what comes is a copy that nobody else holds. Values are those of the shards, also where a module keeps
+    full parameters or other precision is computed in, and also between a forward and its backward.
+
+    Parameters are gathered in buckets of neighbours, so **every rank must iterate, in step, and as far as the others**:
+    a rank that needs nothing drops what it gets. Nothing is in flight between two items, so all ranks may stop after
+    the same one (``break``, ``close``) and leave nothing behind. Do not train, load or shard in between.
+
+    Args:
+        module: Any module: a unit, a part of one, or one that contains units.
+        bucket_mb: How many MiB a bucket takes, the buffer that it is received into included. A parameter larger than
+            half of that makes a bucket of its own; it takes its size, or twice that where it is uneven, cut along
+            another dimension than the slowest, or tensor-parallel.
+        dtype: Cast floating-point parameters to it, before they travel. Default: the dtype they are kept in.
+        device: Where the tensors are to lie. Default: the device of the mesh.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or size.
+        RuntimeError: parameters on the meta device, or shown by ``summon_full_params``.
+        NotImplementedError: a tensor subclass with an all-gather extension whose elements cannot be found.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"iter_full_params: expected an nn.Module, got {module!r}")
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
+        raise TypeError(f"iter_full_params: bucket_mb must be a number of MiB, got {bucket_mb!r}")
+    if not bucket_mb > 0:
+        raise ValueError(f"iter_full_params: bucket_mb must be more than 0, got {bucket_mb!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"iter_full_params: dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    where = None if device is None else torch.device(device)
+    selection = select(module)
+    selection.refuse_lent("iter_full_params")
+    return _iterate(_entries(module, selection), selection, int(bucket_mb * 2**20), dtype, where)
+
+
+def _entries(module: nn.Module, selection: Selection) -> list[tuple[str, FSDPParam | torch.Tensor]]:
+    """Every parameter with its name: the managed ones, and tensors that nobody manages."""
+    slots = [(slot, param) for param in selection.params for slot in param.slots]
+    managed = {slot.module._parameters.get(slot.name): param for slot, param in slots}
+    return [(name, managed.get(shown, shown)) for name, shown in module.named_parameters()]
+
+
+def _iterate(
+    entries: list[tuple[str, FSDPParam | torch.Tensor]],
+    selection: Selection,
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    agree(selection)
+    sources = [
+        Source(entry, selection.params[entry], dtype=dtype if entry.dtype.is_floating_point else None)
+        for _, entry in entries
+        if isinstance(entry, FSDPParam)
+    ]
+    gathered = gather_in_order(sources, bucket_bytes // 2)  # the other half is what the bucket is received into
+    for name, entry in entries:
+        yield name, _moved(next(gathered), device) if isinstance(entry, FSDPParam) else _copy(entry, dtype, device)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    return tensor if device is None else tensor.to(device)
+
+
+@torch.no_grad()
+def _copy(param: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None) -> torch.Tensor:
+    """A parameter that is not managed; a DTensor in full."""
+    whole = param.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return whole.to(device=device, dtype=dtype if whole.is_floating_point() else None, copy=True)

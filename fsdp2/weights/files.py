@@ -1,0 +1,187 @@
+"""safetensors files: where the weights of a model lie, slices of them, and files written as their bytes arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fsdp2.weights.boxes import Box, Entry
+from fsdp2.weights.state_dict.names import clean_name
+
+__all__ = ["INDEX", "WeightFiles", "dtype_names", "write_header", "write_tensor"]
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+"""The format's names of dtypes and torch's."""
+
+INDEX = ".safetensors.index.json"
+
+
+def dtype_names() -> dict[torch.dtype, str]:
+    """The format's name of each dtype that it knows."""
+    return {getattr(torch, name): code for code, name in _DTYPES.items()}
+
+
+class WeightFiles:
+    """The tensors below ``path``: ``given`` says which by their plain names, ``read`` returns parts of them.
+
+    ``path`` is a safetensors file, the index of several, or a folder with either. Files stay open, mapped and not read,
+    until the context is left.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], where: str) -> None:
+        """Look at the headers of all files.
+
+        Raises:
+            ImportError: the package safetensors is missing.
+            FileNotFoundError: a file is.
+            ValueError: a file is no complete safetensors file, an index is wrong, or a folder does not tell which.
+        """
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError(
+                f"{where}: reading needs the package safetensors, which is not installed; pip install 'fsdp2[weights]'"
+            ) from error
+        self._open, self._where = safe_open, where
+        self._stack = contextlib.ExitStack()
+        self._found: dict[str, tuple[Any, str]] = {}
+        self.given: dict[str, Entry] = {}
+        try:
+            self._add(_locate(Path(path), where))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._found.clear()
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The values in ``box`` of a tensor, mapped from its file."""
+        handle, key = self._found[name]
+        part = handle.get_slice(key)
+        return part[tuple(slice(start, start + length) for start, length in box)] if box else part[...]
+
+    def _add(self, path: Path) -> None:
+        if path.suffix != ".json":
+            self._add_file(path, None)
+            return
+        by_file: dict[str, list[str]] = {}
+        for key, file in _weight_map(path, self._where).items():
+            by_file.setdefault(file, []).append(key)
+        for file, keys in by_file.items():
+            self._add_file(path.parent / file, keys)
+
+    def _add_file(self, path: Path, keys: list[str] | None) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"{self._where}: {path} is missing; its index names it; copy it there as well")
+        try:
+            handle = self._stack.enter_context(self._open(str(path), framework="pt", device="cpu"))
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{self._where}: {path} is no complete safetensors file; got {error}, expected a header and all the "
+                "bytes it promises; copy or write it again"
+            ) from error
+        there = set(handle.keys())
+        for key in there if keys is None else keys:
+            if key not in there:
+                raise ValueError(f"{self._where}: {path} lacks {key}, which the index says is there; write both again")
+            part, name = handle.get_slice(key), clean_name(key)
+            dtype = getattr(torch, _DTYPES.get(part.get_dtype(), ""), None)
+            if dtype is None:
+                raise ValueError(
+                    f"{self._where}: {key} in {path} has the dtype {part.get_dtype()}, expected one of "
+                    f"{', '.join(_DTYPES)}; convert it first"
+                )
+            self.given[name] = Entry(tuple(part.get_shape()), dtype)
+            self._found[name] = (handle, key)
+
+
+def _locate(path: Path, where: str) -> Path:
+    """The file or index that ``path`` stands for."""
+    if path.is_dir():
+        for pattern in (f"model{INDEX}", "model.safetensors", f"*{INDEX}", "*.safetensors"):
+            found = sorted(path.glob(pattern))
+            if len(found) == 1:
+                return found[0]
+            if found:
+                names = ", ".join(file.name for file in found)
+                raise ValueError(f"{where}: {path} does not tell which file is meant; got {names}; name one of them")
+        raise FileNotFoundError(f"{where}: {path} has no weights; expected *.safetensors or *{INDEX} in it")
+    index = path.with_name(path.name.removesuffix(".safetensors") + INDEX)
+    if not path.exists() and path.suffix == ".safetensors" and index.exists():
+        return index
+    if not path.exists():
+        raise FileNotFoundError(f"{where}: {path} does not exist; expected a safetensors file, its index, or a folder")
+    return path
+
+
+def _weight_map(path: Path, where: str) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(key, str) and isinstance(file, str) for key, file in found.items()):
+            raise TypeError("weight_map does not map names to files")
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{where}: {path} is no index of safetensors files; got {type(error).__name__}: {error}; expected JSON "
+            "with a weight_map from names to files; write it again"
+        ) from error
+    return found
+
+
+def write_header(file: Any, tensors: Sequence[tuple[str, Entry]]) -> None:
+    """Start a safetensors file whose ``tensors`` follow in this order, widest dtypes first so that all are aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    codes, start = dtype_names(), 0
+    for name, entry in tensors:
+        end = start + entry.nbytes
+        header[name] = {"dtype": codes[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+
+
+def write_tensor(file: Any, tensor: torch.Tensor) -> None:
+    """Append the bytes of ``tensor``, in row-major order."""
+    data = tensor.cpu().contiguous()
+    if data.nbytes:
+        file.write((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))

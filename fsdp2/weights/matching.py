@@ -1,0 +1,105 @@
+"""Which value goes where: every disagreement between a checkpoint and a module, found before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.weights.boxes import Entry, blocks, whole
+from fsdp2.weights.places import Place, Places
+
+__all__ = ["Loaded", "Match", "check_ties", "match", "partly_loaded"]
+
+
+class Loaded(NamedTuple):
+    """What ``strict=False`` let pass: names without a value, and values without a place."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Match(NamedTuple):
+    """Each place with the keys that have a value for it (several where it is tied), and each module's extra state."""
+
+    values: list[tuple[Place, list[str]]]
+    extras: list[str]
+    loaded: Loaded
+
+
+def match(places: Places, given: Mapping[str, Entry], extras: Collection[str], *, strict: bool, where: str) -> Match:
+    """What ``given`` and ``extras`` (names of extra states) have for ``places``.
+
+    Raises:
+        RuntimeError: a shape or the kind of a dtype differs; with ``strict`` also where names do.
+    """
+    values, missing = [], []
+    for place in places.found:
+        keys = [name for name in place.names if name in given]
+        if keys:
+            values.append((place, keys))
+        else:
+            missing.append(place.name)
+    missing += [name for name in places.extras if name not in extras]
+    known = places.by_name
+    unexpected = [key for key in given if key not in known] + [key for key in extras if key not in places.extras]
+    problems = []
+    if strict and missing:
+        problems.append(f"Missing key(s): {', '.join(map(repr, missing))}")
+    if strict and unexpected:
+        problems.append(f"Unexpected key(s): {', '.join(map(repr, unexpected))}")
+    for place, keys in values:
+        for key in keys:
+            entry = given[key]
+            if entry.shape != place.shape:
+                problems.append(f"size mismatch for {key}: got {entry.shape}, expected {place.shape}")
+            elif not torch.can_cast(entry.dtype, place.dtype):
+                problems.append(f"dtype of {key}: got {entry.dtype}, expected {place.dtype} or one that fits in it")
+    if problems:
+        hint = "; strict=False passes over missing and unexpected keys" if strict and (missing or unexpected) else ""
+        raise RuntimeError(f"{where}: " + "\n  ".join([*problems, f"nothing was loaded{hint}"]))
+    return Match(values, [name for name in places.extras if name in extras], Loaded(missing, unexpected))
+
+
+Reader = Callable[[str, tuple[tuple[int, int], ...]], torch.Tensor]
+"""(key, box) to the values there."""
+
+
+def check_ties(matched: Match, read: Reader, limit: int, where: str) -> None:
+    """Compare the values of tied parameters that were given several, ``limit`` bytes at a time.
+
+    Raises:
+        RuntimeError: they differ, so that one of them would be lost.
+    """
+    for place, keys in matched.values:
+        for box in blocks(whole(place.shape), max(limit // 8, 1)) if len(keys) > 1 else ():
+            first = read(keys[0], box)
+            for key in keys[1:]:
+                other = read(key, box)
+                same = first.dtype == other.dtype
+                if same and (first.data_ptr(), first.stride()) == (other.data_ptr(), other.stride()):
+                    continue
+                if not same or not torch.equal(_bits(first), _bits(other)):
+                    raise RuntimeError(
+                        f"{where}: {keys[0]} and {key} are one parameter of the module; got two different values, "
+                        "expected one; nothing was loaded; untie them before fully_shard, or pass strict=False to "
+                        "take the last"
+                    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``tensor``: equal for equal values, NaN and any dtype included."""
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+def partly_loaded(problem: Exception | None, where: str) -> Exception | None:
+    """``problem``, which came when values were already moving, as an error that says so."""
+    if problem is None:
+        return None
+    error = RuntimeError(
+        f"{where}: loading broke off, the module is partly loaded; got {type(problem).__name__}: {problem}; load "
+        "it anew"
+    )
+    error.__cause__ = problem
+    return error

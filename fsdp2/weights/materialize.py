@@ -1,0 +1,90 @@
+"""Memory for tensors on the meta device, in place: modules and optimizers keep the objects they hold."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import dtensor_from_local, dtensor_spec, local_tensor, python_attributes
+from fsdp2.engine.param import Slot
+from fsdp2.weights.places import Place, Places
+
+__all__ = ["materialize", "warn_of_meta_buffers"]
+
+
+def materialize(places: Iterable[Place], device: torch.device) -> None:
+    """Give those of ``places`` that are on the meta device memory of undefined content.
+
+    Sharded parameters go where their unit computes, to the CPU if it offloads; all others to ``device``. No more is
+    allocated than stays.
+
+    A parameter that is not sharded and that somebody holds a weak reference to is replaced on its modules instead.
+
+    Raises:
+        RuntimeError: somebody holds a weak reference to a sharded parameter.
+    """
+    waiting = [place for place in places if place.local.is_meta]
+    going = {place.param for place in waiting if place.param is not None}
+    for place in waiting:
+        if place.param is not None:
+            _swap(place.param.sharded, place.param.spec.shard(_shard_of(place, going)))  # type: ignore[arg-type]  # has one
+        elif isinstance(place.tensor, nn.Parameter):
+            new = _empty_like(place.tensor, device)
+            if weakref.getweakrefs(place.tensor):  # an LSTM's: torch cannot swap these
+                place.tensor = _parameter_like(place.tensor, new)
+                for module, name in place.slots:
+                    Slot(module, name).show(place.tensor)
+            else:
+                _swap(place.tensor, new)
+        else:
+            place.tensor = _empty_like(place.tensor, device)
+            for module, name in place.slots:
+                setattr(module, name, place.tensor)
+    for group in dict.fromkeys(place.group for place in waiting if place.group is not None):
+        group.adopt_shards()
+
+
+def warn_of_meta_buffers(places: Places, where: str) -> None:
+    """Warn of non-persistent buffers on the meta device, which no checkpoint holds."""
+    names = [place.name for place in places.left_out if place.local.is_meta]
+    if names:
+        warnings.warn(
+            f"{where}: non-persistent buffers are still on the meta device: {names}; no checkpoint holds them, compute "
+            "them and set them on their modules",
+            stacklevel=4,
+        )
+
+
+def _shard_of(place: Place, going: set[object]) -> torch.Tensor:
+    """What becomes the shard's memory; where all of its group goes, one number stands for it until it has a buffer."""
+    param, group, local = place.param, place.group, place.local
+    assert param is not None and group is not None
+    device = torch.device("cpu") if group.store.offloads else group.mesh.device
+    if type(local) is not torch.Tensor:
+        return torch.empty_like(local, device=device)
+    if all(other in going or not other.local.is_meta for other in group.params):
+        return torch.zeros((), dtype=local.dtype, device=device).expand(local.shape)
+    spec = param.spec
+    return torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=local.dtype, device=device)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return dtensor_from_local(torch.empty_like(local_tensor(tensor), device=device), dtensor_spec(tensor))
+    return torch.empty_like(tensor, device=device)
+
+
+def _swap(param: torch.Tensor, new: torch.Tensor) -> None:
+    """Let the object ``param``, its attributes and hooks stay, and its memory be that of ``new``."""
+    torch.utils.swap_tensors(param, _parameter_like(param, new))
+
+
+def _parameter_like(param: torch.Tensor, new: torch.Tensor) -> nn.Parameter:
+    made = nn.Parameter(new, requires_grad=param.requires_grad)
+    made.__dict__.update(python_attributes(param))
+    return made

@@ -1,0 +1,183 @@
+"""Loading: what a state dict holds for a sharded parameter becomes this rank's shard of it, without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import loads_as_torch_does
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.engine.unit import managed_slots, states_below
+from fsdp2.weights.state_dict.convert import cut_full, distribute_locally, full_of, lies_like
+from fsdp2.weights.state_dict.names import CHECKPOINTED, COMPILED, clean_name
+from fsdp2.weights.state_dict.pieces import is_piece, offset_of
+
+__all__ = ["ShardLoader", "after_load_tree", "before_load_tree"]
+
+
+class ShardLoader:
+    """Loads the parameters of one group."""
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self.group = group
+
+    def before_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: object
+    ) -> None:
+        """Let ``module`` show shards, and ``state_dict`` hold shards for them in place of full tensors and pieces.
+
+        What is of the wrong shape stays as it is, for torch to report.
+        """
+        if self.group.lifecycle.lent:  # the modules show plain parameters, which load as such
+            return
+        self.group.before_load()
+        assign = bool(metadata.get("assign_to_params_buffers", False))
+        for param in self.group.params:
+            for slot in param.slots:
+                key = prefix + slot.name
+                if slot.module is module and key in state_dict:
+                    state_dict[key] = self._shard(state_dict[key], param, key, assign)
+
+    def _shard(self, value: Any, param: FSDPParam, key: str, assign: bool) -> Any:
+        sharded: Any = param.sharded
+        if is_piece(value):
+            problem = _wrong_piece(value, param, key)
+            if problem:
+                raise RuntimeError(f"Error in loading state_dict: {problem}")
+            local = value["piece"].detach()
+        elif isinstance(value, DTensor):
+            if lies_like(value, sharded) or value.shape != sharded.shape:
+                return value
+            local = cut_full(full_of(value), param.spec)
+        elif isinstance(value, torch.Tensor):
+            if sharded.ndim == 0 and tuple(value.shape) == (1,):  # as torch loads what very old versions saved
+                value = value[0]
+            if value.shape != sharded.shape:
+                return value
+            local = cut_full(value, param.spec)
+        else:
+            return value
+        return param.spec.shard_as(self._own(local, param) if assign else local)
+
+    def _own(self, local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
+        """``local`` where the shard belongs, without the rest of a full tensor: it becomes the shard itself."""
+        device = param.local.device
+        if device.type == "meta" and not local.is_meta:
+            device = torch.device("cpu") if self.group.store.offloads else self.group.mesh.device
+        own = torch.empty_strided(param.spec.shard_shape, param.spec.shard_stride, dtype=local.dtype, device=device)
+        return own if own.is_meta else own.copy_(local)
+
+    def after_load(self, module: nn.Module, *unused: object) -> None:
+        """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
+        if self.group.lifecycle.lent:
+            return
+        for param in self.group.params:
+            if len(param.slots) < 2:
+                continue
+            for slot in param.slots:
+                shown = slot.module._parameters.get(slot.name)
+                if slot.module is module and shown is not None and shown is not param.sharded:
+                    param.slots[0].show(shown)
+        self.group.after_load()
+
+
+def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:
+    """What is wrong with a piece that is loaded into ``param``; nothing if it is this rank's."""
+    assert param.sharded is not None
+    shape, local = tuple(value["shape"]), tuple(value["piece"].shape)
+    if shape != tuple(param.sharded.shape):
+        return _mismatch(key, torch.Size(shape), param.sharded.shape)
+    offset = offset_of(param.spec, key)
+    if local == tuple(param.spec.shard_shape) and (tuple(value["offset"]) == offset or not value["piece"].numel()):
+        return ""
+    return (
+        f"{key} is the piece of shape {local} at {tuple(value['offset'])}, this rank holds the one of shape "
+        f"{tuple(param.spec.shard_shape)} at {offset}. To load the local state dicts of other ranks or of another "
+        "number of ranks, pass fsdp2.merge_local_state_dicts(the list of all of them)"
+    )
+
+
+def _mismatch(key: str, got: torch.Size, expected: torch.Size) -> str:
+    """The text is torch's."""
+    return (
+        f"size mismatch for {key}: copying a param with shape {got} from checkpoint, the shape in current model is "
+        f"{expected}."
+    )
+
+
+# ---- a unit and all below it ----
+
+
+def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: object) -> None:
+    """Prepare ``state_dict`` for ``module`` and all below it, before anything is loaded.
+
+    Names of the plain model reach compiled submodules, and DTensor parameters that no group manages take full tensors.
+
+    Raises:
+        RuntimeError: tensors of the wrong shape, all of them, in torch's words; nothing is loaded then.
+    """
+    head = f"{CHECKPOINTED}." if _is_wrapper(module) else ""  # a wrapper renames its own keys, and has done so
+    _reach_compiled(module, state_dict, prefix, head)
+    problems = []
+    slots = managed_slots(states_below(module))
+    for path, owner, name, tensor in _loaded_plainly(module, ""):
+        long = f"{path}.{name}" if path else name
+        key = next((k for k in (prefix + head + _unwrapped(long), prefix + long) if k in state_dict), "")
+        value = state_dict.get(key)
+        managed = slots.get(Slot(owner, name))
+        if is_piece(value) and managed is not None:
+            problems.append(_wrong_piece(value, managed[0], clean_name(key)))  # type: ignore[arg-type]  # a piece is
+        elif not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(tensor):
+            continue
+        elif value.shape != tensor.shape:
+            if tensor.ndim or tuple(value.shape) != (1,):
+                problems.append(_mismatch(clean_name(key), value.shape, tensor.shape))
+        elif isinstance(tensor, DTensor) and managed is None and not isinstance(value, DTensor):
+            if not is_managed_tensor(tensor):
+                state_dict[key] = distribute_locally(value.detach(), tensor.device_mesh, tensor.placements)
+    if any(problems):
+        text = "\n\t".join(problem for problem in problems if problem)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}")
+
+
+def after_load_tree(module: nn.Module, incompatible: Any) -> None:
+    """Report missing and unexpected keys by the names of the plain model."""
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [clean_name(key) for key in keys]
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return any(name == CHECKPOINTED for name, _ in module.named_children())
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
+
+
+def _reach_compiled(module: nn.Module, state_dict: dict[str, Any], prefix: str, head: str) -> None:
+    """Give keys below compiled submodules the infix these have; wrappers for checkpointing do so themselves."""
+    for path, _ in module.named_modules(remove_duplicate=False):
+        parts = path.split(".")
+        if parts[-1] != COMPILED:
+            continue
+        above = prefix + head + "".join(f"{part}." for part in parts[:-1] if part != CHECKPOINTED)
+        for key in [k for k in state_dict if k.startswith(above) and not k.startswith(f"{above}{COMPILED}.")]:
+            state_dict[f"{above}{COMPILED}.{key[len(above) :]}"] = state_dict.pop(key)
+
+
+def _loaded_plainly(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Path, owner, name and value of each parameter and buffer below ``module`` that is loaded in torch's own way.
+
+    A module that changes what it is given, and all below it, may take other shapes than it has.
+    """
+    if not loads_as_torch_does(module):
+        return
+    tensors = [*module._parameters.items(), *module.named_buffers(recurse=False)]
+    yield from ((path, module, name, tensor) for name, tensor in tensors if tensor is not None)
+    for name, child in module.named_children():
+        yield from _loaded_plainly(child, f"{path}.{name}" if path else name)

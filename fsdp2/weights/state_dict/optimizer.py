@@ -1,0 +1,294 @@
+"""Optimizer state by the names of parameters: full, sharded or local, as set for the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import StateDictSettings
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import pytree
+from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.unit import FSDPState, managed_slots, states_below
+from fsdp2.optim.prebuilt import repair
+from fsdp2.weights.state_dict.convert import cut_full, distribute_locally, full_of, lies_like, widest_mesh
+from fsdp2.weights.state_dict.first_rank import from_first_rank
+from fsdp2.weights.state_dict.names import Managed, clean_name, parameter_names
+from fsdp2.weights.state_dict.pieces import is_piece, offset_of
+from fsdp2.weights.state_dict.saving import Converter
+from fsdp2.weights.state_dict.settings import get_state_dict_type
+
+__all__ = ["optim_state_dict", "optim_state_dict_to_load"]
+
+
+@dataclass
+class _Parameters:
+    """A model's parameters as its optimizer knows them."""
+
+    settings: StateDictSettings
+    states: list[FSDPState]
+    names: dict[torch.Tensor, list[str]]
+    managed: Mapping[Any, Managed]
+
+    @classmethod
+    def of(cls, where: str, model: nn.Module, optim: torch.optim.Optimizer) -> _Parameters:
+        """Look at ``model``, and let ``optim`` hold its shards.
+
+        Raises:
+            TypeError: arguments of the wrong type.
+            ValueError: ``optim`` trains a parameter that ``model`` does not have.
+        """
+        if not isinstance(model, nn.Module) or not isinstance(optim, torch.optim.Optimizer):
+            raise TypeError(f"{where}: expected a module and its optimizer, got {type(model)} and {type(optim)}")
+        repair(optim)
+        states = states_below(model)
+        slots = managed_slots(states)
+        shards = {param.sharded: (param, group) for param, group in slots.values() if param.sharded is not None}
+        found = cls(get_state_dict_type(model), states, parameter_names(model, slots), shards)
+        for number, group in enumerate(optim.param_groups):
+            for param in group["params"]:
+                if param not in found.names:
+                    raise ValueError(
+                        f"{where}: a parameter of shape {tuple(param.shape)} in group {number} of the optimizer is no "
+                        f"parameter of {type(model).__name__}; pass the model whose parameters the optimizer was given"
+                    )
+        return found
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """All ranks of the model."""
+        return widest_mesh(self.states)
+
+    def keep(self, value: torch.Tensor, name: str | None) -> torch.Tensor:
+        """What this rank keeps of a tensor of the state of ``name``: its piece, if it is cut like the parameter."""
+        param = next((param for param, names in self.names.items() if name in names), None)
+        managed = None if param is None else self.managed.get(param)
+        if managed is None or value.shape != param.shape or not value.ndim:  # type: ignore[union-attr]  # a tensor
+            return value
+        return _shard(cut_full(value, managed[0].spec), managed[0])
+
+    def names_of(self, group: Mapping[str, Any]) -> list[str]:
+        """The first name of each parameter of a group."""
+        return [self.names[param][0] for param in group["params"]]
+
+
+def optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The state of ``optim`` with parameters named as in the plain model, in the form that is set for ``model``.
+
+    Args:
+        model: The model, or any module that has all parameters ``optim`` was given.
+        optim: Its optimizer, of all of them or of some.
+        optim_state_dict: What to convert; ``optim.state_dict()`` if None.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``. Full: whole tensors, on the CPU
+        unless ``FullOptimStateDictConfig(offload_to_cpu=False)``; with ``rank0_only`` an empty dictionary on all
+        ranks but the first. Sharded: DTensors. Local: pieces. Every rank must call it.
+
+    Raises:
+        ValueError: ``optim`` trains a parameter that ``model`` does not have.
+    """
+    known = _Parameters.of("optim_state_dict", model, optim)
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    convert = Converter(known.settings.state_dict_type, known.settings.optim_state_dict_config, known.states)
+    by_key = dict(_keys(optim, given))
+    result: dict[str, Any] = {"state": {}}
+    for key, state in given["state"].items():
+        param = by_key.get(key)
+        name = key if param is None else known.names[param][0]
+        result["state"][name] = _map(lambda value, p=param, n=name: convert(value, _alike(value, p, known), n), state)
+    if "param_groups" in given:
+        result["param_groups"] = [
+            {**saved, "params": known.names_of(group)}
+            for group, saved in zip(optim.param_groups, given["param_groups"])
+        ]
+    return result if convert.keeps else {}
+
+
+def _map(convert: Any, state: Any) -> Any:
+    """``state`` with its tensors and pieces converted, wherever in it they are."""
+    return pytree.tree_map(
+        lambda value: convert(value) if isinstance(value, torch.Tensor) or is_piece(value) else value,
+        state,
+        is_leaf=is_piece,
+    )
+
+
+def _alike(value: Any, param: torch.Tensor | None, known: _Parameters) -> Managed | None:
+    """The managed parameter that ``value``, of the state of ``param``, is cut like."""
+    managed = None if param is None else known.managed.get(param)
+    if managed is None or not isinstance(value, DTensor) or not lies_like(value, param):  # type: ignore[arg-type]  # both are
+        return None
+    return managed
+
+
+def _keys(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The key and the parameter of each entry of an optimizer's own state dict."""
+    groups = state_dict.get("param_groups")
+    if groups is None:
+        params = dict.fromkeys(param for group in optim.param_groups for param in group["params"])
+        yield from enumerate(params)
+        return
+    for group, saved in zip(optim.param_groups, groups):
+        yield from zip(saved["params"], group["params"])
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+) -> dict[str, Any]:
+    """What ``optim.load_state_dict`` takes, of a state that names parameters as in the plain model.
+
+    Whole tensors, DTensors and pieces of this rank all serve, whatever is set for ``model``; they are cut without
+    communication and copied. With ``FullOptimStateDictConfig(rank0_only=True)`` set only the first rank's argument
+    counts, and is sent to the others one tensor at a time. State of parameters that ``optim`` does not train is left
+    out. Groups get the hyperparameters that their parameters were saved with, in whatever order groups are now.
+
+    Args:
+        model: The model, sharded or not.
+        optim: Its optimizer, of all parameters or of some.
+        optim_state_dict: What ``fsdp2.optim_state_dict`` returned, here or for another number of ranks.
+        is_named_optimizer: ``optim`` itself calls parameters by name.
+        load_directly: Also call ``optim.load_state_dict`` with the result.
+
+    Raises:
+        ValueError: a tensor does not fit its parameter, or one group's parameters were saved with different
+            hyperparameters.
+    """
+    known = _Parameters.of("optim_state_dict_to_load", model, optim)
+    config = known.settings.optim_state_dict_config
+    saved: Any = optim_state_dict
+    sent = bool(getattr(config, "rank0_only", False)) and known.mesh is not None and known.mesh.size() > 1
+    if known.mesh is not None and sent:
+        saved = from_first_rank(saved, known.mesh, known.keep)
+    if not isinstance(saved, Mapping) or "state" not in saved:
+        raise TypeError(f"optim_state_dict_to_load: expected a dictionary with 'state', got {type(saved).__name__}")
+    states = {clean_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()}
+    result: dict[str, Any] = {"state": {}}
+    for index, param in enumerate(dict.fromkeys(p for group in optim.param_groups for p in group["params"])):
+        names = known.names[param]
+        name = next((name for name in names if name in states), None)
+        if name is not None:
+            key = names[0] if is_named_optimizer else index
+            result["state"][key] = _state_to_load(states.pop(name), param, known.managed.get(param), name, sent)
+    result["state"].update(_of_nobody(states, known))
+    if "param_groups" in saved:
+        result["param_groups"] = _groups_to_load(optim, saved["param_groups"], known, is_named_optimizer)
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+def _of_nobody(states: Mapping[Any, Any], known: _Parameters) -> dict[Any, Any]:
+    """State that belongs to no parameter: it is passed on as it is, with a warning where it may have been meant to."""
+    names = {name for all_names in known.names.values() for name in all_names}
+    others = {key: value for key, value in states.items() if key not in names}
+    lost = [key for key, value in others.items() if isinstance(key, str) and isinstance(value, Mapping)]
+    if lost:
+        warnings.warn(
+            f"optim_state_dict_to_load: no parameters of the model have the names {lost}; their state is passed on as "
+            "it is, and trains nothing",
+            stacklevel=3,
+        )
+    return others
+
+
+def _state_to_load(state: Any, param: torch.Tensor, managed: Managed | None, name: str, sent: bool) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+
+    def to_load(value: Any, key: Any) -> Any:
+        if sent and isinstance(value, DTensor):
+            return value  # already this rank's own
+        return _value_to_load(value, param, managed, f"{name}: {key}", key == "step")
+
+    return {key: _map(lambda value, k=key: to_load(value, k), value) for key, value in state.items()}
+
+
+@torch.no_grad()
+def _value_to_load(value: Any, param: torch.Tensor, managed: Managed | None, where: str, counter: bool) -> Any:
+    """A copy of ``value`` cut like ``param``; what does not have its shape stays whole."""
+    if is_piece(value):
+        return _piece_to_load(value, managed, where)
+    value = value.detach()
+    if not isinstance(param, DTensor):
+        whole = full_of(value) if isinstance(value, DTensor) else value.clone()
+        _check_shape(whole, param, where)
+        return whole
+    if isinstance(value, DTensor):
+        if lies_like(value, param):
+            return value.clone()
+        value = full_of(value)
+    if value.shape != param.shape or counter:
+        _check_shape(value, param, where)
+        return value.clone()
+    if managed is None:
+        return distribute_locally(value.to(param.device), param.device_mesh, param.placements).clone()
+    return _shard(cut_full(value, managed[0].spec), managed[0])
+
+
+def _shard(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
+    spec = param.spec
+    own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=local.dtype, device=param.local.device)
+    return spec.shard_as(own.copy_(local))
+
+
+def _piece_to_load(value: Mapping[str, Any], managed: Managed | None, where: str) -> torch.Tensor:
+    local = value["piece"].detach()
+    if managed is not None:
+        spec, whole = managed[0].spec, managed[0].sharded
+        right = tuple(value["offset"]) == offset_of(spec, where) or not local.numel()
+        if whole is not None and tuple(value["shape"]) == tuple(whole.shape) and right:
+            if tuple(local.shape) == tuple(spec.shard_shape):
+                return _shard(local, managed[0])
+    raise ValueError(
+        f"{where} is the piece of shape {tuple(local.shape)} at {tuple(value['offset'])} of {tuple(value['shape'])}, "
+        "which is not this rank's; pass fsdp2.merge_local_state_dicts(the list of all ranks' state dicts)"
+    )
+
+
+def _check_shape(value: torch.Tensor, param: torch.Tensor, where: str) -> None:
+    """Factored states have fewer dimensions, or 1 in some; anything else of a parameter's rank must have its shape."""
+    if value.ndim == param.ndim and any(got not in (1, size) for got, size in zip(value.shape, param.shape)):
+        raise ValueError(
+            f"optim_state_dict_to_load: {where} has shape {tuple(value.shape)}, expected {tuple(param.shape)} as the "
+            "parameter; load the state of the same model"
+        )
+
+
+def _groups_to_load(
+    optim: torch.optim.Optimizer, saved: list[dict[str, Any]], known: _Parameters, named: bool
+) -> list[dict[str, Any]]:
+    """The optimizer's groups as they are now, each with the hyperparameters its parameters were saved with."""
+    group_of = {clean_name(str(name)): number for number, group in enumerate(saved) for name in group["params"]}
+    indices = {param: i for i, param in enumerate(dict.fromkeys(p for g in optim.param_groups for p in g["params"]))}
+    result = []
+    for number, group in enumerate(optim.param_groups):
+        homes: dict[int, str] = {}
+        for param in group["params"]:
+            for name in known.names[param]:
+                if name in group_of:
+                    homes.setdefault(group_of[name], name)
+        if not homes and not group["params"] and len(saved) == len(optim.param_groups):
+            homes = {number: ""}
+        options = [{key: value for key, value in saved[home].items() if key != "params"} for home in homes]
+        if any(other != options[0] for other in options[1:]):
+            raise ValueError(
+                f"optim_state_dict_to_load: group {number} of the optimizer holds {list(homes.values())}, which were "
+                "saved in groups with different hyperparameters; build the optimizer with groups like the saved ones"
+            )
+        now = {key: value for key, value in group.items() if key != "params"}
+        keys = known.names_of(group) if named else [indices[param] for param in group["params"]]
+        result.append({**(options[0] if options else now), "params": keys})
+    return result

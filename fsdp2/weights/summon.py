@@ -1,0 +1,194 @@
+"""``summon_full_params``: for the length of a block, modules show full plain parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import graph_task_id
+from fsdp2.engine.lending import lend, take_back
+from fsdp2.engine.lifecycle import Phase
+from fsdp2.engine.param import FSDPParam, stand_in
+from fsdp2.engine.unit import FSDPState
+from fsdp2.weights.gather import Source, gather_in_order
+from fsdp2.weights.selection import Selection, agree, select
+
+__all__ = ["summon_full_params"]
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """A block in which ``module`` shows full plain parameters, as the unsharded model would.
+
+    They are gathered from the shards in the dtype the parameters are kept in, also under mixed precision; names, order,
+    ties, ``requires_grad`` and attributes are the original ones. Tensor parallelism is undone too. What was kept
+    unsharded before the block is untouched in it and kept after it. Every rank that holds the parameters must enter.
+
+    While the block runs, memory holds the whole parameters (and gradients) beside what was there before, and while it
+    is entered one more parameter, the largest. With ``rank0_only`` other ranks hold no more than the largest
+    parameter twice, and that only while it is entered.
+
+    Under ``torch.no_grad()``, forward in the block computes with what is shown, in its dtype, without communication.
+
+    Args:
+        module: Any module: a unit, a part of one, or one that contains units.
+        recurse: Also what belongs to units below ``module``.
+        writeback: Copy each rank's pieces of what is shown at the end of the block into its shards; replicas take
+            their own. Otherwise changes are lost. Changed ``requires_grad`` is kept or lost alike. Nothing is written
+            if the block raises.
+        rank0_only: Only the lowest rank of a parameter's mesh shows it in full; others show shards.
+        offload_to_cpu: What is shown lies on the CPU, whatever the mesh's device.
+        with_grads: Show full ``.grad`` as well, where there is a reduced one; None stays None. With ``writeback`` they
+            follow changes too. Gradients that no backward has reduced yet are neither shown nor lost.
+
+    Raises:
+        NotImplementedError: ``rank0_only`` with ``writeback``; a tensor subclass with an all-gather extension whose
+            elements cannot be found.
+        RuntimeError: inside a forward or backward, or inside another such block for the same parameters; parameters on
+            the meta device; a gradient that only some ranks have; parameters of another shape at the end of the block.
+    """
+    if rank0_only and writeback:
+        raise NotImplementedError(
+            "summon_full_params: writeback=True with rank0_only=True is not supported: other ranks would not see the "
+            "changes; pass writeback=False, or leave rank0_only out"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"summon_full_params: expected an nn.Module, got {module!r}")
+    selection = select(module, recurse=recurse)
+    _check_outside(selection)
+    agree(selection, with_grads=with_grads)
+    summoned = _Summoned(selection, rank0_only=rank0_only, offload=offload_to_cpu)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            summoned.start(with_grads)
+        yield
+        if writeback:
+            summoned.read(with_grads)
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            summoned.end()
+
+
+def _check_outside(selection: Selection) -> None:
+    """Refuse where full parameters are in use, or shown already."""
+    selection.refuse_lent("summon_full_params")
+    inside = graph_task_id() != -1
+    for param, group in selection.params.items():
+        entered = group.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if inside or entered or group.root.forward_root is not None:
+            raise RuntimeError(
+                f"{selection.names[param]}: summon_full_params cannot unshard parameters during forward/backward; "
+                "expected outside of both. Call it before or after; if an earlier forward or backward raised, call "
+                "reset_iter_state() on the root module first"
+            )
+
+
+class _Summoned:
+    """One block: what is shown, what is to be written, and how it ends."""
+
+    def __init__(self, selection: Selection, *, rank0_only: bool, offload: bool) -> None:
+        self.selection = selection
+        self.rank0_only = rank0_only
+        self.offload = offload
+        self.shown: dict[FSDPParam, nn.Parameter] = {}
+        self.values: dict[FSDPParam, torch.Tensor] = {}
+        self.gradients: dict[FSDPParam, torch.Tensor | None] = {}
+        self.trainable: dict[FSDPParam, bool] = {}
+        self._before = {state: state.summoned for state in selection.states}
+
+    def start(self, with_grads: bool) -> None:
+        """Gather and show; ranks that show nothing take part and keep nothing."""
+        for group, params in self.selection.groups.items():
+            lend(group, params)
+        for state in self.selection.states:
+            state.summoned = self._why_no_forward(state)
+        sources: list[Source] = []
+        for param, group in self.selection.params.items():
+            sources.append(Source(param, group))
+            if with_grads and param.gradient is not None:
+                sources.append(Source(param, group, gradient=True))
+        largest = max((source.nbytes for source in sources), default=0)
+        tensors = gather_in_order(sources, largest)
+        values: dict[FSDPParam, torch.Tensor] = {}
+        grads: dict[FSDPParam, torch.Tensor] = {}
+        for source in sources:
+            tensor = next(tensors)
+            if self._shows(source.param):
+                kept = grads if source.gradient else values
+                kept[source.param] = tensor.cpu() if self.offload else tensor
+            del tensor  # or it would be alive while the next one is gathered
+        for param, value in values.items():
+            self.shown[param] = shown = stand_in(param, value, grads.get(param))
+            for slot in param.slots:
+                slot.show(shown)
+
+    def read(self, with_grads: bool) -> None:
+        """Note what is shown now; it is written when the block has ended.
+
+        Raises:
+            RuntimeError: something else than a tensor of the parameter's shape is shown.
+        """
+        for param, shown in self.shown.items():
+            places = [slot.module._parameters.get(slot.name) for slot in param.slots]
+            now = next((found for found in places if found is not shown), shown)  # one that was replaced has the say
+            shape = _shape(param)
+            if now is None or isinstance(now, DTensor) or tuple(now.shape) != shape:
+                self.values.clear()
+                got = "nothing" if now is None else f"a {type(now).__name__} of shape {tuple(now.shape)}"
+                raise RuntimeError(
+                    f"{self.selection.names[param]}: cannot be written back; the module shows {got}, expected a plain "
+                    f"tensor of shape {shape}. Change values in place, or pass writeback=False"
+                )
+            self.values[param] = now
+        if with_grads:
+            self.gradients = {param: value.grad for param, value in self.values.items()}
+        self.trainable = {param: value.requires_grad for param, value in self.values.items()}
+
+    def end(self) -> None:
+        """Write what was read, and show what was shown before; the second also if the first fails."""
+        for state, reason in self._before.items():
+            state.summoned = reason
+        with ExitStack() as stack:
+            for group, params in self.selection.groups.items():
+                values = {param: self.values[param] for param in params if param in self.values}
+                stack.callback(take_back, group, params, values)
+            for param, trainable in self.trainable.items():
+                assert param.sharded is not None
+                param.sharded.requires_grad_(trainable)
+            for param, grad in self.gradients.items():
+                param.set_gradient(grad)
+        for shown in self.shown.values():
+            shown.__dict__.pop("_fsdp2_managed", None)
+
+    def _shows(self, param: FSDPParam) -> bool:
+        """Whether this rank is one that shows ``param`` in full."""
+        return not self.rank0_only or dist.get_rank() == int(param.spec.dtensor.mesh.mesh.min())
+
+    def _why_no_forward(self, state: FSDPState) -> str:
+        """Why ``state`` cannot compute with what is shown; "" if it can."""
+        params = [param for group in state.groups for param in group.params]
+        if self.rank0_only:
+            return "rank0_only shows full parameters on one rank"
+        if any(param not in self.selection.params for param in params):
+            return "only some of its parameters are shown in full; summon the whole unit"
+        if any(param.spec.full is not None for param in params):
+            return "its tensor-parallel parameters are shown as plain tensors"
+        return "its parameters are shown on the CPU" if self.offload and state.device.type != "cpu" else ""
+
+
+def _shape(param: FSDPParam) -> tuple[int, ...]:
+    """The shape of the plain parameter."""
+    meta = param.spec.dtensor.tensor_meta
+    return tuple(param.spec.layout.shape if meta is None else meta.shape)

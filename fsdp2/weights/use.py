@@ -1,0 +1,84 @@
+"""Parameters used outside forward: a head's weight inside a fused loss, an embedding's for a penalty."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import local_tensor
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.lifecycle import Phase
+from fsdp2.engine.unit import FSDPState, groups_below
+
+__all__ = ["use_weights"]
+
+
+@contextlib.contextmanager
+def use_weights(module: nn.Module) -> Iterator[nn.Module]:
+    """A block in which the parameters of ``module`` are full, in the dtype forward computes with.
+
+    What is computed with them is differentiated like a part of the model: backward gathers them again and reduces their
+    gradients with all others. It is a collective: all ranks enter the block, and leave it, in the same order.
+
+        with fsdp2.use_weights(model.head):
+            loss = F.cross_entropy(F.linear(hidden, model.head.weight), targets)
+
+    Args:
+        module: Any module, a unit or one inside a unit; everything below it is gathered, and with it the rest of the
+            units that its parameters belong to.
+
+    Yields:
+        ``module``.
+
+    Raises:
+        ValueError: no parameter of ``module`` is sharded.
+    """
+    used = groups_below(module, required_by="use_weights")
+    before = [group.is_unsharded for group in used]
+    for group, state in used.items():
+        if state.is_root is None:
+            group.lazy_init(in_root=group.in_root)
+        group.drop_stale()
+        lanes = group.root.comm.lanes
+        lanes.gather.wait(lanes.compute.event())  # the shards may just have been changed
+        group.unshard()
+        group.note_kept()
+    for group in used:
+        group.wait_for_unshard()
+        if torch.is_grad_enabled():
+            group.gradients.watch_all()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(*_saving(used)):
+            yield module
+    finally:
+        for (group, state), kept in zip(used.items(), before):
+            if torch.is_grad_enabled():
+                state.root.backward_order.record(group)
+            if not kept and group.lifecycle.phase is Phase.IDLE:
+                group.release()
+
+
+def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
+    """Hooks for what autograd saves: a full parameter is gathered before backward reads it."""
+    owners = {_memory(param.full): state for group, state in used.items() for param in group.params}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor, owners.get(_memory(tensor))
+
+    def unpack(packed: Any) -> torch.Tensor:
+        tensor, owner = packed
+        if owner is not None:
+            owner.pre_backward(tensor)
+        return tensor
+
+    return pack, unpack
+
+
+def _memory(tensor: Any) -> torch.UntypedStorage:
+    """What tells whether two tensors share memory, whether it exists now or not."""
+    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()

@@ -1,0 +1,295 @@
+"""Hooks: backward tells when it is through with a module's inputs and about to enter by its outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2._torch import autograd_sequence_number
+from fsdp2.autograd.hooks import (
+    carry_hooks,
+    hook_forward,
+    hook_gradient,
+    hook_state_dict,
+    watch_inputs,
+    watch_outputs,
+    watch_transformed,
+)
+
+
+class Log(list):
+    """Notes what happened, in order."""
+
+    def done(self) -> None:
+        """Backward is through with the inputs."""
+        self.append("done")
+
+    def starting(self, grad: Tensor) -> None:
+        """Backward is about to enter."""
+        self.append("starting")
+
+    def leaf(self, name: str) -> Tensor:
+        """Return a leaf that notes when its gradient is there."""
+        leaf = torch.ones(2, requires_grad=True)
+        leaf.register_post_accumulate_grad_hook(lambda t: self.append(name))
+        return leaf
+
+    def through(self, x: Tensor, name: str) -> Tensor:
+        """Return ``x`` times a parameter that notes when its gradient is there."""
+        return x * self.leaf(name)
+
+
+# ---- inputs ----
+
+
+def test_done_comes_when_the_gradient_of_the_only_input_is_computed() -> None:
+    log = Log()
+    (args, kwargs), watched = watch_inputs((log.leaf("input"), 3), {"scale": torch.ones(2)}, log.done)
+    assert watched and args[1] == 3
+    log.through(args[0] * kwargs["scale"], "parameter").sum().backward()
+    assert log == ["parameter", "done", "input"]
+
+
+def test_done_comes_once_when_the_gradients_of_all_inputs_are_computed() -> None:
+    log = Log()
+    inputs = (log.leaf("a"), log.leaf("b"))
+    ((a,), kwargs), watched = watch_inputs(inputs[:1], {"b": inputs[1]}, log.done)
+    assert watched
+    log.through(log.through(a, "first") + kwargs["b"], "second").sum().backward()
+    assert log[:-2] == ["second", "first", "done"] and sorted(log[-2:]) == ["a", "b"]
+    assert all(torch.equal(leaf.grad, torch.ones(2)) for leaf in inputs)
+
+
+def test_an_input_that_is_not_used_does_not_hold_up_the_others() -> None:
+    log = Log()
+    used, unused = log.leaf("used"), torch.ones(2, requires_grad=True)
+    ((a, _), _), _ = watch_inputs((used, unused), {}, log.done)
+    (a * 2).sum().backward()
+    assert log == ["done", "used"] and unused.grad is None
+
+
+def test_one_tensor_in_two_places_is_done_when_both_are() -> None:
+    log, leaf = Log(), torch.ones(2, requires_grad=True)
+    ((a, b), _), _ = watch_inputs((leaf, leaf), {}, log.done)
+    log.through(log.through(a, "first") + b, "second").sum().backward()
+    assert log == ["second", "first", "done"]
+    assert torch.equal(leaf.grad, torch.full((2,), 2.0))
+
+
+def test_inputs_in_containers_are_watched_and_containers_keep_their_type() -> None:
+    log = Log()
+    (args, kwargs), watched = watch_inputs(([log.leaf("a")],), {"more": {"b": (log.leaf("b"),)}}, log.done)
+    assert watched and isinstance(args[0], list) and isinstance(kwargs["more"]["b"], tuple)
+    (args[0][0] + kwargs["more"]["b"][0]).sum().backward()
+    assert log[0] == "done" and log.count("done") == 1
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
+    plain = torch.ones(2)
+    given: list[Any] = [plain, plain]
+    given[place] = torch.ones(2, requires_grad=True)
+    (args, _), watched = watch_inputs(tuple(given), {}, lambda: None)
+    assert watched
+    assert args[1 - place] is plain and args[place] is not given[place]
+    assert torch.equal(args[place], given[place])
+
+
+@pytest.mark.parametrize(
+    "args", [(), (None, 2, "text"), (torch.ones(2), [torch.ones(1)])], ids=["none", "other", "plain"]
+)
+def test_without_an_input_that_needs_a_gradient_nothing_changes(args: tuple[Any, ...]) -> None:
+    kwargs = {"mask": torch.ones(2, dtype=torch.bool)}
+    (new_args, new_kwargs), watched = watch_inputs(args, kwargs, pytest.fail)
+    assert watched is False and new_args is args and new_kwargs is kwargs
+
+
+def test_without_gradients_nothing_changes() -> None:
+    args = (torch.ones(2, requires_grad=True),)
+    with torch.no_grad():
+        (new_args, _), watched = watch_inputs(args, {}, pytest.fail)
+    assert not watched and new_args is args
+
+
+def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
+    class Box:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    args = (Box(torch.ones(2, requires_grad=True)), torch.ones(2, requires_grad=True))
+    (new_args, _), watched = watch_inputs(args, {}, pytest.fail)
+    assert watched is None and new_args is args
+
+
+def test_a_single_input_may_be_changed_in_place() -> None:
+    x = torch.ones(2, requires_grad=True) * 1
+    ((view,), _), _ = watch_inputs((x,), {}, lambda: None)
+    view.mul_(3)
+    assert view.tolist() == [3.0, 3.0]
+
+
+def test_a_backward_without_the_inputs_is_never_done() -> None:
+    log = Log()
+    ((a,), _), _ = watch_inputs((log.leaf("a"),), {}, log.done)
+    log.through(a.detach(), "parameter").sum().backward()
+    assert log == ["parameter"]
+
+
+# ---- outputs ----
+
+
+def test_starting_comes_before_anything_in_the_module() -> None:
+    log, since = Log(), autograd_sequence_number()
+    output = log.through(torch.ones(2), "parameter")
+    assert watch_outputs(output, log.starting, since)
+    (output * 2).sum().backward()
+    assert log == ["starting", "parameter"]
+
+
+def test_every_output_may_be_the_first_that_backward_meets() -> None:
+    log, since = Log(), autograd_sequence_number()
+    output = {"a": log.through(torch.ones(2), "a"), "b": [log.through(torch.ones(2), "b")]}
+    assert watch_outputs(output, log.starting, since)
+    output["b"][0].sum().backward()
+    assert log == ["starting", "b"]
+    output["a"].sum().backward()
+    assert log == ["starting", "b", "starting", "a"]
+
+
+def test_outputs_inside_plain_objects_are_watched() -> None:
+    class Box:
+        pass
+
+    log, box, since = Log(), Box(), autograd_sequence_number()
+    box.value = log.through(torch.ones(2), "parameter")
+    assert watch_outputs(box, log.starting, since)
+    box.value.sum().backward()
+    assert log == ["starting", "parameter"]
+
+
+def test_outputs_that_need_no_gradient_are_not_watched() -> None:
+    assert not watch_outputs((torch.ones(2), None, "text"), pytest.fail, 0)
+
+
+def test_an_input_that_is_passed_on_takes_part_without_starting_anything() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert watch_outputs(leaf, pytest.fail, autograd_sequence_number())
+    leaf.sum().backward()
+    assert torch.equal(leaf.grad, torch.ones(2))
+
+
+def test_a_view_that_is_changed_afterwards_still_starts_the_module() -> None:
+    log, since = Log(), autograd_sequence_number()
+    output = log.through(torch.ones(2), "parameter")[:1]
+    assert watch_outputs(output, log.starting, since)
+    output.add_(1)
+    output.sum().backward()
+    assert log[0] == "starting" and log[-1] == "parameter"
+
+
+def test_a_view_of_an_input_does_not_start_the_module_that_made_the_input() -> None:
+    """The base is older than the module's forward: its backward is another module's."""
+    log = Log()
+    made_before = log.through(torch.ones(2), "other module")
+    since = autograd_sequence_number()
+    output = made_before[:1]
+    watch_outputs(output, log.starting, since)
+    made_before.sum().backward()
+    assert log == ["other module"]
+
+
+# ---- registration ----
+
+
+def test_forward_hooks_are_the_outermost_ones() -> None:
+    log, module = [], nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *args: log.append("user's before"))
+    module.register_forward_hook(lambda *args: log.append("user's after"))
+
+    def before(m: nn.Module, args: Any, kwargs: Any) -> Any:
+        log.append("before")
+        return (args[0] * 2,), kwargs
+
+    def after(m: nn.Module, args: Any, output: Any) -> Any:
+        log.append("after")
+        return output * 0
+
+    handles = hook_forward([module], before, after)
+    assert not module(torch.ones(2)).any()
+    assert log == ["before", "user's before", "user's after", "after"]
+    for pair in handles:
+        for handle in pair:
+            handle.remove()
+    module(torch.ones(2))
+    assert log[4:] == ["user's before", "user's after"]
+
+
+def test_state_dict_hooks_bracket_saving_and_loading() -> None:
+    log, module = [], nn.Linear(2, 2)
+    hook_state_dict([module], *(lambda *args, n=name: log.append(n) for name in ("save", "saved", "load", "loaded")))
+    state = module.state_dict()
+    assert log == ["save", "saved"]
+    module.load_state_dict(state)
+    assert log == ["save", "saved", "load", "loaded"]
+
+
+def test_a_gradient_hook_sees_the_finished_gradient() -> None:
+    seen, leaf = [], torch.ones(2, requires_grad=True)
+    hook_gradient(leaf, lambda t: seen.append((t is leaf, t.grad.tolist())))
+    (leaf * 2 + leaf).sum().backward()
+    assert seen == [(True, [3.0, 3.0])]
+
+
+def test_carried_hooks_run_on_the_new_tensor() -> None:
+    seen, leaf = [], torch.ones(2, requires_grad=True)
+    carry_hooks(leaf, [lambda grad: grad * 2], [lambda t: seen.append(t.grad.tolist())])
+    leaf.sum().backward()
+    assert seen == [[2.0, 2.0]]
+
+
+def test_several_inputs_cannot_be_changed_in_place() -> None:
+    """``residual += branch(hidden)`` in a block that gets both is refused by autograd, as under torch's fully_shard."""
+    hidden, residual = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
+    ((hidden, residual), _), _ = watch_inputs((hidden, residual), {}, lambda: None)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        residual += hidden * 2
+
+
+# ---- torch.func ----
+
+
+def test_outputs_of_a_transform_tell_backward_outside_of_it() -> None:
+    log, leaf = Log(), torch.ones(2, requires_grad=True)
+
+    def function(x: Tensor) -> Any:
+        output = {"y": x * leaf, "count": torch.arange(2)}
+        told = watch_transformed(output, log.starting)
+        assert told["count"] is output["count"]
+        return told["y"]
+
+    output, tangent = torch.func.jvp(function, (torch.ones(2),), (torch.full((2,), 3.0),))
+    assert not log
+    output.sum().backward(retain_graph=True)
+    assert len(log) == 1
+    tangent.sum().backward()
+    assert len(log) == 2 and leaf.grad is not None and leaf.grad.tolist() == [4.0, 4.0]
+
+
+def test_a_single_input_of_a_transform_tells() -> None:
+    log, leaf = Log(), torch.ones(2, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        ((view,), _), watched = watch_inputs((leaf,), {}, log.done)
+        assert watched
+        return view * x
+
+    torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),))[0].sum().backward()
+    assert log == ["done"] and leaf.grad is not None
+
+
+def test_outside_of_transforms_outputs_stay_as_they_are() -> None:
+    output = (torch.ones(2), torch.ones(2, requires_grad=True))
+    assert watch_transformed(output, pytest.fail) is output

@@ -1,0 +1,104 @@
+"""A group answers by torch's names for what it is and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2._torch import ShardedState, TrainingState
+from fsdp2.engine.group import FSDPParamGroup
+from tests.unit.meshes import fake_mesh
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Four ranks."""
+    with fake_mesh((4,), ("dp",)) as mesh:
+        yield mesh
+
+
+def test_residencies_by_torchs_names(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=2)
+    (group,) = module._get_fsdp_state()._fsdp_param_groups
+    assert group._sharded_state is ShardedState.SHARDED and group._all_gather_result is None
+    handle = module.unshard(async_op=True)
+    assert group._sharded_state is ShardedState.SHARDED and group._all_gather_result is not None
+    assert group.is_sharded and not group.is_unsharded
+    handle.wait()
+    assert group._sharded_state is ShardedState.UNSHARDED and group._all_gather_result is None
+    assert group.is_unsharded and not group.is_sharded
+    module(torch.ones(2, 4))
+    assert group._sharded_state is ShardedState.SHARDED_POST_FORWARD
+    assert not group.is_unsharded and not group.is_sharded
+
+
+def test_phases_are_told_while_their_steps_run(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh)
+    told: list[tuple[str, str, TrainingState]] = []
+    for name in ("unshard", "reshard"):
+        original = getattr(FSDPParamGroup, name)
+
+        def noting(group: FSDPParamGroup, *args: object, _name: str = name, _original: object = original) -> None:
+            if _name == "reshard" or (group.is_sharded and group._all_gather_result is None):
+                told.append((_name, group._module_fqn, group._training_state))
+            _original(group, *args)  # type: ignore[operator]
+
+        monkeypatch.setattr(FSDPParamGroup, name, noting)
+    loss = module(torch.ones(2, 4)).sum()
+    forward, before, after = TrainingState.FORWARD, TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
+    assert told == [(step, unit, forward) for unit in ("0", "1") for step in ("unshard", "reshard")]
+    told.clear()
+    loss.backward()
+    assert told[:3] == [("unshard", "1", before), ("unshard", "0", before), ("reshard", "1", after)]
+    assert told[3] == ("reshard", "0", after)
+
+
+def test_a_state_and_its_communication_by_torchs_names(mesh: DeviceMesh) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard([module[0], module[1]], mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    module[0].set_reduce_scatter_max_input_buffers(3)
+    module(torch.ones(2, 4))
+    state, root = module[0]._get_fsdp_state(), module._get_fsdp_state()
+    assert state._comm_ctx is root._comm_ctx and root._comm_ctx.reduce_scatter_max_input_buffers == 3
+    assert state._fsdp_param_group.reduce_scatter_max_input_buffers == 3
+    assert state._modules_to_run_forward == root._modules_to_run_forward == set()
+    root.members_to_run.add(module)
+    assert root._modules_to_run_forward == {module}
+
+
+def test_unset_buffers_are_one_as_torch_says(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    assert module._get_fsdp_state()._fsdp_param_group.reduce_scatter_max_input_buffers == 1
+
+
+def test_a_mesh_by_torchs_names(mesh: DeviceMesh) -> None:
+    info = fully_shard(nn.Linear(4, 4), mesh=mesh)._get_fsdp_state()._fsdp_param_group.mesh_info
+    assert info.shard_process_group is mesh.get_group() and (info.shard_mesh_size, info.shard_mesh_rank) == (4, 0)
+
+
+def test_dtypes_of_a_group_by_torchs_names(mesh: DeviceMesh) -> None:
+    module = nn.Linear(4, 4)
+    module.counts = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float64))
+    group = module._get_fsdp_state()._fsdp_param_group
+    assert (group._orig_dtype, group._reduce_dtype) == (torch.float32, torch.float64)
+    module.requires_grad_(False)
+    assert (group._orig_dtype, group._reduce_dtype) == (torch.float32, torch.float64)
+    numbers = nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)])
+    numbers.forward = lambda: None
+    group = fully_shard(numbers, mesh=mesh)._get_fsdp_state()._fsdp_param_group
+    assert group._orig_dtype is group._reduce_dtype is None
+
+
+def test_no_reduction_is_left_for_the_next_forward(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    module(torch.ones(2, 4)).sum().backward()
+    assert not module._get_fsdp_state()._comm_ctx._last_post_reduce_events

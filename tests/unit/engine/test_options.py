@@ -1,0 +1,58 @@
+"""The options of a group: frozen, replaced by setters, and checked however they are made."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+import torch
+
+from fsdp2.engine.options import GroupOptions
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.sharding.packing import TransferSizes
+
+POLICY_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+
+
+def test_the_defaults_are_those_of_torch() -> None:
+    options = GroupOptions()
+    assert options.mp_policy == MixedPrecisionPolicy()
+    assert options.reshard_after_forward is None and options.reshard_after_backward
+    assert options.unshard_in_backward
+    assert options.reduce_gradients and options.all_reduce_gradients and not options.reduce_unused
+    assert options.divide_factor is None and not options.force_sum
+    assert options.sizes == TransferSizes(1 << 20, 8 << 20, 1 << 20)
+    assert (options.all_gather, options.reduce_scatter, options.all_reduce_hook) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(GroupOptions)])
+def test_no_option_can_be_set_in_place(name: str) -> None:
+    options = GroupOptions()
+    with pytest.raises(FrozenInstanceError):
+        setattr(options, name, getattr(options, name))
+
+
+def test_a_setter_is_a_replacement() -> None:
+    before = GroupOptions(offload_policy=CPUOffloadPolicy())
+    after = replace(before, reduce_gradients=False)
+    assert before.reduce_gradients and not after.reduce_gradients
+    assert replace(after, reduce_gradients=True) == before
+
+
+@pytest.mark.parametrize("name", POLICY_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "bfloat16", 16])
+def test_a_policy_with_anything_but_a_floating_point_dtype_is_refused(name: str, dtype: object) -> None:
+    with pytest.raises(ValueError, match=rf"mp_policy.{name}: expected a floating-point torch.dtype or None, got"):
+        GroupOptions(mp_policy=MixedPrecisionPolicy(**{name: dtype}))
+
+
+@pytest.mark.parametrize("name", POLICY_DTYPES)
+def test_replacing_the_policy_checks_the_new_one(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        replace(GroupOptions(), mp_policy=MixedPrecisionPolicy(**{name: torch.int8}))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_floating_point_dtypes_are_accepted(dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    assert GroupOptions(mp_policy=policy).mp_policy is policy

@@ -1,0 +1,306 @@
+"""One managed parameter: what its module shows, and where its gradient is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fsdp2.engine.param import FSDPParam, Slot, show
+from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.spec import ShardedSpec
+from tests.unit.meshes import fake_mesh
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def dp2() -> Iterator[DataParallelMesh]:
+    """A shard axis of two ranks."""
+    with fake_mesh((2,), ("dp",)) as mesh:
+        yield DataParallelMesh.from_mesh(mesh)
+
+
+def manage(original: nn.Parameter, dp: DataParallelMesh, *slots: Slot, dtype: torch.dtype | None = None) -> FSDPParam:
+    """Return what manages ``original``, with its shard and a full parameter of ``dtype``."""
+    slots = slots or (Slot(nn.Module(), "weight"),)
+    for slot in slots:
+        slot.module.register_parameter(slot.name, original)
+    param = FSDPParam(
+        original, ShardedSpec.of(original, None, dp, "weight"), list(slots), "layers.0.weight", MixedPrecisionPolicy()
+    )
+    plain = original.to_local() if isinstance(original, DTensor) else original
+    param.set_shard(param.spec.cut(plain.detach()).clone())
+    param.set_full(plain.detach().clone().to(dtype or original.dtype).view(-1))
+    return param
+
+
+def weight(*shape: int) -> nn.Parameter:
+    """Return 0, 1, 2... as a parameter."""
+    return nn.Parameter(torch.arange(float(torch.Size(shape).numel())).view(shape))
+
+
+def local(grad: Tensor | None) -> Tensor:
+    """Return the local tensor of a sharded gradient."""
+    assert isinstance(grad, DTensor)
+    return grad.to_local()
+
+
+# ---- the shard and the full parameter ----
+
+
+def test_the_shard_is_a_parameter_around_the_piece_itself(dp2: DataParallelMesh) -> None:
+    original = weight(4, 3)
+    param = FSDPParam(
+        original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
+    )
+    piece = torch.ones(2, 3)
+    param.set_shard(piece)
+    assert isinstance(param.sharded, nn.Parameter) and isinstance(param.sharded, DTensor)
+    assert param.local is piece and param.sharded.shape == (4, 3) and param.sharded.requires_grad
+    assert param.dtype is FP32
+
+
+def test_a_moved_shard_keeps_its_parameter(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    before, piece = param.sharded, torch.ones(2, 3)
+    param.set_shard(piece)
+    assert param.sharded is before and param.local is piece
+    assert torch.equal(local(before), piece)
+
+
+def test_attributes_and_hooks_of_the_original_are_those_of_the_shard(dp2: DataParallelMesh) -> None:
+    original, calls = weight(4, 3), []
+    original.tag = "kept"
+    original.register_hook(lambda grad: calls.append("gradient"))
+    original.register_post_accumulate_grad_hook(lambda p: calls.append(type(p.grad).__name__))
+    param = manage(original, dp2)
+    assert param.sharded.tag == param.full.tag == "kept"
+    param.accumulate_gradient(torch.ones(2, 3))
+    assert calls == ["gradient", "DTensor"]
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_what_is_frozen_stays_frozen(dp2: DataParallelMesh, trainable: bool) -> None:
+    param = manage(weight(4, 3).requires_grad_(trainable), dp2)
+    assert param.sharded.requires_grad == param.full.requires_grad == param.requires_grad == trainable
+
+
+def test_hooks_on_a_gradient_are_not_carried_to_a_frozen_parameter(dp2: DataParallelMesh) -> None:
+    original = weight(4, 3)
+    original.register_hook(lambda grad: None)
+    original.requires_grad_(False)
+    assert not manage(original, dp2).sharded.requires_grad
+
+
+def test_the_full_parameter_is_the_place_in_the_buffer(dp2: DataParallelMesh) -> None:
+    original = nn.Parameter(torch.arange(12.0).view(4, 3).t())
+    param = FSDPParam(
+        original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
+    )
+    buffer = torch.arange(14.0)
+    param.set_full(buffer[:12])
+    assert param.full.data_ptr() == buffer.data_ptr() and param.full.stride() == (1, 3)
+    assert torch.equal(param.full, original) and param.full.is_leaf
+
+
+def test_a_new_full_parameter_takes_over_the_gradient(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    param.full.grad = torch.ones(4, 3)
+    param.set_full(torch.zeros(12))
+    assert param.full.grad is None and param.has_gradient
+    assert torch.equal(param.take_gradient(), torch.ones(4, 3))
+
+
+def test_names_and_sizes_are_shown(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    assert repr(param) == "FSDPParam(layers.0.weight, (4, 3), dim=0, ranks=2)"
+    assert param._param_fqn == "layers.0.weight" and param.fsdp_placement == Shard(0)
+    assert param.sharded_param is param.sharded and param.unsharded_param is param._unsharded_param is param.full
+
+
+# ---- what the module shows ----
+
+
+@pytest.mark.parametrize("which", ["sharded", "full"])
+def test_every_place_of_a_tied_parameter_shows_the_same(dp2: DataParallelMesh, which: str) -> None:
+    first, second = nn.Module(), nn.Module()
+    param = manage(weight(4, 3), dp2, Slot(first, "a"), Slot(second, "b"))
+    assert not show([param], which)
+    assert first.a is second.b is getattr(param, which)
+    assert list(first._parameters) == ["a"]
+
+
+def test_a_module_that_watches_its_attributes_is_told(dp2: DataParallelMesh) -> None:
+    lstm = nn.LSTM(3, 4)
+    slots = [Slot(lstm, name) for name in list(lstm._parameters)]
+    params = [manage(getattr(lstm, slot.name), dp2, slot) for slot in slots]
+    show(params, "full")
+    assert [id(w) for w in lstm._flat_weights] == [id(param.full) for param in params]
+    show(params, "sharded")
+    assert [id(w) for w in lstm._flat_weights] == [id(param.sharded) for param in params]
+
+
+def test_moving_between_modules_goes_by_its_slots(dp2: DataParallelMesh) -> None:
+    param, other = manage(weight(4, 3), dp2), nn.Module()
+    param.set_slots([Slot(other, "moved")])
+    show([param], "full")
+    assert other._parameters["moved"] is param.full and param.module is other
+
+
+@pytest.mark.parametrize("place", ["sharded", "full"])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_freezing_what_is_shown_freezes_all(dp2: DataParallelMesh, place: str, trainable: bool) -> None:
+    param = manage(weight(4, 3).requires_grad_(not trainable), dp2)
+    getattr(param, place).requires_grad_(trainable)
+    assert show([param], "full")
+    assert param.requires_grad == param.sharded.requires_grad == param.full.requires_grad == trainable
+    assert not show([param], "sharded")
+
+
+def test_an_adopted_shard_brings_what_it_knows(dp2: DataParallelMesh) -> None:
+    original = weight(4, 3)
+    original.tag, original.other = "original", "original"
+    param = manage(original, dp2)
+    new = nn.Parameter(param.spec.shard_as(torch.ones(2, 3, dtype=BF16)), requires_grad=False)
+    new.tag = "own"
+    param.adopt_shard(new)
+    assert param.sharded is new and param.dtype is BF16
+    assert not param.full.requires_grad and not param.requires_grad
+    assert (new.tag, new.other) == ("own", "original")
+    assert param.spec.dtensor.tensor_meta.dtype is BF16
+
+
+# ---- gradients ----
+
+
+def test_a_gradient_is_taken_once(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    assert not param.has_gradient and param.take_gradient() is None
+    (param.full * 2).sum().backward()
+    assert param.has_gradient
+    assert torch.equal(param.take_gradient(), torch.full((4, 3), 2.0))
+    assert not param.has_gradient and param.full.grad is None
+
+
+def test_a_sparse_gradient_is_refused_by_name(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    nn.functional.embedding(torch.tensor([1]), param.full, sparse=True).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"layers.0.weight: its gradient is torch.sparse_coo.*sparse=False"):
+        param.take_gradient()
+
+
+def test_a_differentiable_gradient_becomes_a_value(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a cycle between parameter and gradient
+        param.full.square().sum().backward(create_graph=True)
+    assert not param.take_gradient().requires_grad
+
+
+def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    for _ in range(2):
+        param.full.sum().backward()
+        param.keep_gradient()
+    assert param.full.grad is not None
+    assert torch.equal(param.take_gradient(), torch.full((4, 3), 2.0))
+
+
+def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelMesh) -> None:
+    """256 + 1 is 256 in bfloat16."""
+    param = manage(weight(4, 3), dp2, dtype=BF16)
+    for value in (256.0, 1.0, 1.0):
+        (param.full * value).sum().backward()
+        param.keep_gradient()
+        assert param.full.grad is None
+    total = param.take_gradient()
+    assert total.dtype is FP32 and torch.equal(total, torch.full((4, 3), 258.0))
+
+
+def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2, dtype=BF16)
+    param.full.sum().backward()
+    param.keep_gradient()
+    param.full.sum().backward()
+    assert torch.equal(param.take_gradient(), torch.full((4, 3), 2.0))
+    assert not param.has_gradient
+
+
+def test_keeping_nothing_is_nothing(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    param.keep_gradient()
+    assert not param.has_gradient
+
+
+def test_recovery_forgets_what_was_not_reduced(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2, dtype=BF16)
+    param.full.sum().backward()
+    param.keep_gradient()
+    param.full.sum().backward()
+    param.drop_gradient()
+    assert not param.has_gradient and param.take_gradient() is None
+
+
+def test_reduced_gradients_accumulate_on_the_shard(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2)
+    piece = torch.ones(2, 3)
+    param.accumulate_gradient(piece)
+    first = param.sharded.grad
+    assert first._local_tensor is piece and first.shape == (4, 3) and first.placements == (Shard(0),)
+    param.accumulate_gradient(torch.full((2, 3), 2.0))
+    assert param.sharded.grad is first and torch.equal(local(first), torch.full((2, 3), 3.0))
+
+
+def multiplied(grad: Tensor) -> Tensor:
+    """A hook that returns a gradient."""
+    return grad * 10
+
+
+def multiply(grad: Tensor) -> None:
+    """A hook that changes the gradient in place."""
+    grad.mul_(10)
+
+
+@pytest.mark.parametrize("hook", [multiplied, multiply])
+def test_a_hook_may_change_the_reduced_gradient(dp2: DataParallelMesh, hook: Callable[[Tensor], Tensor | None]) -> None:
+    param, seen = manage(weight(4, 3), dp2), []
+    param.sharded.register_hook(lambda grad: seen.append(local(grad).clone()))
+    param.sharded.register_hook(hook)
+    param.accumulate_gradient(torch.ones(2, 3))
+    param.accumulate_gradient(torch.ones(2, 3))
+    assert all(torch.equal(grad, torch.ones(2, 3)) for grad in seen) and len(seen) == 2
+    assert torch.equal(local(param.sharded.grad), torch.full((2, 3), 20.0))
+
+
+def test_an_optimizer_may_run_and_clear_the_gradient_in_a_hook(dp2: DataParallelMesh) -> None:
+    """Optimizer in backward: a step as soon as a gradient is there."""
+    param = manage(weight(4, 3), dp2)
+    optimizer = torch.optim.SGD([param.sharded], lr=1.0)
+
+    def step(parameter: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    param.sharded.register_post_accumulate_grad_hook(step)
+    before = param.local.clone()
+    param.accumulate_gradient(torch.ones(2, 3))
+    assert torch.equal(param.local, before - 1) and param.sharded.grad is None
+
+
+def test_a_gradient_that_tensor_parallelism_left_replicated_is_cut() -> None:
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        whole = torch.arange(16.0).view(4, 4)
+        original = nn.Parameter(DTensor.from_local(whole[:2], mesh["tp"], (Shard(0),), run_check=False))
+        param = manage(original, DataParallelMesh.from_mesh(mesh["dp"]))
+        assert isinstance(param.full, DTensor) and param.full.placements == (Shard(0),)
+        param.full.grad = DTensor.from_local(whole, mesh["tp"], (Replicate(),), run_check=False)
+        assert torch.equal(param.take_gradient(), whole[:2])
+        param.full.grad = DTensor.from_local(whole, mesh["tp"], (Partial(),), run_check=False)
+        taken = param.take_gradient()
+        assert type(taken) is Tensor and taken.shape == (2, 4)

@@ -1,0 +1,135 @@
+"""A group's way through forward, backward and recovery, on a mesh whose collectives move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import fully_shard
+from fsdp2.engine import group as param_group
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.lifecycle import Phase, Residency
+from tests.unit.meshes import fake_mesh
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks."""
+    with fake_mesh((2,), ("dp",)) as mesh:
+        yield mesh
+
+
+def group_of(module: nn.Module) -> FSDPParamGroup:
+    """Return the only group of a unit."""
+    (group,) = module._get_fsdp_state().groups
+    return group
+
+
+def state_of(module: nn.Module) -> tuple[Residency, Phase]:
+    """Return where a unit's parameters and the unit are."""
+    lifecycle = group_of(module).lifecycle
+    return lifecycle.residency, lifecycle.phase
+
+
+def full_bytes(module: nn.Module) -> int:
+    """Return how much memory the full parameters of a unit take now."""
+    full = group_of(module).params[0].full
+    return 0 if full is None else full.untyped_storage().size()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_after_forward_parameters_are_freed_or_kept_as_asked(mesh: DeviceMesh, reshard: bool) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard)
+    loss = module(torch.ones(2, 4)).sum()
+    assert state_of(module) == (Residency.SHARDED if reshard else Residency.UNSHARDED, Phase.IDLE)
+    assert isinstance(module.weight, DTensor) == reshard and (full_bytes(module) == 0) == reshard
+    loss.backward()
+    assert state_of(module) == (Residency.SHARDED, Phase.IDLE)
+    assert isinstance(module.weight.grad, DTensor) and full_bytes(module) == 0
+
+
+def test_unsharding_and_resharding_by_hand(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    sharded = module.weight
+    handle = module.unshard(async_op=True)
+    assert state_of(module)[0] is Residency.GATHERING and module.weight is sharded
+    handle.wait()
+    full = module.weight
+    assert state_of(module)[0] is Residency.UNSHARDED and type(full) is nn.Parameter and full_bytes(module) > 0
+    module.reshard()
+    assert module.weight is sharded and full_bytes(module) == 0
+    module.unshard()
+    assert module.weight is full  # views that autograd saved stay valid
+
+
+def test_a_gather_that_nobody_waited_for_is_dropped(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    module.unshard(async_op=True)
+    module.reshard()
+    assert state_of(module) == (Residency.SHARDED, Phase.IDLE) and full_bytes(module) == 0
+
+
+def test_the_text_of_a_group_says_what_it_is_and_where(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    text = repr(group_of(module))
+    assert text.startswith("FSDPParamGroup(root: sharded, idle, 2 parameters, ") and text.endswith("2 ranks)")
+
+
+def test_a_backward_that_raised_is_recovered_from(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    hidden = module(torch.ones(2, 4, requires_grad=True))
+    handle = group_of(module).params[0].full.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hidden.sum().backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="reset_iter_state"):
+        module(torch.ones(2, 4))
+    module.reset_iter_state()
+    assert state_of(module) == (Residency.SHARDED, Phase.IDLE) and full_bytes(module) == 0
+    module(torch.ones(2, 4)).sum().backward()
+    assert isinstance(module.weight.grad, DTensor)
+
+
+# ---- defects there were ----
+
+
+def test_a_gather_that_failed_is_recovered_from(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout, or an extension's fsdp_post_all_gather that raises."""
+
+    def fail(*args: Any) -> None:
+        raise ConnectionError("timed out")
+
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with monkeypatch.context() as patched:
+        patched.setattr(param_group, "finish_gather", fail)
+        with pytest.raises(ConnectionError):
+            module(torch.ones(2, 4))
+    module.reset_iter_state()
+    assert state_of(module) == (Residency.SHARDED, Phase.IDLE)
+
+
+class Detaching(nn.Module):
+    """Reads its weight in backward after the weight's own gradient is finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scaled twice, the first time by a constant."""
+        return (x @ self.weight.detach()) @ self.weight
+
+
+def test_gradients_are_counted_only_while_no_input_needs_one(mesh: DeviceMesh) -> None:
+    """When they were counted although an input needed a gradient, weights that backward still read were freed."""
+    module = fully_shard(Detaching(), mesh=mesh)
+    module(torch.ones(2, 4)).sum().backward()
+    x = torch.ones(2, 4, requires_grad=True)
+    module(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 4), 4.0))

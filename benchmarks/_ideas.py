@@ -18,7 +18,7 @@ from _common import FullyShard
 from torch import nn
 
 import fsdp2
-from fsdp2._torch import group_all_gather_coalesced
+from fsdp2._torch.collectives import group_all_gather_coalesced
 from fsdp2.comm import collectives, gather, reduce
 from fsdp2.comm.gather import Buffer
 from fsdp2.engine import buffers as shards

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from fsdp2._torch import profiler_running
+from fsdp2._torch.autograd import profiler_running
 
 __all__ = ["emit", "listening", "refresh", "span"]
 

@@ -14,14 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp2._torch import (
-    REGISTRY_KEY,
-    STATE_KEY,
-    RegistryItem,
-    insert_composable_state,
-    root_modules,
-    torch_fully_shard,
-)
+from fsdp2._torch.fsdp import torch_fully_shard
+from fsdp2._torch.modules import REGISTRY_KEY, STATE_KEY, RegistryItem, insert_composable_state, root_modules
 from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.build.arguments import merge_arguments
 from fsdp2.build.collect import collect

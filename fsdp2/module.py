@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from typing_extensions import deprecated
 
-from fsdp2._torch import (
+from fsdp2._torch.collectives import (
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
     SymmMemAllGather,

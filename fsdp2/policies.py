@@ -19,7 +19,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch import AllGather, ReduceScatter, TorchDataParallelMeshDims
+from fsdp2._torch.collectives import AllGather, ReduceScatter
+from fsdp2._torch.fsdp import TorchDataParallelMeshDims
 
 __all__ = [
     "AllGather",

@@ -38,7 +38,7 @@ OWN = rules.own_private_names(PACKAGE)
 
 
 def private_torch(source: Source) -> list[str]:
-    """Private names of torch stand in _torch.py only."""
+    """Private names of torch stand in _torch only."""
     return rules.private_torch(source, OWN)
 
 
@@ -66,7 +66,7 @@ def test_the_rules_see_the_package():
     """The files that rules except by name exist; otherwise the rules would be about nothing."""
     paths = {source.path for source in EVERYTHING}
     assert {
-        "fsdp2/_torch.py",
+        "fsdp2/_torch/tensors.py",
         "fsdp2/comm/collectives.py",
         "fsdp2/comm/streams.py",
         "fsdp2/autograd/hooks.py",
@@ -140,7 +140,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.import_direction, "fsdp2/sharding/a.py", "from fsdp2 import comm"),
     (rules.import_direction, "fsdp2/engine/a.py", "import fsdp2.module"),
     (rules.import_direction, "fsdp2/engine/a.py", "from ..module import FSDPModule"),
-    (rules.import_direction, "fsdp2/_torch.py", "from fsdp2._trace import emit"),
+    (rules.import_direction, "fsdp2/_torch/a.py", "from fsdp2._trace import emit"),
     (rules.import_direction, "fsdp2/module.py", "from fsdp2 import __init__"),
     (rules.import_direction, "fsdp2/module.py", "from fsdp2.compat.install import install"),
     (rules.import_direction, "fsdp2/build/collect.py", "import fsdp2"),
@@ -152,7 +152,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.collectives, "fsdp2/engine/a.py", "from torch import distributed\ndistributed.reduce_scatter_single(x, y)"),
     (rules.collectives, "fsdp2/engine/a.py", "group._allgather_base(x, y)"),
     (rules.collectives, "fsdp2/engine/a.py", "import torch\ntorch.ops.c10d.allreduce_(x)"),
-    (rules.collectives, "fsdp2/engine/a.py", "from fsdp2._torch import coalescing_manager"),
+    (rules.collectives, "fsdp2/engine/a.py", "from fsdp2._torch.collectives import coalescing_manager"),
     (
         rules.collectives,
         "fsdp2/engine/a.py",
@@ -256,7 +256,7 @@ def test_signatures_equal_torchs(name):
     assert extra <= {entry[0] for entry in shape(ours)}
 
 
-# ---- _torch.py ----
+# ---- _torch ----
 
 
 def private_paths(source: Source) -> set[str]:
@@ -265,12 +265,12 @@ def private_paths(source: Source) -> set[str]:
     return {name for name in names if name.startswith("torch.") and any(map(rules.is_private, name.split(".")))}
 
 
-TORCH_PY = next(source for source in PACKAGE if source.path == "fsdp2/_torch.py")
+PRIVATE = [source for source in PACKAGE if source.component == "_torch"]
 
 
-@pytest.mark.parametrize("path", sorted(private_paths(TORCH_PY)))
+@pytest.mark.parametrize("path", sorted({path for source in PRIVATE for path in private_paths(source)}))
 def test_private_names_exist(path):
-    """The installed torch still has every private name that _torch.py leans on."""
+    """The installed torch still has every private name that _torch leans on."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -284,22 +284,24 @@ def test_private_names_exist(path):
     pytest.fail(f"{path} cannot be imported")
 
 
-def test_private_names_have_reasons():
-    """Each import, assignment and function of _torch.py comes with a comment or a docstring."""
-    lines = TORCH_PY.text.splitlines()
+@pytest.mark.parametrize("source", PRIVATE, ids=lambda source: source.path)
+def test_private_names_have_reasons(source):
+    """Each import, assignment and function of _torch comes with a comment or a docstring."""
+    lines = source.text.splitlines()
     missing = []
-    for node in TORCH_PY.tree.body:
-        private = {path for path in private_paths(Source(TORCH_PY.path, ast.unparse(node))) if path}
+    for node in source.tree.body:
+        private = {path for path in private_paths(Source(source.path, ast.unparse(node))) if path}
         documented = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
         first = node.lineno - 2
         while first > 0 and lines[first].startswith(("from ", "    ", ")")):  # one comment may explain two imports
             first -= 1
         if private and not documented and not lines[first].startswith("#"):
-            missing.append(TORCH_PY.at(node, "no reason given"))
+            missing.append(source.at(node, "no reason given"))
     assert not missing
 
 
-def test_all_of_torch_py_is_used():
-    """Nothing stays in _torch.py that the package no longer needs."""
+def test_all_of_torch_is_used():
+    """Nothing stays in _torch that the package no longer needs."""
     used = {name for source in PACKAGE for _, name in source.imported() if name.startswith("fsdp2._torch.")}
-    assert {f"fsdp2._torch.{name}" for name in rules.exported(TORCH_PY) or ()} <= used
+    files = {source.path.removesuffix(".py").replace("/", "."): source for source in PRIVATE}
+    assert {f"{file}.{name}" for file, source in files.items() for name in rules.exported(source) or ()} <= used

@@ -17,13 +17,9 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import (
-    AsyncCollectiveTensor,
-    functorch_active,
-    node_sequence_number,
-    put_first_after_step,
-    view_base,
-)
+from fsdp2._torch.autograd import functorch_active, node_sequence_number, view_base
+from fsdp2._torch.optimizers import put_first_after_step
+from fsdp2._torch.tensors import AsyncCollectiveTensor
 from fsdp2.autograd.trees import find_tensors, map_tensors
 
 __all__ = [

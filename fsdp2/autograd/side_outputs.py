@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch import REGISTRY_KEY, STATE_KEY, node_sequence_number
+from fsdp2._torch.autograd import node_sequence_number
+from fsdp2._torch.modules import REGISTRY_KEY, STATE_KEY
 from fsdp2.autograd.hooks import registrations, watch_outputs
 
 __all__ = ["LeftOnModules"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fsdp2._torch import pytree
+from fsdp2._torch.tensors import pytree
 
 __all__ = ["find_tensors", "map_tensors"]
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import REGISTRY_KEY, TorchFSDPState, composable_state
+from fsdp2._torch.fsdp import TorchFSDPState
+from fsdp2._torch.modules import REGISTRY_KEY, composable_state
 from fsdp2.engine.param import Slot
 from fsdp2.engine.unit import get_state
 

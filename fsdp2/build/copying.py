@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch import insert_composable_state
+from fsdp2._torch.modules import insert_composable_state
 from fsdp2.engine.param import FSDPParam, Slot
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.unit import FSDPState, get_state, states_below

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._torch import TorchShardPlacementResult, local_tensor
+from fsdp2._torch.fsdp import TorchShardPlacementResult
+from fsdp2._torch.tensors import local_tensor
 from fsdp2.build.collect import Found, Managed, collect, move_to
 from fsdp2.optim.prebuilt import follow_parameters
 from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, policy_for

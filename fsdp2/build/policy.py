@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2._torch import run_policy
+from fsdp2._torch.modules import run_policy
 from fsdp2.build.blocks import repeated_blocks
 from fsdp2.build.walk import children_to_plan, has_forward, has_parameters
 from fsdp2.engine.param import is_managed_tensor

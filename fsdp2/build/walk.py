@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fsdp2._torch import REGISTRY_KEY
+from fsdp2._torch.modules import REGISTRY_KEY
 
 __all__ = ["children_to_plan", "has_forward", "has_parameters"]
 

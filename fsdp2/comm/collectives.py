@@ -8,18 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import (
+from fsdp2._torch.collectives import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
     ReduceScatterOptions,
-    foreach_copy,
     group_all_gather,
     group_all_gather_coalesced,
     group_all_reduce,
     group_all_to_all,
     group_reduce_scatter,
 )
+from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.watch import HostWork
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.sharding.mesh import Axis

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2._torch import foreach_copy
+from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import all_gather, wire_view
 from fsdp2.comm.streams import ComputeLane, InFlight, Lane
 from fsdp2.policies import AllGather

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2._torch import chunk_cat, foreach_copy
+from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.comm.collectives import all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
 from fsdp2.comm.scaling import Scaling
 from fsdp2.comm.streams import InFlight, Lane, Lanes

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp2._torch import default_store
+from fsdp2._torch.collectives import default_store
 
 __all__ = ["HostWork", "Watch", "attend"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 
-from fsdp2._torch import torch_group_module
+from fsdp2._torch.fsdp import torch_group_module
 from fsdp2.comm import gather, reduce
 from fsdp2.comm.gather import GatherBuffers
 from fsdp2.comm.reduce import ReducePlan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, version_of
+from fsdp2._torch.tensors import local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension

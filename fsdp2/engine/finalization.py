@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp2._torch import graph_task_id, outside_dynamo
+from fsdp2._torch.autograd import graph_task_id
+from fsdp2._torch.dynamo import outside_dynamo
 from fsdp2._trace import span
 from fsdp2.engine.handles import GradientReduction
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from fsdp2._torch import outside_functorch
+from fsdp2._torch.autograd import outside_functorch
 from fsdp2._trace import emit, span
 from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight

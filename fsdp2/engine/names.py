@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp2._torch import ShardedState, TrainingState
+from fsdp2._torch.fsdp import ShardedState, TrainingState
 from fsdp2.comm.gather import Gathering
 from fsdp2.comm.streams import InFlight
 from fsdp2.engine.lifecycle import Residency

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp2._torch import TORCH_COMMS
+from fsdp2._torch.collectives import TORCH_COMMS
 from fsdp2.comm.streams import Lane
 from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter, check_dtypes
 from fsdp2.sharding.packing import TransferSizes

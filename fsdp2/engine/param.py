@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._torch import (
+from fsdp2._torch.autograd import gradient_hooks
+from fsdp2._torch.modules import overrides_setattr
+from fsdp2._torch.tensors import (
     AsyncCollectiveTensor,
     dtensor_from_local,
     dtensor_spec,
-    gradient_hooks,
     local_tensor,
-    overrides_setattr,
     python_attributes,
     set_local_tensor,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp2._torch import accumulate_grad_node, graph_task_id, will_execute
+from fsdp2._torch.autograd import accumulate_grad_node, graph_task_id, will_execute
 from fsdp2._trace import emit
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.reduce import ReducePlan, reduce_chunk

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp2._torch import queue_end_of_backward
+from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._trace import emit, refresh, span
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.streams import Lanes, Retained

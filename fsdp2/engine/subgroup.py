@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp2._torch import foreach_copy, set_local_tensor
+from fsdp2._torch.tensors import foreach_copy, set_local_tensor
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.engine.param import FSDPParam, show
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import ComposableState, autograd_sequence_number, composable_state, graph_task_id, outside_dynamo
+from fsdp2._torch.autograd import autograd_sequence_number, graph_task_id
+from fsdp2._torch.dynamo import outside_dynamo
+from fsdp2._torch.modules import ComposableState, composable_state
 from fsdp2.autograd.hooks import (
     Arguments,
     hook_error,

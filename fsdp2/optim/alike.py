@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch import AsyncCollectiveTensor, DTensorSpec, dtensor_from_local, dtensor_spec, local_tensor
+from fsdp2._torch.tensors import AsyncCollectiveTensor, DTensorSpec, dtensor_from_local, dtensor_spec, local_tensor
 from fsdp2.sharding.spec import with_dtype
 
 __all__ = ["agreeing_local", "cut_alike", "local_state", "shown_state"]

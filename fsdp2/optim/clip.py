@@ -16,7 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from fsdp2._torch import DTensorSpec, dtensor_specs, foreach_mul, foreach_norm, local_tensors
+from fsdp2._torch.optimizers import foreach_mul, foreach_norm
+from fsdp2._torch.tensors import DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.param import is_temporary
 from fsdp2.optim.alike import agreeing_local, cut_alike

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import check_finite_and_unscale, local_tensor
+from fsdp2._torch.optimizers import check_finite_and_unscale
+from fsdp2._torch.tensors import local_tensor
 from fsdp2.comm.collectives import all_reduce
 from fsdp2.sharding.mesh import Axis
 

@@ -15,15 +15,9 @@ from typing import Any
 import torch
 from torch import optim
 
-from fsdp2._torch import (
-    AsyncCollectiveTensor,
-    DTensorSpec,
-    around_init_group,
-    dtensor_specs,
-    dynamo_is_tracing,
-    local_tensors,
-    outside_dynamo,
-)
+from fsdp2._torch.dynamo import dynamo_is_tracing, outside_dynamo
+from fsdp2._torch.optimizers import around_init_group
+from fsdp2._torch.tensors import AsyncCollectiveTensor, DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.autograd.hooks import settle_optimizer
 from fsdp2.optim.alike import agreeing_local, cut_alike, local_state, shown_state
 from fsdp2.optim.collecting import Collecting

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import local_tensor, outside_dynamo
+from fsdp2._torch.dynamo import outside_dynamo
+from fsdp2._torch.tensors import local_tensor
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.buffers import note_optimizer_step
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._torch import concatenate_meshes, flatten_mesh
+from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh
 from fsdp2.policies import DataParallelMeshDims
 
 __all__ = ["Axis", "DataParallelMesh", "default_mesh", "regroup"]

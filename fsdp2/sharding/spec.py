@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2._torch import (
+from fsdp2._torch.tensors import (
     AsyncCollectiveTensor,
     DTensorSpec,
     StridedShard,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2._torch import foreach_copy
+from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import all_gather, wire_view
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import dtensor_from_local, dtensor_spec, local_tensor, python_attributes
+from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor, python_attributes
 from fsdp2.engine.param import Slot
 from fsdp2.weights.places import Place, Places
 

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fsdp2._torch import graph_task_id, local_tensor, non_persistent_buffers
+from fsdp2._torch.autograd import graph_task_id
+from fsdp2._torch.modules import non_persistent_buffers
+from fsdp2._torch.tensors import local_tensor
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase, Residency
 from fsdp2.engine.param import FSDPParam, is_managed_tensor

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import graph_task_id
+from fsdp2._torch.autograd import graph_task_id
 from fsdp2.engine.lending import lend, take_back
 from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.param import FSDPParam, stand_in

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch.tensors import local_tensor
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.unit import FSDPState, groups_below

@@ -183,8 +183,8 @@ def import_direction(source: Source) -> list[str]:
 
 
 def collectives(source: Source) -> list[str]:
-    """Collectives are called in comm/collectives.py only; _torch.py may give a private one its name."""
-    if source.path in ("fsdp2/comm/collectives.py", "fsdp2/_torch.py"):
+    """Collectives are called in comm/collectives.py only; _torch may give a private one its name."""
+    if source.path == "fsdp2/comm/collectives.py" or source.component == "_torch":
         return []
     imported = [(line, name) for line, name in source.imported() if is_collective(name)]
     found = [source.at(line, f"imports the collective {name}") for line, name in imported]
@@ -198,7 +198,7 @@ def collectives(source: Source) -> list[str]:
 
 def is_collective(name: str) -> bool:
     """Return whether a dotted name is a collective of torch."""
-    if name == "fsdp2._torch.coalescing_manager" or name.startswith(("torch.ops.c10d", "torch.ops._c10d")):
+    if name == "fsdp2._torch.collectives.coalescing_manager" or name.startswith(("torch.ops.c10d", "torch.ops._c10d")):
         return True
     return name.startswith("torch.distributed.") and bool(COLLECTIVES.fullmatch(name.rsplit(".", 1)[1]))
 
@@ -236,8 +236,8 @@ def own_private_names(sources: Iterable[Source]) -> set[str]:
 
 
 def private_torch(source: Source, own: set[str]) -> list[str]:
-    """Private names of torch, imported or reached as attributes, stand in _torch.py only."""
-    if source.path == "fsdp2/_torch.py":
+    """Private names of torch, imported or reached as attributes, stand in _torch only."""
+    if source.component == "_torch":
         return []
     found = []
     for line, name in source.imported():

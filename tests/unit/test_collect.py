@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import fully_shard
-from fsdp2._torch import REGISTRY_KEY, RegistryItem
+from fsdp2._torch.modules import REGISTRY_KEY, RegistryItem
 from fsdp2.build.collect import Found, Managed, collect, move_to
 from tests.unit.meshes import fake_mesh
 

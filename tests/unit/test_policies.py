@@ -9,7 +9,7 @@ import pytest
 
 import fsdp2
 from fsdp2 import policies
-from fsdp2._torch import TorchDataParallelMeshDims
+from fsdp2._torch.fsdp import TorchDataParallelMeshDims
 
 KINDS = [kind for kind in (policies._DataParallelMeshDims, TorchDataParallelMeshDims) if kind is not None]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
-from fsdp2 import _torch
 from tests.support.api import torch_since
 from tests.unit.meshes import gloo_mesh
+from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
-from fsdp2 import _torch
+from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
 

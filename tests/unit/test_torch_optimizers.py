@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import _torch
 from fsdp2.optim.local_step import _ELEMENTWISE
 from tests.unit.meshes import fake_mesh
+from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
 

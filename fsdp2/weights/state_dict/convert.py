@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2._torch import dtensor_from_local, dtensor_spec, local_tensor
+from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor
 from fsdp2.comm.collectives import all_gather, wire_view
 from fsdp2.engine.unit import FSDPState
 from fsdp2.sharding.mesh import DataParallelMesh

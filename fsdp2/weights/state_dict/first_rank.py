@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import pytree
+from fsdp2._torch.tensors import pytree
 from fsdp2.comm.collectives import broadcast, share_object
 from fsdp2.sharding.mesh import Axis
 from fsdp2.weights.state_dict.names import clean_name

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import loads_as_torch_does
+from fsdp2._torch.modules import loads_as_torch_does
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.engine.unit import managed_slots, states_below

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import pytree
+from fsdp2._torch.tensors import pytree
 from fsdp2.engine.param import FSDPParam
 from fsdp2.engine.unit import FSDPState, managed_slots, states_below
 from fsdp2.optim.prebuilt import repair

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2._torch import DTensorSpec, dtensor_spec, local_tensor
+from fsdp2._torch.tensors import DTensorSpec, dtensor_spec, local_tensor
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.spec import ShardedSpec
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2._torch import autograd_sequence_number
+from fsdp2._torch.autograd import autograd_sequence_number
 from fsdp2.autograd.hooks import (
     carry_hooks,
     hook_forward,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2._torch import ShardedState, TrainingState
+from fsdp2._torch.fsdp import ShardedState, TrainingState
 from fsdp2.engine.group import FSDPParamGroup
 from tests.unit.meshes import fake_mesh
 

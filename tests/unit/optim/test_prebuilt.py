@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import fully_shard
-from fsdp2._torch import dtensor_from_local
+from fsdp2._torch.tensors import dtensor_from_local
 from tests.unit.meshes import fake_mesh, gloo_mesh
 
 OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp2._torch import StridedShard
+from fsdp2._torch.tensors import StridedShard
 from fsdp2.policies import DataParallelMeshDims
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import DataParallelMesh

@@ -1,0 +1,96 @@
+"""The graph of autograd and the backward that runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import Variable
+
+__all__ = [
+    "accumulate_grad_node",
+    "autograd_sequence_number",
+    "functorch_active",
+    "gradient_hooks",
+    "graph_task_id",
+    "node_sequence_number",
+    "outside_functorch",
+    "profiler_running",
+    "queue_end_of_backward",
+    "view_base",
+    "will_execute",
+]
+
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+# The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# Nodes created from now on have at least this number: tells a view made inside a module from a view of its input.
+autograd_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def node_sequence_number(node: Any) -> int:
+    """The creation number of an autograd node."""
+    return node._sequence_nr()
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward is done (torch's engine has no public way to ask for it)."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]  # its C class has no stub
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the running backward will accumulate into the leaf of ``node``, whose hooks then run.
+
+    The engine refuses to say so of a leaf that ``torch.autograd.grad`` was asked for: nothing is accumulated there.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
+
+
+def accumulate_grad_node(leaf: torch.Tensor) -> Any:
+    """The autograd node that adds to ``leaf.grad``."""
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has one
+
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]] | None:
+    """The hooks of ``register_hook`` and those of ``register_post_accumulate_grad_hook``; None if there is neither.
+
+    Autograd never sees a shard, so fsdp2 runs the hooks on its reduced gradient.
+    """
+    on_gradient, after = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if not on_gradient and not after:
+        return None
+    return list((on_gradient or {}).values()), list((after or {}).values())
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is a view of; changing a view in place goes through its base in autograd."""
+    return tensor._base
+
+
+# Whether a transform of torch.func runs; tensors are wrapped then, and say wrongly that they need no gradient.
+functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def outside_functorch(method: _M) -> _M:
+    """``method`` with functorch transforms off while it runs: they wrap tensors, and storages are resized here."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not functorch_active():
+            return method(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return method(*args, **kwargs)
+
+    return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
+
+
+# Profiler ranges cost microseconds each, so they are only opened while a profiler runs.
+profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled

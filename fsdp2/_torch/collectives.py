@@ -1,0 +1,78 @@
+"""Collectives of a process group, what they take, and the store beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+# The public collectives spend more time in Python on checks than a small collective takes; a group's methods do not.
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
+
+# What ranks tell each other beside their collectives goes through the store the process group was made with.
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# Buffers from a process group's allocator or from symmetric memory; torch's own collectives for them serve as they are.
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+# The interfaces of set_custom_all_gather and set_custom_reduce_scatter; torch exports them nowhere public.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+)
+
+__all__ = [
+    "TORCH_COMMS",
+    "AllGather",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceOptions",
+    "ProcessGroupAllocAllGather",
+    "ProcessGroupAllocReduceScatter",
+    "ReduceScatter",
+    "ReduceScatterOptions",
+    "SymmMemAllGather",
+    "SymmMemReduceScatter",
+    "default_store",
+    "group_all_gather",
+    "group_all_gather_coalesced",
+    "group_all_reduce",
+    "group_all_to_all",
+    "group_reduce_scatter",
+]
+
+
+# Asked of the group itself, not of its class: a group written in Python (torch's threaded one, fault-tolerant ones)
+# overrides these methods, and the class's own would pass it by. torch 2.13 renamed all but the last.
+def _group_method(name: str, before: str) -> Callable[..., Any]:
+    name = name if hasattr(dist.ProcessGroup, name) else before
+
+    def call(group: dist.ProcessGroup, *args: Any) -> Any:
+        return getattr(group, name)(*args)
+
+    return call
+
+
+group_all_gather = _group_method("all_gather_single", "_allgather_base")
+
+group_all_gather_coalesced = _group_method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+
+group_reduce_scatter = _group_method("reduce_scatter_single", "_reduce_scatter_base")
+
+group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
+
+group_all_reduce = _group_method("allreduce", "allreduce")
+
+# Newer than torch 2.11: symmetric memory for collectives.
+SymmMemAllGather: Any = getattr(_fsdp_collectives, "SymmMemAllGather", None)
+SymmMemReduceScatter: Any = getattr(_fsdp_collectives, "SymmMemReduceScatter", None)
+
+_comms = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter, SymmMemAllGather, SymmMemReduceScatter)
+TORCH_COMMS = tuple(comm for comm in _comms if comm is not None)

@@ -1,0 +1,103 @@
+"""Tensors: DTensors from the inside, meshes, containers, and kernels over lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+# A gradient that tensor parallelism is still communicating; it must be waited for before it is packed.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+# The sharded parameter is a DTensor built from a local tensor without communication or autograd.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# A dimension that tensor parallelism cut before data parallelism: its shards interleave, which this placement states.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+# User-registered containers are walked the way torch walks them.
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "DTensorSpec",
+    "StridedShard",
+    "TensorMeta",
+    "chunk_cat",
+    "concatenate_meshes",
+    "dtensor_from_local",
+    "dtensor_spec",
+    "dtensor_specs",
+    "flatten_mesh",
+    "foreach_copy",
+    "local_tensor",
+    "local_tensors",
+    "python_attributes",
+    "pytree",
+    "set_local_tensor",
+    "version_of",
+]
+
+# One kernel packs gradients into one row per rank, padded and cast.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+
+# One call copies (and casts) a whole list of tensors; there is no public form of it.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+
+def version_of(tensor: Any) -> int:
+    """How often ``tensor`` was changed in place; -1 for inference tensors, which do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def python_attributes(param: torch.Tensor) -> dict[str, Any]:
+    """What users stored on ``param``, without what tensor subclasses keep there to be tensors."""
+    if type(param) is nn.Parameter:
+        return dict(param.__dict__)
+    inner = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
+    own = {"_spec", "_is_param", *inner}
+    return {name: value for name, value in param.__dict__.items() if name not in own}
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dimensions of all: data-parallel ones outside tensor-parallel ones, as DTensor expects."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A 1D mesh over all ranks of ``mesh``, for data parallelism over several of its dimensions."""
+    return mesh._flatten(name)
+
+
+def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around ``local`` itself; ``DTensor.from_local`` would make a view and check it on every call."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def local_tensor(dtensor: Any) -> torch.Tensor:
+    """The local tensor object of a DTensor; ``to_local`` would go through autograd and make a view."""
+    return dtensor._local_tensor
+
+
+def local_tensors(tensors: Iterable[Any]) -> list[Any]:
+    """The local tensor of each DTensor, the rest as it is; one pass in Python over what may be thousands."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:
+    """The spec of each DTensor, None for the rest; one pass in Python over what may be thousands."""
+    return [t._spec if isinstance(t, DTensor) else None for t in tensors]
+
+
+def set_local_tensor(dtensor: Any, local: torch.Tensor, spec: DTensorSpec | None = None) -> None:
+    """Let a DTensor keep its identity while its local tensor moves into another buffer; ``spec`` equals its own."""
+    dtensor._local_tensor, dtensor._spec = local, spec or dtensor._spec
+
+
+def dtensor_spec(dtensor: Any) -> DTensorSpec:
+    """The spec of a DTensor; ``Module.to`` changes its dtype."""
+    return dtensor._spec

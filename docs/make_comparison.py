@@ -1,11 +1,11 @@
-"""Write the comparison of fsdp2 with torch's fully_shard: every report of tests/reports run against both.
+"""Write the comparison of fsdp2 with torch's fully_shard: every report among the tests run against both.
 
     python docs/make_comparison.py                  # all of them: some minutes
     python docs/make_comparison.py --only test_tied_units test_deepcopy
 
 Each report is run in processes of its own, ended after some seconds if they hang, so that whatever happens there is a
 row and not the end of this script. The tables stand between two comments in docs/comparison.md, and in README.md if it
-has the comments. tests/reports/test_table.py fails when a report has no row.
+has the comments. tests/docs/test_comparison.py fails when a report has no row.
 """
 
 from __future__ import annotations

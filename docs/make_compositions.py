@@ -3,7 +3,7 @@
     python docs/make_compositions.py
 
 Everything comes from the source of the tests: each says by a decorator of tests/support/composition.py what it
-combines. tests/composition/test_table.py fails where the file is not what this script writes.
+combines. tests/docs/test_compositions.py fails where the file is not what this script writes.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import fsdp2
-from tests.api.parity import mesh_1d, mesh_of
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.parity import mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
 pytest.importorskip("expecttest", reason="torch's test helpers need expecttest")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from tests.api.parity import mesh_1d, stack
 from tests.support import api
+from tests.support.parity import mesh_1d, stack
 from tests.support.pool import on_ranks
 
 PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")

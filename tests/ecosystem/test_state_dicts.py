@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from tests.api.parity import mesh_1d, mesh_2d, stack
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.parity import mesh_1d, mesh_2d, stack
 from tests.support.pool import on_ranks
 
 

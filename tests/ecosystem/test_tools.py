@@ -14,9 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.api.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
 from tests.support.pool import on_ranks
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.api.parity import full, mesh_1d, mesh_of
 from tests.support import api
 from tests.support.models import Case, rows
 from tests.support.oracle import TRANSFERS, forward_alone, rows_of
+from tests.support.parity import full, mesh_1d, mesh_of
 from tests.support.shapes import loss_of
 from tests.support.trace import Tolerance
 from tests.support.trees import POLICIES, WIDTH, Plan, plans, trees, units

@@ -14,7 +14,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.api.parity import Prepare, Program, Run, mesh_1d, play, shard_each, stack, train
-from tests.support import api
+from tests.support import ROOT, api
+from tests.support.parity import Prepare, Program, Run, mesh_1d, play, shard_each, stack, train
 from tests.support.pool import Pool, on_ranks
 
 __all__ = [
@@ -128,15 +127,15 @@ def _in_fresh_processes(on_rank: Callable[[int, int], None], one: Report) -> Any
 
 
 def all_reports() -> dict[str, list[Report]]:
-    """Return every report by the heading of its file: the first line of the file's docstring, in the files' order."""
-    folder = Path(__file__).resolve().parents[1] / "reports"
+    """Return every report by the heading of its file: the first line of the file's docstring, in alphabetical order."""
     found: dict[str, list[Report]] = {}
-    for path in sorted(folder.glob("test_*.py")):
-        module: ModuleType = importlib.import_module(f"tests.reports.{path.stem}")
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if "\n@report(" not in path.read_text():
+            continue
+        module: ModuleType = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         mine = [value.report for value in vars(module).values() if isinstance(getattr(value, "report", None), Report)]
-        if mine:
-            found.setdefault((module.__doc__ or "").split("\n")[0].split(":")[0].rstrip("."), []).extend(mine)
-    return found
+        found.setdefault((module.__doc__ or "").split("\n")[0].split(":")[0].rstrip("."), []).extend(mine)
+    return dict(sorted(found.items()))
 
 
 # ---- what must hold ----
@@ -164,7 +163,7 @@ def agrees(
     program: Program = train,
     tolerance: float = 1e-5,
 ) -> Run:
-    """Run a program of ``tests.api.parity`` on ``fsdp`` and return that run; it must see what a single process sees.
+    """Run a program of ``tests.support.parity`` on ``fsdp`` and return that run, which sees what one process sees.
 
     ``prepare`` shards; without one every child and the whole become units.
     """

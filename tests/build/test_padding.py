@@ -1,0 +1,121 @@
+"""What equal pieces waste: bounded, reported, and avoided by ``shard_placement_fn="auto"``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import fsdp2
+from tests.support import api
+from tests.support.fake import fake_mesh
+from tests.support.parity import assert_parity, mesh_1d, mesh_2d
+from tests.support.pool import on_ranks
+
+ALIGNMENT = 16
+ODD = [3, 5, 7, 12]
+
+
+class Experts(nn.Module):
+    """Stacked weights of experts, as grouped matrix products want them."""
+
+    def __init__(self, experts: int, width: int, hidden: int, device: str | None = None) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, hidden, device=device))
+        self.down = nn.Parameter(torch.randn(experts, hidden, width, device=device))
+
+    def forward(self, x):
+        return torch.einsum("bw,ewh,ehv->bv", x, self.up, self.down)
+
+
+def least(shape: tuple[int, ...], ranks: int) -> int:
+    """Return the padding, in elements, of the best of all cuts, counted by torch.chunk."""
+    found = []
+    for dim in range(len(shape)):
+        pieces = torch.empty(shape, device="meta").chunk(ranks, dim)
+        found.append(ranks * pieces[0].numel() - torch.Size(shape).numel())
+    return min(found)
+
+
+@pytest.mark.parametrize("placement", [None, "auto"])
+def test_more_ranks_than_experts(placement) -> None:
+    """128 experts on 256 ranks: half the ranks would hold nothing but padding."""
+    with fake_mesh(256) as mesh:
+        experts = Experts(128, 1024, 768, device="meta")
+        fsdp2.fully_shard(experts, mesh=mesh, shard_placement_fn=placement)
+        ((unit, ranks, parameters, padding),) = report = fsdp2.padding_report(experts)
+        assert (unit, ranks, parameters) == ("", 256, 2 * 128 * 1024 * 768 * 4)
+        if placement is None:
+            assert padding == parameters
+            assert experts.up.placements == experts.down.placements == (Shard(0),)
+            assert "up (128, 1024, 768): Shard(0) pads 100.0%; Shard(1) would pad 0.0%" in str(report)
+        else:
+            assert padding == 0
+            assert experts.up.placements == experts.down.placements == (Shard(1),)
+            assert "pads" not in str(report)
+
+
+@pytest.mark.parametrize("ranks", [*ODD, 256])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param([(1,), (2, 3), (5, 1, 2), (7,), (1, 1)], id="tiny"),
+        pytest.param([(13, 50), (50, 13), (101,), (3, 3, 64, 64), (17, 19, 23)], id="odd"),
+        pytest.param([(128, 96, 64), (128, 64, 96), (128, 96)], id="experts"),
+    ],
+)
+def test_padding_is_bounded(ranks: int, shapes) -> None:
+    """No more than the best cut of each parameter wastes, and 16 bytes for each piece of it."""
+    with fake_mesh(ranks) as mesh:
+        module = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        module.forward = lambda: None
+        unit = nn.Sequential()
+        unit.weights = module
+        fsdp2.fully_shard(unit, mesh=mesh, shard_placement_fn="auto")
+        ((_, _, parameters, padding),) = fsdp2.padding_report(unit)
+        assert parameters == 4 * sum(torch.Size(shape).numel() for shape in shapes)
+        uneven = 4 * sum(least(shape, ranks) for shape in shapes)
+        assert uneven <= padding <= uneven + (ALIGNMENT - 4) * ranks * len(shapes)
+        (group,) = unit._get_fsdp_state().groups
+        assert ranks * group.store.shard_bytes == parameters + padding
+        assert group.store.shard_bytes % ALIGNMENT == 0
+        for parameter in unit.parameters():
+            assert parameter.to_local().data_ptr() % ALIGNMENT == 0
+
+
+def test_the_report_as_a_table() -> None:
+    """Units below the module in its order, each with what it holds; no word on what wastes little."""
+    with fake_mesh(8) as mesh:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 9), nn.LayerNorm(9))
+        for layer in (model[0], model[1], model):
+            fsdp2.fully_shard(layer, mesh=mesh)
+        report = fsdp2.padding_report(model)
+        assert [entry[:3] for entry in report] == [("0", 8, 4 * 65 * 64), ("1", 8, 4 * 65 * 9), ("", 8, 4 * 2 * 9)]
+        lines = str(report).splitlines()
+        assert lines[0].split() == ["unit", "ranks", "parameters", "padding"]
+        assert lines[1].split() == ["0", "8", "0.02", "MiB", "0.00", "MiB", "0.0%"]
+        assert lines[3].strip() == "1.weight (9, 64): Shard(0) pads 77.8%; Shard(1) would pad 0.0%"
+        assert lines[4].strip() == "1.bias (9,): Shard(0) pads 77.8%"
+        assert fsdp2.padding_report(model[1])[0] == ("", *report[1][1:])
+    with pytest.raises(ValueError, match="no parameter of Linear is managed"):
+        fsdp2.padding_report(nn.Linear(2, 2))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_cut_chosen_by_padding_trains_alike(rank, world, hybrid):
+    """Results are those of torch's with the same dimensions by hand, and of one process."""
+    mesh = mesh_2d() if hybrid else mesh_1d()
+    alone = mesh.size(mesh.ndim - 1) == 1  # nothing is padded then, so the first dimension is taken
+
+    def by_hand(parameter: nn.Parameter) -> Shard:
+        return Shard(0 if alone else list(parameter.shape).index(8))
+
+    def prepare(module, fsdp) -> None:
+        fsdp.fully_shard(module, mesh=mesh, shard_placement_fn="auto" if fsdp is api.ours else by_hand)
+
+    run = assert_parity(prepare, build=lambda: Experts(3, 8, 5))
+    before = (Replicate(),) if hybrid else ()
+    assert run.module.up.placements == (*before, Shard(0 if alone else 1))
+    assert run.module.down.placements == (*before, Shard(0 if alone else 2))

@@ -1,0 +1,249 @@
+"""Sharing and structure: who owns a parameter, and what happens when the tree of modules is not what it was."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.support.counting import Collectives
+from tests.support.parity import Run, mesh_1d, shard_each, stack
+from tests.support.report import agrees, check, refused, report
+
+
+class Language(nn.Module):
+    """A tiny language model: embedding, body, head and an auxiliary head, tied as asked."""
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(heads))
+        for head in self.heads:
+            head.weight = self.embed.weight
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(self.embed(x.argsort(dim=-1))))
+        for head in self.heads:
+            hidden = head(torch.tanh(hidden))
+        return hidden.mean(1)
+
+
+def check_tied(run: Run, units: int) -> None:
+    """One parameter under all its names, in the state dict too, and one reduction for each unit of its own."""
+    names = ["embed.weight", *(f"heads.{i}.weight" for i in range(len(run.module.heads)))]
+    shown = {id(run.module.get_parameter(name)) for name in names}
+    check(len(shown) == 1, "the tie is lost")
+    state = run.module.state_dict()
+    check(all(name in state for name in names), "a name is missing in the state dict")
+    check(len({state[name].to_local().data_ptr() for name in names}) == 1, "the state dict holds several weights")
+    with Collectives() as seen:
+        run.module(run.inputs(9)).sum().backward()
+    check(seen.reductions == units, f"{seen.reductions} reductions of gradients instead of {units}")
+
+
+def each_part(module: nn.Module, fsdp) -> None:
+    """Embedding, body and heads are units."""
+    for unit in (module.embed, module.body, *module.heads, module):
+        fsdp.fully_shard(unit, mesh=mesh_1d(), reshard_after_forward=True)
+
+
+@report("Embedding and head share their weight, each a unit of its own", 1, 2, 4)
+def test_tied_units(rank, world, fsdp):
+    """Every second language model ties its head to its embedding, and examples shard every layer: the same parameter
+    then belongs to two units. It must be trained as one."""
+    check_tied(agrees(fsdp, each_part, Language), 2 if world > 1 else 0)
+
+
+@report("The embedding is a unit, the head that shares its weight is left to the root", 1, 2, 4)
+def test_tied_unit_and_root(rank, world, fsdp):
+    """A user shards the large embedding by itself and calls fully_shard on the model for the rest, which contains the
+    head: the tie crosses from a unit into the root."""
+
+    def prepare(module, fsdp):
+        for unit in (module.embed, module):
+            fsdp.fully_shard(unit, mesh=mesh_1d(), reshard_after_forward=True)
+
+    check_tied(agrees(fsdp, prepare, Language), 2 if world > 1 else 0)
+
+
+@report("A weight tied three ways across units", 1, 2, 4)
+def test_tied_three_ways(rank, world, fsdp):
+    """Multi-token prediction uses the embedding's weight in several heads. Whoever runs first gathers it, and its
+    gradient, finished by the last of them, is reduced once."""
+    check_tied(agrees(fsdp, each_part, lambda: Language(heads=2)), 2 if world > 1 else 0)
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank update, as LoRA libraries put it in the place of the layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, 8) / 3)
+        self.up = nn.Parameter(torch.randn(8, 2) / 3)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+def add_and_train(add) -> None:
+    """Return the program: train, add parameters with one seed on every rank, train on with a new optimizer."""
+
+    def program(run: Run) -> None:
+        run.backward(0)
+        run.update()
+        torch.manual_seed(5)
+        add(run.module)
+        run.optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1)
+        for step in range(1, 4):
+            run.backward(step)
+            run.update()
+
+    return program
+
+
+@report("LoRA adapters are put into a model that is sharded already")
+def test_adapters_added_later(rank, world, fsdp):
+    """A user shards and loads the base model first and then lets the LoRA library replace linear layers by adapters
+    around them. The new parameters belong to no unit; their gradients must be averaged over ranks all the same."""
+
+    def adapt(module):
+        for name in ("0", "1"):
+            setattr(module, name, Adapter(getattr(module, name)))
+
+    run = agrees(fsdp, None, program=add_and_train(adapt))
+    names = [name for name, parameter in run.module.named_parameters() if not isinstance(parameter, DTensor)]
+    check(not names, f"{', '.join(names)} is not sharded")
+
+
+@report("A layer is appended to a sharded model")
+def test_modules_added_later(rank, world, fsdp):
+    """A new classification head is appended to a sharded trunk for fine-tuning."""
+    agrees(fsdp, None, program=add_and_train(lambda module: module.append(nn.Linear(8, 8))))
+
+
+@report("A parameter is added to a sharded unit")
+def test_parameters_added_later(rank, world, fsdp):
+    """Prompt tuning registers a new parameter on a module that fully_shard manages."""
+
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + getattr(self, "prompt", 0.0)
+
+    def build():
+        return nn.Sequential(Shifted(8, 8), nn.Linear(8, 8))
+
+    def add(module):
+        module[0].register_parameter("prompt", nn.Parameter(torch.randn(8)))
+
+    agrees(fsdp, None, build, add_and_train(add))
+
+
+@report("A unit runs before the model that contains it")
+def test_submodule_first(rank, world, fsdp):
+    """An encoder is warmed up, or its output shape is found out, by calling it alone before the first call of the
+    whole model."""
+
+    def program(run: Run) -> None:
+        run.module[0](run.inputs(0)).square().mean().backward()
+        run.update()
+        for step in range(3):
+            run.backward(step)
+            run.update()
+
+    agrees(fsdp, program=program)
+
+
+@report("The root is sharded after its units were trained")
+def test_root_chosen_late(rank, world, fsdp):
+    """Pretrained parts, sharded and trained as models of their own, become parts of a larger model that is sharded
+    afterwards."""
+
+    def prepare(module, fsdp):
+        for unit in module:
+            fsdp.fully_shard(unit, mesh=mesh_1d())
+
+    def program(run: Run) -> None:
+        for step in range(4):
+            if step == 2:
+                run.configure(lambda module, fsdp: fsdp.fully_shard(module, mesh=mesh_1d()))
+            run.backward(step)
+            run.update()
+
+    agrees(fsdp, prepare, program=program)
+
+
+@report("fully_shard(model.layers), a ModuleList or ModuleDict", 1, 2, promise="refused, with what to do instead")
+def test_containers(rank, world, fsdp):
+    """A container has no forward to hook. The error must say what to do, and leave the container as it was."""
+    for container in (nn.ModuleList(stack()), nn.ModuleDict({"a": nn.Linear(8, 8)})):
+        before = dict(container.named_parameters())
+        with refused("containers that do not implement forward", "Call fully_shard on each module"):
+            fsdp.fully_shard(container, mesh=mesh_1d())
+        check(type(container) in (nn.ModuleList, nn.ModuleDict), "the container's class was changed")
+        check(all(p is before[n] for n, p in container.named_parameters()), "the container was changed")
+
+
+def toggle(run: Run) -> None:
+    """Freeze and unfreeze layers between iterations, with an evaluation in between."""
+    for step, trainable in enumerate([(0, 1, 2), (2,), (1, 2), (0, 1, 2), (0,)]):
+        with torch.no_grad():
+            run.module(run.inputs(50 + step))
+        for index, layer in enumerate(run.module):
+            layer.requires_grad_(index in trainable)
+        run.backward(step)
+        run.record()
+        run.module.zero_grad()
+
+
+@report("Layers are frozen and unfrozen midway, parameters kept after forward")
+def test_requires_grad_changes(rank, world, fsdp):
+    """Gradual unfreezing and adversarial training flip ``requires_grad`` all the time, also right after an evaluation,
+    when full parameters may be what the module shows. No change may be lost."""
+    agrees(fsdp, lambda m, f: shard_each(m, f, mesh=mesh_1d(), reshard_after_forward=False), program=toggle)
+
+
+class TwoDtypes(nn.Module):
+    """A float32 layer beside a frozen float64 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.float64).requires_grad_(False)
+
+    def forward(self, x):
+        return self.one(torch.tanh(self.two(x.double()).float()))
+
+
+@report("Frozen parameters of another dtype become trainable midway", 1, 2, 4)
+def test_requires_grad_changes_of_another_dtype(rank, world, fsdp):
+    """A frozen base in another dtype is unfrozen for the last phase of training, in one unit with the rest."""
+
+    def program(run: Run) -> None:
+        run.backward(0)
+        run.record()
+        run.module.zero_grad()
+        run.module.two.requires_grad_(True)
+        run.backward(1)
+        run.record()
+
+    agrees(fsdp, lambda module, fsdp: fsdp.fully_shard(module, mesh=mesh_1d()), TwoDtypes, program)
+
+
+@report("module.weight = nn.Parameter(...) after sharding")
+def test_replaced_parameters(rank, world, fsdp):
+    """Initialisation code and weight surgery assign new parameters to a sharded module, whole ones and the same on
+    every rank. They are the weights from then on."""
+
+    def program(run: Run) -> None:
+        for step in range(4):
+            if step in (0, 2):
+                torch.manual_seed(step)
+                for module in run.module.modules():
+                    if hasattr(module, "reshard"):
+                        module.reshard()
+                run.module[1].weight = nn.Parameter(torch.randn(8, 8) / 3)
+                run.optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1)
+            run.backward(step)
+            run.update()
+
+    agrees(fsdp, program=program)

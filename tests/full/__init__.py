@@ -1,1 +1,0 @@
-"""Full parameters of the whole model: shown for a while, exported, documented."""

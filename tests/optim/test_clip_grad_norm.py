@@ -1,0 +1,294 @@
+"""``clip_grad_norm_``: one norm on every rank, whatever mix of meshes the parameters are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from tests.optim.stepping import ROWS, WIDTH, Model, batch, build
+from tests.support.composition import composes
+from tests.support.counting import Collectives
+from tests.support.parity import full, mesh_1d, mesh_2d, mesh_of
+from tests.support.pool import on_ranks
+
+INF = float("inf")
+
+
+def whole(params: Iterable[Tensor]) -> list[nn.Parameter]:
+    """Return plain copies of parameters with their whole gradients."""
+    copies = []
+    for param in params:
+        copy = nn.Parameter(full(param), param.requires_grad)
+        copy.grad = full(param.grad)
+        copies.append(copy)
+    return copies
+
+
+def assert_clipped(
+    params: list[Any], reference: list[nn.Parameter], norm_type: float, max_norm: float, **options: Any
+) -> Tensor:
+    """Clip and assert that norm and gradients are a single process's, and that all ranks have the same norm."""
+    total = fsdp2.clip_grad_norm_(params, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(reference, max_norm, norm_type)
+    assert type(total) is Tensor and total.shape == ()
+    torch.testing.assert_close(total, expected.to(total.dtype), rtol=2e-6, atol=0)
+    for param, one in zip(params, reference, strict=True):
+        assert (param.grad is None) == (one.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(full(param.grad), one.grad, rtol=2e-6, atol=1e-9)
+    assert_same_everywhere(total)
+    return total
+
+
+def assert_same_everywhere(total: Tensor) -> None:
+    """Assert that every rank has these very bits."""
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, total.double().numpy().tobytes())
+    assert len(set(everybodys)) == 1
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("norm_type", [1.0, 2, 3.0, 0.5, INF, "inf"])
+def test_norms_are_those_of_a_single_process(rank, world, norm_type):
+    """Of any order; some gradients are missing, some shards are empty, one is a scalar."""
+    for max_norm in (0.01, 1e6):
+        module = build()
+        module(batch(0)).square().mean().backward()
+        params = list(module.parameters())
+        assert_clipped(params, whole(params), float(norm_type), max_norm)
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
+def test_norms_are_torchs(rank, world, foreach, norm_type):
+    """The same as torch's function computes of these DTensors, by any implementation."""
+    if norm_type == INF and world == 4:
+        return  # torch cannot do it with empty shards
+    modules = [build() for _ in range(2)]
+    for module in modules:
+        module(batch(0)).square().mean().backward()
+    mine, theirs = ([*m.one.parameters(), *m.two.parameters()] for m in modules)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.01, norm_type).full_tensor()
+    total = fsdp2.clip_grad_norm_(iter(mine), 0.01, norm_type, foreach=foreach)
+    torch.testing.assert_close(total, expected)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(full(one.grad), full(other.grad))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_one_reduction_for_each_group_that_parameters_are_cut_over(rank, world, norm_type):
+    """One on one mesh, one with replicas, two over tensor parallelism; none for what is cut nowhere."""
+    for mesh, count in ((mesh_1d(), 1), (mesh_2d(), 1)):
+        module = build(mesh)
+        module(batch(0)).square().mean().backward()
+        params = list(module.parameters())
+        reference = whole(params)
+        with Collectives() as seen:
+            fsdp2.clip_grad_norm_(params, 1.0, norm_type)
+        assert dict(seen.counts) == {"reduction": count}
+        module.zero_grad()
+        module(batch(0)).square().mean().backward()
+        assert_clipped(params, reference, norm_type, 0.01)
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    with Collectives() as seen:
+        fsdp2.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+    assert not seen.counts
+
+
+@composes("clipping", "tensor parallel", "several meshes", "hybrid sharding", "shard dim", "uneven")
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, INF])
+def test_any_mix_of_meshes(rank, world, norm_type):
+    """Strided shards, tensor parallelism alone, experts on another mesh, hybrid sharding, and plain parameters."""
+    mesh = mesh_2d("dp", "tp")
+    torch.manual_seed(5)
+    dense = nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH), nn.Linear(WIDTH, WIDTH))
+    parallelize_module(dense, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()})
+    for unit in dense[:2]:
+        fsdp2.fully_shard(unit, mesh=mesh["dp"])
+    experts = nn.ModuleList(nn.Linear(WIDTH, size, bias=False) for size in (3, 5))
+    place = lambda p: fsdp2.ShardPlacementResult(Shard(1), mesh_2d()) if p is experts[0].weight else None
+    head = nn.Sequential(*experts[:1], nn.Linear(3, 1))
+    ignored = head[1].bias
+    fsdp2.fully_shard(head, mesh=mesh_1d(), shard_placement_fn=place, ignored_params={ignored})
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    (dense(x).square().mean() + head(x).square().mean()).backward()
+    params = [*dense.parameters(), *head.parameters()]
+    assert len({(p.device_mesh, p.placements) for p in params if isinstance(p, DTensor)}) >= 5
+    reference = whole(params)
+    with Collectives() as seen:
+        fsdp2.clip_grad_norm_(params, 1e9, norm_type)
+    assert dict(seen.counts) == {"reduction": 5}  # tp; shards of the hybrid mesh; dp and tp; all ranks
+    assert_clipped(params, reference, norm_type, 0.01)
+
+
+@on_ranks(2, 4)
+def test_plain_gradients_that_differ(rank, world):
+    """Ranks agree on the norm also where gradients of plain parameters were never reduced."""
+    for norm_type in (2.0, INF):
+        module = build()
+        module(batch(0)).square().mean().backward()
+        plain = nn.Parameter(torch.ones(3))
+        plain.grad = torch.ones(3) * rank
+        total = fsdp2.clip_grad_norm_([plain, *module.parameters()], 0.01, norm_type)
+        assert_same_everywhere(total)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_ranks_without_gradients_take_part(rank, world, norm_type):
+    """On one rank, on all but one, on all: nobody waits forever, and what is not there counts as nothing."""
+    for having in ([0], range(1, world), []):
+        module = build()
+        module(batch(0)).square().mean().backward()
+        if rank not in having:
+            module.zero_grad()
+        params = [p for p in module.parameters() if p.placements == (Shard(0),)]
+        pieces = [torch.zeros(1), *(p.grad.to_local().flatten() for p in params if p.grad is not None)]
+        everybodys: list[Any] = [None] * world
+        dist.all_gather_object(everybodys, torch.cat(pieces))
+        expected = torch.linalg.vector_norm(torch.cat(everybodys), norm_type)
+        total = fsdp2.clip_grad_norm_(params, 0.01, norm_type)
+        torch.testing.assert_close(total, expected)
+        assert_same_everywhere(total)
+        assert (total == 0) == (not having)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+@pytest.mark.parametrize("value", [float("nan"), INF, -INF])
+def test_what_is_not_finite(rank, world, norm_type, value):
+    """One such element on one rank: every rank knows, and raises before it scales if asked."""
+    for where in range(world):
+        module = build()
+        module(batch(0)).square().mean().backward()
+        if rank == where:
+            module.one.weight.grad.to_local()[0, 0] = value
+        params = list(module.parameters())
+        before = [None if p.grad is None else p.grad.to_local().clone() for p in params]
+        with pytest.raises(RuntimeError, match=r"total norm of order .* of the gradients is (nan|inf), expected"):
+            fsdp2.clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
+        for param, old in zip(params, before, strict=True):
+            assert old is None or torch.equal(param.grad.to_local().nan_to_num(7), old.nan_to_num(7))
+        total = fsdp2.clip_grad_norm_(params, 1.0, norm_type)
+        assert total.isnan() if value != value else total.isinf()
+
+
+@on_ranks(2)
+def test_dtypes(rank, world):
+    """Half precision has a float32 norm that does not overflow; float64 has its own; gradients keep their dtype."""
+    for dtypes, expected in (
+        ((torch.bfloat16, torch.float32), torch.float32),
+        ((torch.float16, torch.float16), torch.float32),
+        ((torch.bfloat16, torch.float64), torch.float64),
+        ((torch.complex64, torch.float32), torch.float32),
+    ):
+        params = []
+        for number, dtype in enumerate(dtypes):
+            param = nn.Parameter(distribute_tensor(torch.zeros(5, 3, dtype=dtype), mesh_1d(), [Shard(0)]))
+            param.grad = distribute_tensor(torch.full((5, 3), 2.0e4 + number, dtype=dtype), mesh_1d(), [Shard(0)])
+            params.append(param)
+        exact = torch.cat([full(p.grad).to(torch.complex128).flatten() for p in params]).abs().norm()
+        total = fsdp2.clip_grad_norm_(params, 1.0)
+        assert total.dtype == expected and total.item() == pytest.approx(exact.item(), rel=1e-6)
+        assert [p.grad.dtype for p in params] == list(dtypes)
+        again = torch.cat([full(p.grad).to(torch.complex128).flatten() for p in params]).abs().norm()
+        assert again.item() == pytest.approx(1.0, rel=1e-2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_gradients_placed_otherwise(rank, world, norm_type):
+    """The norm of a partial sum is that of the sum, and a whole gradient counts once; each is scaled as it is."""
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(6, 2), mesh_1d(), [p])) for p in (Shard(0), Replicate(), Shard(0))
+    ]
+    part = torch.arange(12.0).view(6, 2) * (rank + 1)
+    params[0].grad = DTensor.from_local(part.clone(), mesh_1d(), [Partial()])
+    params[1].grad = DTensor.from_local(part.clone(), mesh_1d(), [Partial()])
+    params[2].grad = DTensor.from_local(torch.arange(12.0).view(6, 2), mesh_1d(), [Replicate()])
+    assert_clipped(params, whole(params), norm_type, 0.5)
+    assert params[0].grad.placements == (Partial(),) and params[2].grad.placements == (Replicate(),)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_pipeline_stages(rank, world, norm_type):
+    """The norm of all stages, on all of them, also on one whose parameters have no gradients or that has none."""
+    mesh = mesh_of(2, 2, names=("pp", "dp"))
+    stage = rank // 2
+    torch.manual_seed(7)
+    models = [nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2))]
+    alone = [nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2))]
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    for mine, other in zip(models, alone, strict=True):
+        other.load_state_dict(mine.state_dict())
+        other(x).square().mean().backward()
+    model = models[stage]
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    model(x).square().mean().backward()
+    reference = [p for other in alone for p in other.parameters()]
+    expected = torch.nn.utils.clip_grad_norm_(reference, 0.01, norm_type)
+    total = fsdp2.clip_grad_norm_(model.parameters(), 0.01, norm_type, pp_mesh=mesh["pp"])
+    torch.testing.assert_close(total, expected)
+    assert_same_everywhere(total)
+    for param, one in zip(model.parameters(), alone[stage].parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), one.grad)
+    if stage == 0:
+        model.zero_grad()
+    first = fsdp2.clip_grad_norm_(model.parameters(), INF, norm_type, pp_mesh=mesh["pp"])
+    second = fsdp2.clip_grad_norm_([] if stage == 0 else model.parameters(), INF, norm_type, pp_mesh=mesh["pp"])
+    assert torch.equal(first, second) and first > 0
+    with pytest.raises(ValueError, match="pp_mesh must have one dimension"):
+        fsdp2.clip_grad_norm_(model.parameters(), 1.0, pp_mesh=mesh)
+
+
+@on_ranks(4)
+def test_ranks_with_parameters_in_another_order(rank, world):
+    """Groups are reduced over in one order, so ranks do not wait for each other in a circle."""
+    lines = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    params = []
+    for name in ("a", "b"):
+        param = nn.Parameter(distribute_tensor(torch.zeros(4), lines[name], [Shard(0)]))
+        param.grad = distribute_tensor(torch.ones(4), lines[name], [Shard(0)])
+        params.append(param)
+    total = fsdp2.clip_grad_norm_(params if rank % 2 else reversed(params), 1.0)
+    assert total.item() == pytest.approx(8**0.5)
+    assert_same_everywhere(total)
+
+
+@on_ranks(2)
+def test_parameters_that_are_shown_unsharded(rank, world):
+    """Their gradients are elsewhere, so a norm of what is shown would be silently wrong."""
+    module = build()
+    module.set_reshard_after_backward(False)
+    module(batch(0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"parameter 0, of shape .*, is shown unsharded.*reshard\(\)"):
+        fsdp2.clip_grad_norm_(module.parameters(), 1.0)
+    for one in (module.one, module):
+        one.reshard()
+    params = list(module.parameters())
+    assert_clipped(params, whole(params), 2.0, 0.01)
+
+
+@composes("clipping", "CPU offload")
+@on_ranks(2)
+def test_cpu_offload(rank, world):
+    """Gradients that live on the CPU are clipped there."""
+    module = build(offload_policy=fsdp2.CPUOffloadPolicy())
+    module(batch(0)).square().mean().backward()
+    params = list(module.parameters())
+    assert_clipped(params, whole(params), 2.0, 0.01)
+    assert isinstance(module, Model)

@@ -1,0 +1,157 @@
+"""``use_local_shards``: a step on plain local tensors is the step on DTensors, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from tests.optim.stepping import (
+    OPTIMIZERS,
+    ROWS,
+    WIDTH,
+    Model,
+    assert_equal,
+    assert_same_training,
+    batch,
+    build,
+    local,
+    make,
+    pair,
+    train,
+)
+from tests.support.parity import mesh_1d, mesh_2d
+from tests.support.pool import on_ranks
+
+FUSED = {"SGD", "SGD with momentum", "SGD with Nesterov", "Adam", "AdamW", "Adagrad"}
+TORCH_REFUSES = {("Rprop", "plain"), ("Rprop", "foreach")} | {(n, "fused") for n in FUSED - {"Adam", "AdamW"}}
+"""What torch has no rule for on DTensors."""
+
+
+def names(way: str) -> list[str]:
+    """Return the optimizers that have an implementation."""
+    return [name for name in OPTIMIZERS if way != "fused" or name in FUSED]
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("way", ["plain", "foreach", "fused"])
+def test_steps_are_those_on_dtensors(rank, world, way):
+    """Weights and state agree bit for bit after every step, parameters without gradient and empty shards included."""
+    for name in names(way):
+        if (name, way) in TORCH_REFUSES:
+            continue
+        modules, optimizers = pair(make(name, way))
+        for step in range(5):  # from the fourth on, groups are collected as in the step before
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                train(module, optimizer, [step])
+            assert_same_training(modules, optimizers)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("way", ["plain", "foreach", "fused"])
+def test_steps_are_those_on_plain_tensors(rank, world, way):
+    """The same as an optimizer of plain copies of shards does, also where torch refuses DTensors."""
+    for name in names(way):
+        module = build()
+        optimizer = fsdp2.use_local_shards(make(name, way)(module.parameters()))
+        copies = [nn.Parameter(local(p).detach().clone(), p.requires_grad) for p in module.parameters()]
+        reference = make(name, way)(copies)
+        for step in range(5):
+            module(batch(step), rare=step == 1 and way != "fused").square().mean().backward()
+            for one, parameter in zip(copies, module.parameters(), strict=True):
+                one.grad = None if parameter.grad is None else local(parameter.grad).clone()
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad(set_to_none=step != 1)
+            for one, parameter in zip(copies, module.parameters(), strict=True):
+                assert torch.equal(one, local(parameter)), name
+                state = {key: local(value) for key, value in optimizer.state[parameter].items()}
+                assert_equal(state, reference.state[one])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+def test_hybrid_sharding_and_cpu_offload(rank, world, name):
+    """Neither the mesh nor the place of shards matters."""
+    for mesh, options in ((mesh_2d(), {}), (mesh_1d(), {"offload_policy": fsdp2.CPUOffloadPolicy()})):
+        modules, optimizers = pair(make(name, "foreach"), mesh, **options)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer)
+        assert_same_training(modules, optimizers)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+def test_over_tensor_parallelism(rank, world, name):
+    """Shards of shards, and parameters that tensor parallelism alone holds, step in one optimizer."""
+    mesh = mesh_2d("dp", "tp")
+    modules: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH), nn.Linear(WIDTH, WIDTH))
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()})
+        fsdp2.fully_shard(module[0], mesh=mesh["dp"])
+        fsdp2.fully_shard(module[1], mesh=mesh["dp"])
+        modules.append(module)
+    chosen = [[*module[0].parameters(), *module[1].parameters()] for module in modules]
+    optimizers = [
+        make(name)([{"params": p}, {"params": m[2].parameters()}]) for p, m in zip(chosen, modules, strict=True)
+    ]
+    fsdp2.use_local_shards(optimizers[1])
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank // 2))
+    for _ in range(3):
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert modules[0][0].weight.placements[0] != Shard(0), "expected a strided shard"
+    assert_same_training(modules, optimizers)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+def test_gradients_placed_otherwise(rank, world, name):
+    """Partial sums are summed and whole gradients cut, as operators on DTensors do it, up to rounding."""
+    steps = []
+    for use in (False, True):
+        weight = nn.Parameter(DTensor.from_local(torch.arange(6.0).view(3, 2) + rank, mesh_1d(), [Shard(0)]))
+        whole = nn.Parameter(DTensor.from_local(torch.arange(6.0).view(3, 2), mesh_1d(), [Replicate()]))
+        optimizer = make(name)([weight, whole])
+        if use:
+            fsdp2.use_local_shards(optimizer)
+        for _ in range(2):
+            weight.grad = DTensor.from_local(torch.arange(12.0).view(6, 2), mesh_1d(), [Replicate()])
+            whole.grad = DTensor.from_local(torch.ones(3, 2) * (1 + rank), mesh_1d(), [Partial()])
+            optimizer.step()
+        steps.append((weight, whole))
+    for one, other in zip(*steps, strict=True):
+        assert one.placements == other.placements
+        torch.testing.assert_close(local(one), local(other))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("way", ["plain", "foreach", "fused"])
+def test_plain_parameters_in_the_same_group(rank, world, way):
+    """Ignored parameters and sharded ones share a group, also with foreach, which torch refuses for DTensors."""
+    modules, optimizers = [], []
+    for use in (False, True):
+        torch.manual_seed(3)
+        module = Model()
+        fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params={module.one.weight, module.scale})
+        ignored = [module.one.weight, module.scale]
+        rest = [p for p in module.parameters() if isinstance(p, DTensor)]
+        groups = [{"params": [*ignored, *rest]}] if use else [{"params": ignored}, {"params": rest}]
+        optimizer = make("AdamW", way)(groups)
+        if use:
+            fsdp2.use_local_shards(optimizer)
+        train(module, optimizer)
+        modules.append(module)
+        optimizers.append(optimizer)
+    assert_equal(modules[0].state_dict(), modules[1].state_dict())
+    states = [{k: o.state[p] for k, p in m.named_parameters()} for o, m in zip(optimizers, modules, strict=True)]
+    assert_equal(*states)

@@ -1,0 +1,118 @@
+"""``use_local_shards(elementwise=True)``: optimizers that are not torch's own step on stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from tests.optim.stepping import (
+    assert_same_training,
+    batch,
+    build,
+    pair,
+    train,
+)
+from tests.support.pool import on_ranks
+
+# ---- optimizers that are not torch's ----
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of a running mean, with state in several shapes and a count in the group."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, fail: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "fail": fail})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                self.saw = type(parameter), type(parameter.grad)
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["means"] = [torch.zeros_like(parameter), {"slow": torch.zeros_like(parameter)}]
+                state["step"] += 1
+                state["last"] = parameter.grad.sign()
+                fast, slow = state["means"][0], state["means"][1]["slow"]
+                fast.lerp_(parameter.grad, 0.5)
+                slow.lerp_(fast, 0.1)
+                parameter.add_((fast + slow).sign(), alpha=-group["lr"])
+                if group["fail"] and state["step"] > 1:
+                    raise FloatingPointError("as asked")
+        self.state["global"] = "kept"
+        return loss
+
+
+class OwnAdam(torch.optim.AdamW):
+    """A class derived from one of torch's."""
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", [Signs, OwnAdam])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_other_classes_that_are_elementwise(rank, world, kind, when):
+    """They find plain tensors while they step; hooks, schedulers and closures find what there always was."""
+    modules, optimizers = [build() for _ in range(2)], []
+    for use, module in enumerate(modules):
+        optimizer = kind(module.parameters(), lr=0.1)
+        schedule = lambda optimizer=optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scheduler = schedule() if when == "before" else None
+        if use:
+            fsdp2.use_local_shards(optimizer, elementwise=True)
+        scheduler = scheduler or schedule()
+        hooked = []
+        optimizer.register_step_pre_hook(
+            lambda o, *_, hooked=hooked: hooked.append(type(o.param_groups[0]["params"][0]))
+        )
+        optimizer.register_step_post_hook(lambda o, *_, hooked=hooked: hooked.append(type(next(iter(o.state)))))
+
+        def closure(module=module, optimizer=optimizer) -> Tensor:
+            assert type(optimizer.param_groups[0]["params"][0]) is DTensor
+            optimizer.zero_grad()
+            loss = module(batch(0), rare=True).square().mean()
+            loss.backward()
+            return loss
+
+        train(module, optimizer, range(2))
+        scheduler.step()
+        optimizer.step(closure)
+        scheduler.step()
+        optimizer.step(closure=closure)
+        assert set(hooked) == {DTensor} and len(hooked) == 8
+        optimizers.append(optimizer)
+    assert_same_training(modules, optimizers)
+    if kind is Signs:
+        assert optimizers[1].saw == (nn.Parameter, Tensor)
+        assert all(parameter.grad is not None for parameter in modules[1].parameters() if parameter.requires_grad)
+        assert {type(key) for key in optimizers[1].state} == {DTensor, str}
+
+
+@on_ranks(2)
+def test_an_optimizer_that_raises_has_its_dtensors_back(rank, world):
+    """The next step goes on as if nothing was lent."""
+    modules, optimizers = pair(lambda params: Signs(params, fail=True), elementwise=True)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        train(module, optimizer, [0])
+        module(batch(1)).square().mean().backward()
+        with pytest.raises(FloatingPointError, match="as asked"):
+            optimizer.step()
+        assert type(optimizer.param_groups[0]["params"][0]) is DTensor
+        optimizer.param_groups[0]["fail"] = False
+        optimizer.zero_grad()
+        train(module, optimizer, [2])
+    assert_same_training(modules, optimizers)

@@ -1,0 +1,230 @@
+"""Setters that say what communicates, in which memory, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import api
+from tests.support.counting import Collectives
+from tests.support.parity import assert_parity, mesh_1d, mesh_2d, play, setting, shard_each, stack
+from tests.support.pool import on_ranks
+
+whens = pytest.mark.parametrize("when", ["before", "after"])
+AllGather = api.theirs._fully_shard._fsdp_api.AllGather
+ReduceScatter = api.theirs._fully_shard._fsdp_api.ReduceScatter
+
+
+def plain(module, fsdp) -> None:
+    """Shard each layer over all ranks."""
+    shard_each(module, fsdp, mesh=mesh_1d())
+
+
+def hybrid(module, fsdp) -> None:
+    """Shard each layer on a mesh of two axes."""
+    shard_each(module, fsdp, mesh=mesh_2d())
+
+
+class Gather(AllGather):
+    """An all-gather that counts its calls and where its memory came from."""
+
+    def __init__(self) -> None:
+        self.calls, self.allocated = 0, set()
+
+    def allocate(self, size, *, dtype, device):
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        self.allocated.add(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.calls += 1
+        assert output_tensor.untyped_storage().data_ptr() in self.allocated
+        assert output_tensor.numel() == input_tensor.numel() * group.size()
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatter(ReduceScatter):
+    """A reduce-scatter that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+@on_ranks(2, 4)
+@whens
+@pytest.mark.parametrize("prepare", [plain, hybrid])
+def test_custom_collectives(rank, world, prepare, when):
+    """They are called, with memory they allocated, by the unit they were given to only; training is the same."""
+    gathers, scatters = [], []
+
+    def setter(module, fsdp):
+        gathers.append(Gather())
+        scatters.append(Scatter())
+        module[1].set_custom_all_gather(gathers[-1])
+        module[1].set_custom_reduce_scatter(scatters[-1])
+
+    assert_parity(prepare, program=setting(setter, when))
+    steps = 3 if when == "before" else 2
+    alone = world == 2 and prepare is hybrid  # a shard axis of one rank
+    expected = 0 if alone else steps
+    assert gathers[0].calls == 2 * expected and scatters[0].calls == expected
+
+
+@on_ranks(2)
+def test_custom_collectives_exclude_allocators(rank, world):
+    """What allocates for default collectives cannot allocate for custom ones."""
+    module = stack()
+    plain(module, api.ours)
+    module[0].set_custom_all_gather(Gather())
+    module[1].set_custom_reduce_scatter(Scatter())
+    for unit, kind in ((module[0], "all gather"), (module[1], "reduce scatter")):
+        with pytest.raises(AssertionError, match=f"set_allocate_memory_from_process_group.*{kind} comm is custom"):
+            unit.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@on_ranks(2)
+@whens
+def test_memory_from_the_process_group(rank, world, when):
+    """Where the backend has no allocator of its own, ordinary memory serves; it can be turned off again."""
+
+    def setter(module, fsdp):
+        for unit in (*module, module):
+            unit.set_allocate_memory_from_process_group_for_comm(True)
+
+    run = assert_parity(plain, program=setting(setter, when))
+    group = run.module[0]._get_fsdp_state().groups[0]
+    assert type(group.options.all_gather).__name__ == "ProcessGroupAllocAllGather"
+    run.module[0].set_allocate_memory_from_process_group_for_comm(False)
+    assert group.options.all_gather is None and group.options.reduce_scatter is None
+    with Collectives() as seen:
+        run.module(torch.ones(1, 8)).sum().backward()
+    assert seen.gathers == 6
+
+
+@on_ranks(2)
+def test_symmetric_memory_needs_nccl(rank, world):
+    """Another backend is refused at the call, and training goes on without."""
+    module = stack()
+    plain(module, api.ours)
+    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm needs NCCL, got the backend 'gloo'"):
+        module[0].set_symm_mem_for_comm("NCCL")
+    module(torch.ones(1, 8)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+@on_ranks(2)
+@whens
+@pytest.mark.parametrize("recurse", [True, False])
+def test_separate_reduce_scatter_group(rank, world, when, recurse):
+    """Gradients get one communicator of the same ranks, for all units; turned off, they share the gathers' again."""
+
+    def setter(module, fsdp):
+        plain_layers = module if recurse else module[0]
+        plain_layers.set_separate_reduce_scatter_group(recurse=recurse)
+
+    run = assert_parity(plain, program=setting(setter, when), against=api.against("2.13"))
+    groups = [unit._get_fsdp_state().groups[0] for unit in run.module]
+    own = [group.reduce_axis.group is not group.mesh.shard.group for group in groups]
+    assert own == ([True] * 3 if recurse else [True, False, False])
+    assert len({id(group.reduce_axis.group) for group in groups if group.reduce_axis.group}) == (1 if recurse else 2)
+    assert groups[0].reduce_axis.group.size() == world
+    run.module.set_separate_reduce_scatter_group(False)
+    assert all(group.reduce_axis.group is group.mesh.shard.group for group in groups)
+    run.module(torch.ones(1, 8)).sum().backward()
+    assert run.module[0].weight.grad is not None
+
+
+@on_ranks(2, 4)
+@whens
+def test_all_reduce_hook(rank, world, when):
+    """The hook changes what was reduced, before it is added to the gradient; of this unit only."""
+
+    def setter(module, fsdp):
+        module[1].set_all_reduce_hook(lambda reduced: reduced.mul_(3))
+
+    run = assert_parity(plain, program=setting(setter, when), against=("torch",))
+    without = play(api.ours, plain)
+    names = [name for name in run.seen if name.startswith("gradient of 1.")][: 2 if when == "before" else 0]
+    for name in names:
+        torch.testing.assert_close(run.seen[name], 3 * without.seen[name])
+    assert not torch.allclose(run.seen["weight 1.weight"], without.seen["weight 1.weight"])
+
+
+@on_ranks(2)
+def test_all_reduce_hook_as_hybrid_sharding(rank, world):
+    """With an all-reduce of its own the hook makes replicas of a mesh that is not told about them."""
+    alone, pair = mesh_2d("other", "own"), mesh_1d()
+
+    def prepare(module, fsdp):
+        shard_each(module, fsdp, mesh=alone["own"])
+        for unit in module:
+            unit.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, dist.ReduceOp.AVG, pair.get_group()))
+
+    assert_parity(prepare, against=("alone",))
+
+
+@on_ranks(2)
+def test_all_reduce_hook_and_streams(rank, world):
+    """A stream of one's own is refused where the mesh has a replicate axis; None is always fine."""
+    for fsdp in (api.ours, api.theirs):
+        module = stack()
+        shard_each(module, fsdp, mesh=mesh_2d())
+        with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+            module[0].set_all_reduce_hook(lambda reduced: None, stream=object())
+    seen = []
+    module[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()), stream=None)
+    module(torch.ones(1, 8)).sum().backward()
+    module = stack()
+    shard_each(module, api.ours, mesh=mesh_1d())
+    module[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()), stream=None)
+    module(torch.ones(1, 8)).sum().backward()
+    assert seen == [72, 36]
+
+
+@on_ranks(2)
+def test_post_optim_event(rank, world):
+    """The event is used by one forward."""
+
+    def program(run):
+        for step in range(3):
+            run.configure(lambda module, fsdp: module.set_post_optim_event(torch.Event("cpu")))
+            run.backward(step)
+            run.update()
+
+    run = assert_parity(plain, program=program, against=("alone",))
+    state = run.module._get_fsdp_state()
+    assert state._state_ctx.post_optim_event is None
+    run.module.set_post_optim_event(event := torch.Event("cpu"))
+    assert state._state_ctx.post_optim_event is event
+    run.module(torch.ones(1, 8))
+    assert state._state_ctx.post_optim_event is None
+
+
+@on_ranks(2)
+def test_share_comm_ctx(rank, world):
+    """Two roots use the same lanes and one window of chunks in flight, and train as before."""
+
+    def program(run):
+        def share(module, fsdp):
+            fsdp.share_comm_ctx([module[0], module[2]])
+            fsdp.share_comm_ctx([])
+
+        run.configure(share)
+        for step in range(3):
+            run.backward(step)
+            run.update()
+
+    prepare = lambda module, fsdp: [fsdp.fully_shard(unit, mesh=mesh_1d()) for unit in module]
+    run = assert_parity(prepare, program=program)
+    contexts = [unit._get_fsdp_state()._state_ctx.comm for unit in run.module]
+    assert contexts[0] is contexts[2] is not contexts[1]
+    with pytest.raises(ValueError, match="Expects FSDPModule"):
+        api.ours.share_comm_ctx([run.module[0], torch.nn.Linear(2, 2)])

@@ -1,0 +1,227 @@
+"""torch.compile of blocks before or after fully_shard: the losses of what is not compiled, and no recompilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from tests.step.test_tensor_parallel import language, llama, sharded
+from tests.support import api
+from tests.support.composition import composes, refused
+from tests.support.parity import WIDTH, Run, assert_same, mesh_1d, mesh_2d, play
+from tests.support.pool import on_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """A norm and two layers, with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A layer, two blocks and a layer; blocks may be recomputed in backward."""
+
+    def __init__(self, recomputed: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+        return self.last(x)
+
+
+def in_place_before(module: Any, shard: Callable[..., Any], **options: Any) -> None:
+    """``block.compile()``, then shard it."""
+    for block in module.blocks:
+        block.compile(fullgraph=True, **options)
+        shard(block)
+
+
+def in_place_after(module: Any, shard: Callable[..., Any], **options: Any) -> None:
+    """Shard the block, then ``block.compile()``."""
+    for block in module.blocks:
+        shard(block).compile(fullgraph=True, **options)
+
+
+def wrapped_before(module: Any, shard: Callable[..., Any], **options: Any) -> None:
+    """Shard what ``torch.compile(block)`` returns."""
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = shard(torch.compile(block, fullgraph=True, **options))
+
+
+def wrapped_after(module: Any, shard: Callable[..., Any], **options: Any) -> None:
+    """``torch.compile`` what is sharded."""
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = torch.compile(shard(block), fullgraph=True, **options)
+
+
+def forward_only(module: Any, shard: Callable[..., Any], **options: Any) -> None:
+    """Compile the method alone."""
+    for block in module.blocks:
+        shard(block)
+        block.forward = torch.compile(block.forward, fullgraph=True, **options)
+
+
+def whole(module: Any, shard: Callable[..., Any], **options: Any) -> None:
+    """Shard the blocks, compile the model; its graph breaks at every block."""
+    for block in module.blocks:
+        shard(block)
+    module.compile(**options)
+
+
+WAYS = (in_place_before, in_place_after, wrapped_before, wrapped_after, forward_only, whole)
+
+
+def compiled(way: Callable[..., None], backend: str, **options: Any) -> Callable[[Any, Any], None]:
+    """Return the function that shards and compiles."""
+
+    def prepare(module: Any, fsdp: Any) -> None:
+        torch._dynamo.reset()
+        shard = partial(fsdp.fully_shard, **{"mesh": mesh_1d(), **options})
+        way(module, shard, backend=backend, dynamic=False)
+        shard(module)
+
+    return prepare
+
+
+def train(run: Run) -> None:
+    """Train; from the third step on nothing is compiled any more."""
+    for step in range(2):
+        run.backward(step)
+        run.update()
+    before = compilations()
+    with torch._dynamo.config.patch(error_on_recompile=run.fsdp is api.ours):
+        for step in range(2, 5):
+            run.backward(step)
+            run.update()
+    if run.fsdp is api.ours:
+        assert compilations() == before > 0
+
+
+def compilations() -> int:
+    """How many graphs were compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def assert_same_training(
+    prepare: Callable[[Any, Any], None], *, build: Callable[[], nn.Module] = Model, against: str = "both", **how: Any
+) -> None:
+    """Assert that training shows what torch's shows compiled, and what a single process shows that is not compiled."""
+    program, part, tolerance = how.get("program", train), how.get("part"), how.get("tolerance", 1e-5)
+    ours = play(api.ours, prepare, build, program, part)
+    if against != "alone":
+        assert_same(ours.seen, play(api.theirs, prepare, build, program, part).seen, "torch's", tolerance)
+    if against != "torch":
+        names = {name.replace("_orig_mod.", ""): value for name, value in ours.seen.items()}
+        assert_same(names, play(None, prepare, build, program).seen, "a single process's", tolerance)
+
+
+@composes("compile", "SGD")
+@on_ranks(2, limit=180)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_every_way(rank, world, way, reshard):
+    """Compiled before or after sharding, in place or wrapped, each block as one graph."""
+    assert_same_training(compiled(way, "aot_eager", reshard_after_forward=reshard))
+
+
+@composes("compile", "SGD")
+@on_ranks(2, limit=240)
+@pytest.mark.parametrize("way", [in_place_before, wrapped_before])
+def test_inductor(rank, world, way):
+    """The default backend generates code for the CPU."""
+    assert_same_training(compiled(way, "inductor"), against="alone", tolerance=1e-4)
+
+
+@refused("compile", by="both", reason="`fullgraph=True` for the whole model: the graph breaks at the hooks of blocks")
+@on_ranks(1)
+def test_the_whole_model_is_not_one_graph(rank, world):
+    """Gathering is not compiled, so a graph ends where a unit begins."""
+    module = Model()
+    for block in module.blocks:
+        api.ours.fully_shard(block, mesh=mesh_1d())
+    module.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        module(torch.ones(2, WIDTH))
+    torch._dynamo.reset()
+
+
+@composes("compile", "recomputation")
+@composes("compile", "mixed precision")
+@composes("compile", "accumulation")
+@on_ranks(2, limit=180)
+@pytest.mark.parametrize("kind", ["recomputed", "cast", "accumulated"])
+def test_with_one_more(rank, world, kind):
+    """Compiled blocks that are recomputed, compute in another dtype, or accumulate gradients."""
+    options = {"mp_policy": BF16} if kind == "cast" else {}
+
+    def accumulate(run):
+        for step in range(6):
+            run.configure(lambda module, fsdp, last=step % 2 == 1: module.set_requires_gradient_sync(last))
+            run.backward(step)
+            if step % 2:
+                run.update()
+
+    assert_same_training(
+        compiled(in_place_before, "aot_eager", **options),
+        build=lambda: Model(kind == "recomputed"),
+        program=accumulate if kind == "accumulated" else train,
+        against="torch" if kind in ("cast", "accumulated") else "both",
+    )
+
+
+@composes("compile", "hybrid sharding")
+@composes("compile", "tensor parallel")
+@on_ranks(4, limit=180)
+@pytest.mark.parametrize("kind", ["hybrid", "tp"])
+def test_on_two_axes(rank, world, kind):
+    """Compiled blocks on hybrid and tensor-parallel meshes."""
+    mesh = mesh_2d("dp", "tp")
+
+    def prepare(module, fsdp):
+        if kind == "hybrid":
+            return compiled(in_place_before, "aot_eager", mesh=mesh_2d())(module, fsdp)
+        for block in module.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        compiled(in_place_before, "aot_eager", mesh=mesh["dp"])(module, fsdp)
+
+    assert_same_training(prepare, part=None if kind == "hybrid" else (mesh.get_local_rank("dp"), 2))
+
+
+@composes("compile", "tensor parallel", "sequence parallel", "loss parallel")
+@refused("compile", "tensor parallel", "sequence parallel", by="torch", reason="the embedding's gradient is zero")
+@on_ranks(4, limit=180)
+def test_language_model(rank, world):
+    """Every block of the llama as one graph, the first one's input still on its way when it is called.
+
+    AOT autograd takes such an input for one that needs no gradient; under torch's own the embedding does not learn.
+    """
+    mesh = mesh_2d("dp", "tp")
+
+    def prepare(module, fsdp):
+        torch._dynamo.reset()
+        for block in module.blocks:
+            block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+        sharded(mesh["dp"], mesh["tp"])(module, fsdp)
+
+    part = (mesh.get_local_rank("dp"), 2)
+    assert_same_training(prepare, build=llama, program=language, part=part, against="alone")

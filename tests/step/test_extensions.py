@@ -1,0 +1,300 @@
+"""All-gather extensions: tensors that say themselves what of them travels, and how the full tensor is made of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils import _pytree as pytree
+
+from tests.support import api
+from tests.support.parity import SEED, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.pool import on_ranks
+
+aten = torch.ops.aten
+KEPT = {
+    aten.detach.default,
+    aten.clone.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+    aten.as_strided.default,
+    aten.new_zeros.default,
+    aten.empty_like.default,
+    aten._to_copy.default,
+}
+
+
+class Halves(Tensor):
+    """A float32 tensor that travels as two inputs: bfloat16, and what that leaves of it in float16.
+
+    It defines the long signature of ``fsdp_pre_all_gather`` and writes the sum into memory of its own.
+    """
+
+    _tensor: Tensor
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tensor.size(), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = lambda tree: pytree.tree_map_only(cls, lambda t: t._tensor, tree)
+        result = func(*plain(args), **plain(kwargs or {}))
+        if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
+            return args[0]
+        return pytree.tree_map_only(Tensor, cls, result) if func in KEPT else result
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_tensor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: None, size: Any, stride: Any) -> Tensor:
+        return Halves(inner["_tensor"])
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ):
+        assert mesh.ndim == 1 and isinstance(module, nn.Linear) and isinstance(mp_policy, MixedPrecisionPolicy)
+        assert len(outer_size) == len(outer_stride) == self.ndim
+        upper = self._tensor.to(torch.bfloat16)
+        lower = (self._tensor - upper.float()) * 256
+        return (upper, lower.to(torch.float16)), (mesh.size(), outer_size)
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None):
+        upper, lower = outputs
+        ranks, outer_size = metadata
+        assert upper.shape == lower.shape and upper.shape[1:] == outer_size[1:]
+        assert upper.shape[0] % ranks == 0 and (upper.dtype, lower.dtype) == (torch.bfloat16, torch.float16)
+        whole = (upper.float() + lower.float() / 256)[: outer_size[0]].to(param_dtype)
+        if out is None:
+            return whole, (whole,)
+        local = out.to_local() if isinstance(out, DTensor) else out
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(local):
+            local.copy_(whole)
+        return None
+
+
+def of_halves(*widths: int) -> nn.Sequential:
+    """Return linear layers without biases whose weights are ``Halves``."""
+    layers = [nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:])]
+    for layer in layers:
+        layer.weight = nn.Parameter(Halves(layer.weight.detach()))
+    return nn.Sequential(*layers)
+
+
+def halves_or_plain(widths: tuple[int, ...], sharded: list[bool]):
+    """Return a maker of ``of_halves`` for the sharded runs, of ordinary layers for the single process."""
+
+    def build() -> nn.Module:
+        model = of_halves(*widths)
+        if sharded.pop(0):
+            return model
+        for layer in model:
+            layer.weight = nn.Parameter(layer.weight.detach()._tensor)
+        return model
+
+    return build
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("widths", [(8, 8, 8), (8, 7, 5), (8, 3, 1)])
+def test_subclass_with_two_inputs(rank, world, widths, reshard):
+    """Two inputs of two dtypes make the parameter, even or uneven, empty shards included, again and again."""
+    even = all(width % world == 0 for width in widths) and world > 1
+    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=reshard)
+    build = halves_or_plain(widths, [True, True, False] if even else [True, False])
+    against = ("torch", "alone") if even else ("alone",)  # torch's wants padded inputs, and one of them on one rank
+    run = assert_parity(prepare, build=build, against=against, tolerance=1e-4)
+    weight = run.module[0].weight
+    assert (
+        isinstance(weight.to_local(), Halves) and weight.to_local().shape[0] == weight.shape[0] // world
+    ) or not even
+
+
+@on_ranks(2)
+def test_subclass_in_mixed_precision(rank, world):
+    """The dtype of computation reaches the extension."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), mp_policy=policy)
+    run = assert_parity(prepare, build=lambda: of_halves(8, 8, 8), against=("torch",), tolerance=0.02)
+    run.module[0].unshard()
+    assert run.module[0].weight.dtype == torch.bfloat16 and not isinstance(run.module[0].weight, Halves)
+
+
+@on_ranks(4)
+def test_subclass_with_a_replicate_axis(rank, world):
+    """The extension is given the shard axis alone."""
+    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_2d())
+    build = halves_or_plain((8, 8, 8), [True, True, False])
+    assert_parity(prepare, build=build, tolerance=1e-4)
+
+
+@on_ranks(4)
+def test_subclass_that_stays_on_some_ranks(rank, world):
+    """With an int to reshard to, what cannot stay is freed; other parameters of the unit stay."""
+
+    def build():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[0].weight = nn.Parameter(Halves(model[0].weight.detach()))
+        return model
+
+    module = build()
+    shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+    for _ in range(2):
+        loss = module(torch.ones(2, 8)).sum()
+        assert isinstance(module[0].weight.to_local(), Halves) and module[0].weight.device_mesh.shape == (4,)
+        assert module[0].bias.device_mesh.shape == module[1].weight.device_mesh.shape == (2, 2)
+        loss.backward()
+    torch.testing.assert_close(module[1].bias.grad.full_tensor(), torch.full((8,), 4.0))
+
+
+@on_ranks(4)
+def test_subclass_over_tensor_parallelism(rank, world):
+    """The local tensor of a DTensor parameter has the extension; the full parameter is a DTensor."""
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    torch.manual_seed(SEED)
+    module, original = nn.Sequential(nn.Linear(8, 8, bias=False)), None
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel()})
+    original = module[0].weight.full_tensor().detach()
+    local = Halves(module[0].weight.to_local().detach())
+    spread = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
+    module[0].weight = nn.Parameter(spread)
+    api.ours.fully_shard(module, mesh=mesh["dp"])
+    for _ in range(2):
+        module(torch.ones(2, 8)).sum().backward()
+        module.unshard()
+        assert module[0].weight.placements == (Shard(0),)
+        torch.testing.assert_close(module[0].weight.full_tensor(), original, rtol=1e-4, atol=1e-4)
+        module.reshard()
+    torch.testing.assert_close(module[0].weight.grad.full_tensor(), torch.full((8, 8), 4.0))
+
+
+def patch(module: nn.Module, calls: list[Any]) -> None:
+    """Give the local tensors of the weights an extension: bfloat16 on the wire, float32 in use; the short signature."""
+
+    def pre(local: Tensor, mesh: DeviceMesh):
+        assert mesh.ndim == 1
+        return (local.to(torch.bfloat16),), None
+
+    def post(calls: list[Any], outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None):
+        (output,) = outputs
+        calls.append((output.dtype, out is not None))
+        if out is None:
+            whole = output.to(dtype)
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(output)
+        return None
+
+    for layer in module:
+        local = layer.weight._local_tensor
+        local.fsdp_pre_all_gather = functools.partial(pre, local)
+        local.fsdp_post_all_gather = functools.partial(post, calls)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("meta", [False, True])
+def test_patched_plain_tensors(rank, world, meta):
+    """Attributes of a local tensor make an extension, also when they are set after ``to_empty``."""
+
+    def build():
+        if not meta:
+            return stack()
+        with torch.device("meta"):
+            return stack()
+
+    seen: list[list[Any]] = []
+
+    def prepare(module, fsdp):
+        shard_each(module, fsdp, mesh=mesh_1d())
+        if meta:
+            module.to_empty(device="cpu")
+            torch.manual_seed(SEED)
+            for parameter in module.parameters():
+                with torch.no_grad():
+                    parameter.to_local().copy_((torch.randn(parameter.shape) / 4).chunk(world)[rank])
+        seen.append([])
+        patch(module, seen[-1])
+
+    assert_parity(prepare, build=build, against=("torch",))
+    assert seen[0] == seen[1] and len(seen[0]) == 18
+    assert [out for _, out in seen[0]].count(False) == 3 and {dtype for dtype, _ in seen[0]} == {torch.bfloat16}
+
+
+class Aliasing(Halves):
+    """What is gathered is the parameter: it keeps the gathered tensor, and asserts that it gets the same again."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh):  # type: ignore[override]
+        return (self._tensor,), mesh.size()
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None):
+        (data,) = outputs
+        if out is None:
+            return data, (data,)
+        assert isinstance(out, nn.Parameter) and data.dtype == param_dtype
+        assert data.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        assert data.untyped_storage()._cdata == out.untyped_storage()._cdata
+        assert data.untyped_storage().size() > 0
+        Aliasing.reused += 1
+        return None
+
+    reused = 0
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_gathered_tensor_as_the_parameter(rank, world, reshard):
+    """A result that aliases the gathered tensor is legal: its storage is the same object in every gather."""
+    Aliasing.reused = 0
+
+    def build():
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+        for layer in model:
+            layer.weight = nn.Parameter(Aliasing(layer.weight.detach()))
+        return model
+
+    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=reshard)
+    run = assert_parity(prepare, build=build, against=("torch",))
+    gathers = 2 * 3 * (2 if reshard else 1)
+    assert Aliasing.reused == 2 * (gathers - 2)
+    storage = run.module[0]._get_fsdp_state().groups[0].params[0].full.untyped_storage()
+    assert storage.size() == 0
+    run.module[0].unshard()
+    assert run.module[0].weight.untyped_storage()._cdata == storage._cdata and storage.size() >= 256
+
+
+@on_ranks(1)
+def test_wrong_extensions(rank, world):
+    """Only one of the two functions, or a signature that is neither, is refused."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False))
+    for fsdp in (api.ours, api.theirs):
+        module = nn.Linear(4, 4, bias=False)
+        module.weight.fsdp_pre_all_gather = lambda mesh: None
+        with pytest.raises(AssertionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"):
+            fsdp.fully_shard(module, mesh=mesh_1d())
+            module.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: None
+            module(torch.ones(1, 4))
+    module = api.ours.fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh_1d())
+    module.weight._local_tensor.fsdp_pre_all_gather = lambda mesh, other: None
+    module.weight._local_tensor.fsdp_post_all_gather = lambda *_: None
+    with pytest.raises(AssertionError, match="Invalid fsdp_pre_all_gather with 2 parameters"):
+        module(torch.ones(1, 4))

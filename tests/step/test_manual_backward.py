@@ -1,0 +1,199 @@
+"""Backwards that end when ``finalize_backward`` says so, and memory that full parameters keep.
+
+torch's has all of it since 2.15; ours has the methods on every torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from tests.support import api
+from tests.support.counting import Collectives
+from tests.support.parity import Run, assert_parity, mesh_1d, mesh_2d, play, shard_each
+from tests.support.pool import on_ranks
+
+AGAINST = api.against("2.15")
+
+
+def plain(module, fsdp) -> None:
+    """Shard each layer over all ranks."""
+    shard_each(module, fsdp, mesh=mesh_1d())
+
+
+def hybrid(module, fsdp) -> None:
+    """Shard each layer on a mesh of two axes."""
+    shard_each(module, fsdp, mesh=mesh_2d())
+
+
+def manual(run: Run, *, async_op: bool = False, batches: int = 1) -> None:
+    """Train with backwards that the program ends, of which all reduce, or none where there are several."""
+    run.configure(lambda module, fsdp: module.set_manual_backward_finalization(True))
+    for step in range(3):
+        run.configure(lambda module, fsdp: module.set_requires_gradient_sync(batches == 1))
+        run.configure(lambda module, fsdp: module.set_reshard_after_backward(batches == 1))
+        for part in range(batches):
+            run.backward(step * batches + part)
+        run.configure(lambda module, fsdp: module.set_requires_gradient_sync(True))
+        run.configure(lambda module, fsdp: module.set_reshard_after_backward(True))
+        if run.fsdp is not None:
+            handle = run.module.finalize_backward(async_op=async_op)
+            assert isinstance(handle, fsdp2.GradientReductionHandle if async_op else type(None))
+            if handle is not None:
+                handle.wait()
+                handle.wait()
+        run.update()
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_finalize_backward(rank, world, prepare, batches, async_op):
+    """Gradients are those of backwards that end by themselves, whether one call ends one or several."""
+    prepare = plain if world == 1 else prepare
+    assert_parity(prepare, program=lambda run: manual(run, async_op=async_op, batches=batches), against=AGAINST)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_what_autograd_leaves_waits(rank, world):
+    """What backwards kept unreduced is reduced by the call, and not before."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    module = build()
+    for unit in (*module, module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    module.set_manual_backward_finalization(True)
+    module.set_requires_gradient_sync(False)
+    with Collectives() as seen:
+        module(torch.ones(2, 8)).square().mean().backward()
+    assert not seen.reductions
+    module.reshard(recurse=True)
+    assert all(p.grad is None for p in module.parameters())
+    module.set_requires_gradient_sync(True)
+    with Collectives() as seen:
+        module.finalize_backward()
+    assert seen.reductions == 2
+    alone = build()
+    alone(torch.ones(2, 8)).square().mean().backward()
+    for mine, its in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
+    module.finalize_backward()  # nothing is left
+
+
+def sharded(world: int) -> nn.Module:
+    """Return ``stack`` sharded by ours, before any forward."""
+    return play(api.ours, plain, program=lambda run: None).module
+
+
+def backward(module: nn.Module) -> None:
+    """Run forward and backward on the same rows everywhere."""
+    module(torch.ones(2, 8)).square().mean().backward()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_calls_that_make_no_sense(rank, world):
+    """Each is refused with what to do; before the first forward there is nothing to end."""
+    module = sharded(world)
+    module.finalize_backward()
+    module.finalize_backward(async_op=True).wait()
+    module.set_manual_backward_finalization(True)
+    backward(module)
+    with pytest.raises(RuntimeError, match="cannot change mode after backward starts"):
+        module.set_manual_backward_finalization(False)
+    for call in (lambda: module[0].set_manual_backward_finalization(True), module[0].finalize_backward):
+        with pytest.raises(RuntimeError, match="must be called on the root"):
+            call()
+    handle = module.finalize_backward(async_op=True)
+    with pytest.raises(RuntimeError, match="waited on before finalizing"):
+        module.finalize_backward()
+    with pytest.raises(RuntimeError, match="waited on before forward"):
+        module(torch.ones(2, 8))
+    handle.wait()
+    module.set_manual_backward_finalization(False)
+    with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\)"):
+        module.finalize_backward()
+    backward(module)  # ends by itself again
+    with pytest.raises(TypeError, match="enabled must be a bool"):
+        module.set_manual_backward_finalization(1)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_unit_below_cannot_end_backwards(rank, world):
+    """Set on a unit before the first forward it is noticed by that forward."""
+    module = sharded(world)
+    module[1].set_manual_backward_finalization(True)
+    with pytest.raises(RuntimeError, match="must be called on the root"):
+        module(torch.ones(2, 8))
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_reset_drops_the_handle(rank, world):
+    """After ``reset_iter_state`` an iteration starts anew, and the old handle says so."""
+    module = sharded(world)
+    module.set_manual_backward_finalization(True)
+    backward(module)
+    handle = module.finalize_backward(async_op=True)
+    module.reset_iter_state()
+    with pytest.raises(RuntimeError, match="dropped by reset_iter_state"):
+        handle.wait()
+    module.zero_grad()
+    backward(module)
+    module.finalize_backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@api.fsdp2_only
+@on_ranks(4)
+def test_partial_gradients_cannot_be_final(rank, world):
+    """Units told not to all-reduce are named."""
+    module = play(api.ours, hybrid, program=lambda run: None).module
+    module.set_manual_backward_finalization(True)
+    module.set_requires_gradient_sync(False)
+    backward(module)
+    module.set_requires_gradient_sync(True)
+    module.set_requires_all_reduce(False)
+    with pytest.raises(RuntimeError, match=r"requires all-reduce.*set_requires_all_reduce\(True\)"):
+        module.finalize_backward()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("keep", [True, False])
+def test_keep_unsharded_storage(rank, world, keep):
+    """Full parameters come back at the same addresses, and their memory is not given back in between."""
+
+    def program(run: Run) -> None:
+        run.configure(lambda module, fsdp: module.set_keep_unsharded_storage(keep))
+        for step in range(3):
+            run.backward(step)
+            run.update()
+
+    assert_parity(plain, program=program, against=AGAINST)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_kept_storage_stays_where_it_is(rank, world):
+    """Only of the units asked for, until it is taken back."""
+    module = sharded(world)
+    module[0].set_keep_unsharded_storage(True, recurse=False)
+    module.unshard(recurse=True)
+    weights = [unit.weight for unit in module]
+    places = [weight.data_ptr() for weight in weights]
+    module.reshard(recurse=True)
+    assert [weight.untyped_storage().size() > 0 for weight in weights] == [True, False, False]
+    for _ in range(2):
+        backward(module)
+        assert weights[0].data_ptr() == places[0]
+    module.set_keep_unsharded_storage(False)
+    backward(module)
+    assert [weight.untyped_storage().size() for weight in weights] == [0, 0, 0]

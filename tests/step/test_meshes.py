@@ -1,0 +1,160 @@
+"""Meshes: two dimensions are hybrid sharding, parameters may have meshes of their own, dimensions may be named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from tests.support import api
+from tests.support.composition import composes
+from tests.support.counting import Collectives
+from tests.support.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
+from tests.support.pool import on_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PLACES = api.torch_since("2.12")
+"""Whether torch's own knows meshes of single parameters, and has a class to say so."""
+
+
+@composes("hybrid sharding", "SGD")
+@on_ranks(2, 4)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_two_dimensions_are_hybrid_sharding(rank, world, reshard):
+    """Shards over the second dimension, copies over the first; training is torch's and a single process's."""
+    run = assert_parity(lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_2d(), reshard_after_forward=reshard))
+    weight = run.module[0].weight
+    assert weight.placements == (Replicate(), Shard(0)) and tuple(weight.device_mesh.shape) == (2, world // 2)
+    assert weight.to_local().shape == (8 // (world // 2), 8)
+
+
+@composes("hybrid sharding", "uneven", "mixed precision")
+@on_ranks(4)
+def test_hybrid_sharding_of_uneven_parameters_in_mixed_precision(rank, world):
+    """Neither the axis' size nor the dtypes matter."""
+    build = lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1), nn.Linear(1, 3))
+    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_2d(), mp_policy=BF16)
+    assert_parity(prepare, build=build, against=("torch",), tolerance=0.02)
+
+
+@on_ranks(4)
+def test_hybrid_sharding_communicates_over_both_axes(rank, world):
+    """Per unit and backward: one gather, one reduction over the shard axis, one over the replicate axis."""
+    module = stack()
+    shard_each(module, api.ours, mesh=mesh_2d(), reshard_after_forward=True)
+    with Collectives() as seen:
+        loss = module(torch.ones(2, 8)).sum()
+        assert seen.gathers == 3
+        loss.backward()
+    assert (seen.gathers, seen.reductions) == (6, 6)
+
+
+class Experts(nn.Module):
+    """A weight for all ranks and two for smaller meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.expert, self.pair = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.pair(torch.tanh(self.expert(torch.tanh(self.shared(x)))))
+
+
+@composes("several meshes", "hybrid sharding", "shard dim")
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["ours", "torch's"] if PLACES else ["ours"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_several_meshes_in_one_unit(rank, world, kind, reshard):
+    """Parameters of one call on two meshes make two groups, each with its own collectives."""
+    hybrid, line = mesh_2d(), mesh_1d()
+
+    def prepare(module, fsdp):
+        ours = kind == "ours" and fsdp is api.ours
+        make = fsdp2.ShardPlacementResult if ours else _fsdp_common.ShardPlacementResult
+        there = hybrid if ours else HSDPMeshInfo(hybrid, 1, 0)
+        own = {module.expert.weight: make(Shard(1), there), module.expert.bias: make(None, there)}
+        place = lambda parameter: own.get(parameter, Shard(0) if parameter is module.shared.weight else None)
+
+        fsdp.fully_shard(module, mesh=line, shard_placement_fn=place, reshard_after_forward=reshard)
+
+    run = assert_parity(prepare, build=Experts, against=api.against("2.12"))
+    module = run.module
+    assert module.expert.weight.placements == (Replicate(), Shard(1))
+    assert module.expert.bias.placements == (Replicate(), Shard(0))
+    assert module.shared.weight.placements == (Shard(0),)
+    assert len(module._get_fsdp_state()._fsdp_param_groups) == 2
+    with Collectives() as seen:
+        module(torch.ones(2, 8)).sum().backward()
+    assert seen.gathers == (4 if reshard else 2) and seen.reductions == 3
+    for method in (module.set_custom_all_gather, module.set_custom_reduce_scatter, module.set_all_reduce_hook):
+        with pytest.raises(ValueError, match="not supported with multiple param groups"):
+            method(lambda *_: None)
+
+
+@on_ranks(2)
+def test_wrong_placement_results(rank, world):
+    """What is no placement is refused with the parameter's name."""
+    for fsdp in api.both("2.12"):
+        with pytest.raises(ValueError, match="Invalid shard_placement_fn result"):
+            fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh_1d(), shard_placement_fn=lambda parameter: 0)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
+        place = lambda parameter: fsdp2.ShardPlacementResult(None, "mesh")
+        fsdp2.fully_shard(nn.Linear(8, 8), mesh=mesh_1d(), shard_placement_fn=place)
+
+
+def tensor_parallel(module: nn.Module, mesh) -> None:
+    """Cut the first two layers over ``mesh``, columns then rows, and replicate the last."""
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(module, mesh, plan)
+
+
+@composes("tensor parallel", "uneven", "SGD")
+@on_ranks(4)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_over_tensor_parallelism(rank, world, reshard):
+    """DTensor parameters are cut once more, on the mesh of both kinds of dimensions, strided along the same one."""
+    mesh = mesh_2d("dp", "tp")
+
+    def prepare(module, fsdp):
+        tensor_parallel(module, mesh["tp"])
+        for unit in (module[0], module[1], module):
+            fsdp.fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard)
+
+    build = lambda: nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5), nn.Linear(5, 8))
+    run = assert_parity(prepare, build=build, part=(rank // 2, 2))
+    weight = run.module[0].weight
+    assert weight.device_mesh.mesh_dim_names == ("dp", "tp") and weight.placements[1] == Shard(0)
+    assert weight.placements[0].split_factor == 2
+
+
+@on_ranks(4)
+def test_default_mesh(rank, world):
+    """Without ``mesh`` all ranks take part."""
+    run = assert_parity(lambda module, fsdp: shard_each(module, fsdp))
+    assert tuple(run.module[0].weight.device_mesh.shape) == (4,)
+
+
+@on_ranks(2)
+def test_a_mesh_of_other_ranks(rank, world):
+    """A rank that is not in the mesh is told so."""
+    other = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([1 - rank]), _init_backend=False)
+    with pytest.raises(ValueError, match=f"rank {rank} is not part of the mesh"):
+        fsdp2.fully_shard(nn.Linear(8, 8), mesh=other)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got int"):
+        fsdp2.fully_shard(nn.Linear(8, 8), mesh=2)
+
+
+@on_ranks(2)
+def test_meshes_made_anew_are_the_same(rank, world):
+    """Units on equal meshes, each made for itself, train together."""
+    prepare = lambda module, fsdp: [
+        fsdp.fully_shard(unit, mesh=init_device_mesh("cpu", (world,))) for unit in (*module, module)
+    ]
+    assert_parity(prepare)

@@ -1,0 +1,208 @@
+"""Activation checkpointing of every kind around, inside and across units, with no gather more than torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.support import api
+from tests.support.composition import composes, refused
+from tests.support.counting import Collectives
+from tests.support.models import mlp
+from tests.support.parity import WIDTH, Run, assert_parity, assert_same, mesh_1d, mesh_2d, play
+from tests.support.pool import on_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Function = Callable[[Tensor], Tensor]
+
+
+def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what matrix products gave; compute the rest again."""
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selectively(function: Function, x: Tensor) -> Tensor:
+    """Recompute what the policy does not keep."""
+    contexts = partial(create_selective_checkpoint_contexts, keep_products)
+    return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+
+def offloaded(function: Function, x: Tensor) -> Tensor:
+    """Keep what autograd saves on the CPU, which here is where it is."""
+    with save_on_cpu():
+        return function(x)
+
+
+def copied(function: Function, x: Tensor) -> Tensor:
+    """Keep copies of what autograd saves, weights included, as offloading from an accelerator does."""
+    with saved_tensors_hooks(torch.clone, lambda saved: saved):
+        return function(x)
+
+
+HOWS: dict[str, Callable[[Function, Tensor], Tensor]] = {
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "selective": selectively,
+    "offloaded": offloaded,
+    "copied": copied,
+    "copied and recomputed": lambda function, x: copied(partial(checkpoint, function, use_reentrant=False), x),
+}
+
+
+class Unit(nn.Module):
+    """Two layers, the first of which may be a unit inside this one; ``how`` it runs what is inside."""
+
+    def __init__(self, how: Callable[[Function, Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.inner, self.outer, self.how = mlp(WIDTH, 6, WIDTH), nn.Linear(WIDTH, WIDTH), how
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x) if self.how is None else self.how(self.run, x)
+
+
+class Model(nn.Module):
+    """A layer, units that run in a certain way, and a layer."""
+
+    def __init__(self, how: str, where: str) -> None:
+        super().__init__()
+        self.where, self.how = where, HOWS[how]
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        inside = self.how if where == "inside" else None
+        self.units = nn.ModuleList(Unit(inside) for _ in range(1 if where == "used twice" else 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.where == "across":
+            x = self.how(lambda y: self.units[1](self.units[0](y)), x)
+        for unit in () if self.where == "across" else (*self.units, *self.units)[:2]:
+            x = unit(x) if self.where == "inside" else self.how(unit, x)
+        return self.last(x)
+
+
+def shard(where: str, **options: Any) -> Callable[[Any, Any], None]:
+    """Return the function that makes units, for ``nested`` also inside units."""
+
+    def prepare(module: Model, fsdp: Any) -> None:
+        inner = [unit.inner for unit in module.units] if where == "nested" else []
+        for unit in (*inner, *module.units, module):
+            fsdp.fully_shard(unit, **{"mesh": mesh_1d(), "reshard_after_forward": True, **options})
+
+    return prepare
+
+
+def counted(run: Run) -> None:
+    """Train two steps, the second of two forwards before one backward, and note how many gathers there were."""
+    run.backward(0)
+    run.update()
+    with Collectives() if run.fsdp else nullcontext() as seen:
+        loss = run.loss(1)
+        if run.fsdp:
+            run.notes.append(seen.gathers)
+        loss.backward()
+    run.notes += [seen.gathers, seen.reductions] if run.fsdp else []
+    run.update()
+    (run.loss(2) - 0.5 * run.loss(3)).backward()
+    run.update()
+
+
+@composes("recomputation")
+@composes("recomputation", "used twice")
+@composes("reentrant recomputation")
+@composes("reentrant recomputation", "used twice")
+@refused(
+    "reentrant recomputation", "used twice", by="torch", reason="gradients are lost where a unit is recomputed twice"
+)
+@composes("selective recomputation")
+@composes("selective recomputation", "used twice")
+@composes("activations on the CPU")
+@composes("activations on the CPU", "used twice")
+@composes("activations on the CPU", "recomputation")
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["around", "inside", "across", "nested", "used twice"])
+@pytest.mark.parametrize("how", HOWS)
+def test_every_kind_everywhere(rank, world, how, where):
+    """Losses, gradients and weights are torch's and a single process's; no gather more than torch's, no reduction.
+
+    torch's own loses gradients of a unit that reentrant checkpointing recomputes twice in a backward.
+    """
+    build = lambda: Model(how, where)
+    ours = play(api.ours, shard(where), build, counted)
+    theirs = play(api.theirs, shard(where), build, counted)
+    alone = play(None, shard(where), build, counted)
+    assert_same(ours.seen, alone.seen, "a single process's")
+    if how == "reentrant" and where != "inside":
+        return
+    assert_same(ours.seen, theirs.seen, "torch's")
+    assert_same(ours.seen, alone.seen, "a single process's")
+    names = ("gathers in forward", "gathers", "reductions")
+    for name, mine, whole in zip(names, ours.notes, theirs.notes, strict=True):
+        assert mine <= whole, f"{name}: {mine}, torch's has {whole}"
+
+
+WRAPPERS = {
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "offload_wrapper": offload_wrapper,
+    "composable": composable_checkpoint,
+}
+
+
+@composes("recomputation", "hybrid sharding", "mixed precision", "accumulation")
+@composes("activations on the CPU", "hybrid sharding", "mixed precision", "accumulation")
+@on_ranks(4)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_on_hybrid_meshes(rank, world, wrapper):
+    """torch's wrappers around sharded units, in mixed precision, two backwards to a reduction."""
+
+    def build():
+        module = Model("offloaded", "inside")
+        for index, unit in enumerate(module.units):
+            unit.how = None
+            module.units[index] = WRAPPERS[wrapper](unit)
+        return module
+
+    def prepare(module, fsdp):
+        for unit in (*module.units, module):
+            fsdp.fully_shard(unit, mesh=mesh_2d(), mp_policy=BF16)
+
+    def program(run):
+        for step in range(4):
+            run.configure(lambda module, fsdp, step=step: module.set_requires_gradient_sync(step % 2 == 1))
+            run.backward(step)
+            if step % 2:
+                run.update()
+
+    assert_parity(prepare, build=build, program=program, against=("torch",), tolerance=1e-3)
+
+
+@composes("recomputation", "tensor parallel")
+@composes("reentrant recomputation", "tensor parallel")
+@composes("selective recomputation", "tensor parallel")
+@composes("activations on the CPU", "tensor parallel", "recomputation")
+@on_ranks(4)
+@pytest.mark.parametrize("how", ["not reentrant", "reentrant", "selective", "copied and recomputed"])
+def test_over_tensor_parallelism(rank, world, how):
+    """Recomputed units of DTensors."""
+    mesh = mesh_2d("dp", "tp")
+
+    def prepare(module, fsdp):
+        for unit in module.units:
+            parallelize_module(unit.inner, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        shard("around", mesh=mesh["dp"])(module, fsdp)
+
+    assert_parity(prepare, build=lambda: Model(how, "around"), part=(mesh.get_local_rank("dp"), 2))

@@ -1,0 +1,254 @@
+"""Setters that say how gradients are summed, divided and kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.support import api
+from tests.support.composition import composes
+from tests.support.counting import Collectives
+from tests.support.parity import (
+    Run,
+    assert_parity,
+    assert_same,
+    full,
+    mesh_1d,
+    mesh_2d,
+    play,
+    setting,
+    shard_each,
+    stack,
+)
+from tests.support.pool import on_ranks
+
+whens = pytest.mark.parametrize("when", ["before", "after"])
+
+
+def plain(module, fsdp) -> None:
+    """Shard each layer over all ranks."""
+    shard_each(module, fsdp, mesh=mesh_1d())
+
+
+def hybrid(module, fsdp) -> None:
+    """Shard each layer on a mesh of two axes."""
+    shard_each(module, fsdp, mesh=mesh_2d())
+
+
+def sums(rank: int, world: int, divisor: float) -> dict[str, torch.Tensor]:
+    """Return the gradients of ``stack`` summed over every rank's rows of step 0 and divided, from one process."""
+    run = play(None, plain, program=lambda run: None)
+    for index in range(world):
+        run.module(Run.inputs(Run(run.module, None, (index, world)), 0)).square().mean().backward()
+    return {name: parameter.grad / divisor for name, parameter in run.module.named_parameters()}
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the whole gradients."""
+    return {name: full(parameter.grad) for name, parameter in module.named_parameters()}
+
+
+SETTERS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
+
+
+@composes("divide factor", "hybrid sharding")
+@on_ranks(1, 2, 4)
+@whens
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize("force_sum", [False, True])
+@pytest.mark.parametrize("prepare", [plain, hybrid])
+def test_divide_factor(rank, world, prepare, force_sum, setter, when):
+    """The sum over ranks is divided by the factor once, on every world size and mesh; only this module's is."""
+    if world == 1:
+        prepare = plain  # a mesh of two axes needs two ranks
+    module = play(api.ours, prepare, program=lambda run: None).module
+    rows = Run(module, api.ours, (rank, world)).inputs(0)
+
+    def choose():
+        module[0].set_force_sum_reduction_for_comms(force_sum)
+        if setter == SETTERS[1]:
+            with pytest.deprecated_call():
+                getattr(module[0], setter)(4.0)
+        else:
+            getattr(module[0], setter)(4.0)
+
+    if when == "before":
+        choose()
+    module(rows).square().mean().backward()
+    if when == "after":
+        choose()
+        module.zero_grad()
+        module(rows).square().mean().backward()
+    custom, mean = sums(rank, world, 4.0), sums(rank, world, world)
+    expected = {name: (custom if name.startswith("0.") else mean)[name] for name in mean}
+    assert_same(gradients(module), expected, "the sum's")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_divide_factor_in_low_precision(rank, world, dtype):
+    """In float16 a part of the division comes before the sum, so that the sum does not overflow."""
+    module = stack()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    shard_each(module, api.ours, mesh=mesh_1d(), mp_policy=policy)
+    for unit in (*module, module):
+        unit.set_gradient_divide_factor(64.0)
+    (module(torch.ones(1, 8)).sum() * 40000).backward()
+    for parameter in module[2].parameters():
+        assert parameter.grad.to_local().isfinite().all()
+    expected = torch.full((8,), 40000 * world / 64)
+    torch.testing.assert_close(module[2].bias.grad.full_tensor(), expected, rtol=0.01, atol=0)
+
+
+@on_ranks(2)
+@whens
+def test_force_sum(rank, world, when):
+    """Collectives only ever sum; the result is the same mean, as with torch's."""
+    ops = []
+    original = dist.ReduceOp.AVG
+
+    def setter(module, fsdp):
+        for unit in (*module, module):
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def program(run):
+        setting(setter, when)(run)
+        if run.fsdp is api.ours:
+            module = run.module
+            for group in (g for state in module._get_fsdp_state()._state_ctx.all_states for g in state.groups):
+                ops.append(group.gradients._reduce_plan(group.params[0]).scaling.average)
+
+    assert_parity(plain, program=program)
+    assert original is dist.ReduceOp.AVG and ops and not any(ops)
+
+
+@on_ranks(2)
+def test_divide_factors_that_are_none(rank, world):
+    """Zero, negative numbers and flags are refused at the call."""
+    module = stack()
+    plain(module, api.ours)
+    for wrong in (0, -1.0, True, "2", None):
+        with pytest.raises(ValueError, match="factor must be a positive number"):
+            module.set_gradient_divide_factor(wrong)
+
+
+@on_ranks(4)
+@whens
+@pytest.mark.parametrize("recurse", [True, False])
+def test_requires_all_reduce(rank, world, when, recurse):
+    """Without it micro-batches keep sums over the shard axis; the last one's all-reduce completes them all."""
+
+    def program(run):
+        if when == "after":
+            run.backward(5)
+            run.update()
+        for step in range(2):
+            for part in range(3):
+                choose = lambda module, fsdp, part=part: module.set_requires_all_reduce(part == 2, recurse=recurse)
+                run.configure(choose)
+                run.backward(step + 10 * part)
+            run.update()
+
+    assert_parity(hybrid, program=program)
+
+
+@on_ranks(4)
+def test_requires_all_reduce_saves_the_all_reduce(rank, world):
+    """One reduction less per unit, and no gradient yet."""
+    module = stack()
+    hybrid(module, api.ours)
+    counts = []
+    for required in (True, False, True):
+        module.set_requires_all_reduce(required)
+        loss = module(torch.ones(1, 8)).sum()
+        with Collectives() as seen:
+            loss.backward()
+        counts.append((seen.reductions, module[0].weight.grad is None))
+        module.zero_grad()
+    assert counts == [(6, False), (3, True), (6, False)]
+
+
+class Forks(nn.Module):
+    """Ranks take different ways: some parameters get a gradient on one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.left(x) if dist.get_rank() % 2 else self.right(x)
+
+
+def one_group(module, fsdp) -> None:
+    """Make one unit of everything."""
+    fsdp.fully_shard(module, mesh=mesh_1d())
+
+
+@on_ranks(2)
+@whens
+def test_reduce_scatter_unused_params(rank, world, when):
+    """Parameters that this rank did not use take part with zeros, so that ranks may use different ones."""
+    setter = lambda module, fsdp: module.set_reduce_scatter_unused_params(True)
+
+    def program(run):
+        if when == "before":
+            run.configure(setter)
+        else:
+            with torch.no_grad():
+                run.loss(5)
+            run.configure(setter)
+        run.backward(0)
+        run.update()
+
+    if api.torch_since("2.13"):
+        run = assert_parity(one_group, build=Forks, program=program, against=("torch",))
+    else:
+        run = play(api.ours, one_group, Forks, program)
+    rows = [Run(run.module, None, (index, world)).inputs(0) for index in range(world)]
+    alone = play(None, plain, build=Forks, program=lambda run: None).module
+    (alone.right(alone.first(rows[0])).square().mean() / 2).backward()
+    (alone.left(alone.first(rows[1])).square().mean() / 2).backward()
+    for name, parameter in alone.named_parameters():
+        got = next(value for key, value in run.seen.items() if key.startswith(f"gradient of {name} "))
+        torch.testing.assert_close(got, parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recurse", [True, False])
+def test_unused_params_of_which_units(rank, world, recurse):
+    """Only where it was asked for an unused parameter has a gradient, of zeros."""
+
+    class Skips(nn.Sequential):
+        def forward(self, x):
+            return self[0](x)
+
+    module = Skips(*stack(layers=2), nn.ParameterList([nn.Parameter(torch.ones(3))]))
+    for unit in (module[0], module[1], module):
+        api.ours.fully_shard(unit, mesh=mesh_1d())
+    module.set_reduce_scatter_unused_params(True, recurse=recurse)
+    module(torch.ones(1, 8)).sum().backward()
+    assert torch.equal(module[2][0].grad.full_tensor(), torch.zeros(3))
+    assert (module[1].weight.grad is not None) == recurse
+    module.zero_grad()
+    module.set_reduce_scatter_unused_params(False)
+    module(torch.ones(1, 8)).sum().backward()
+    module.reshard()
+    assert module[2][0].grad is None and module[1].weight.grad is None
+
+
+@on_ranks(2)
+@whens
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("buffers", [1, 2, 7])
+def test_reduce_scatter_max_input_buffers(rank, world, buffers, recurse, when):
+    """However many chunks may be in flight, results are the same bit for bit; no more are than were asked for."""
+    setter = lambda module, fsdp: module.set_reduce_scatter_max_input_buffers(buffers, recurse=recurse)
+    run = assert_parity(plain, program=setting(setter, when), against=api.against("2.13"))
+    again = play(api.ours, plain)
+    assert all(torch.equal(run.seen[name], value) for name, value in again.seen.items())
+    limit = run.module._get_fsdp_state()._state_ctx.comm.reductions.limit
+    assert limit == (buffers if recurse else 2)  # the root has no parameters; 2 is gloo's default for small units

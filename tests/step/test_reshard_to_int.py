@@ -1,0 +1,161 @@
+"""``reshard_after_forward=<int>``: after forward, parameters stay cut over a few neighbouring ranks."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support import api
+from tests.support.composition import composes, refused
+from tests.support.counting import Collectives
+from tests.support.parity import SEED, Run, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.pool import on_ranks
+
+
+def process_groups() -> int:
+    """Return how many process groups this process has made and kept."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def train_and_look(size: int, run: Run) -> None:
+    """Train; between forward and backward, look at what ours shows."""
+    for step in range(3):
+        loss = run.loss(step)
+        if run.fsdp is api.ours:
+            for name, parameter in run.module[0].named_parameters():
+                assert isinstance(parameter, DTensor), name
+                assert parameter.device_mesh.shape[1] == size, (name, parameter.device_mesh)
+                run.notes.append((step, name, parameter.placements, parameter.full_tensor()))
+        loss.backward()
+        run.update()
+
+
+@composes("reshard to int", "shard dim")
+@on_ranks(4)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parameters_stay_on_two_ranks(rank, world, dim):
+    """They are shown as DTensors on a (2, 2) mesh that give the whole parameter; training is torch's."""
+    torch.manual_seed(SEED)
+    original = dict(stack()[0].named_parameters())
+    place = lambda p: Shard(min(dim, p.ndim - 1))
+    run = assert_parity(
+        lambda module, fsdp: shard_each(
+            module, fsdp, mesh=mesh_1d(), reshard_after_forward=2, shard_placement_fn=place
+        ),
+        program=partial(train_and_look, 2),
+        against=("torch", "alone") if dim == 0 else ("alone",),  # torch's shows Shard(0) whatever was cut
+    )
+    for step, name, placements, whole in run.notes:
+        assert placements == (Replicate(), place(original[name]))
+        if step == 0:
+            assert torch.equal(whole, original[name])
+
+
+@on_ranks(4)
+def test_backward_gathers_over_two_ranks(rank, world):
+    """The gather of backward receives half of what forward's needs, and there is one for each unit."""
+    module = stack()
+    shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+    sent = []
+    with Collectives() as seen:
+        loss = module(torch.ones(2, 8)).sum()
+        sent.append((seen.gathers, module[0].weight.device_mesh.shape))
+        seen.reset()
+        loss.backward()
+        sent.append((seen.gathers, module[0].weight.device_mesh.shape))
+    assert sent == [(3, (2, 2)), (3, (4,))]
+
+
+@on_ranks(4)
+def test_process_groups_are_made_once(rank, world):
+    """Five units need as many new process groups as one, and another model on the mesh needs none."""
+    made = []
+    mesh = init_device_mesh("cpu", (4,))
+    for layers in (5, 1):
+        before = process_groups()
+        module = stack(layers=layers)
+        shard_each(module, api.ours, mesh=mesh, reshard_after_forward=2)
+        module(torch.ones(2, 8)).sum().backward()
+        made.append(process_groups() - before)
+    assert made[0] <= 2 and made[1] <= 0, made  # fewer where groups of an earlier test went in between
+
+
+@composes("reshard to int", "hybrid sharding")
+@on_ranks(4)
+def test_with_a_replicate_axis(rank, world):
+    """A (1, 4) mesh: replicate, then shard over four, two of them after forward."""
+    mesh = mesh_of(1, 4, names=("replicate", "shard"))
+    assert_parity(lambda module, fsdp: shard_each(module, fsdp, mesh=mesh, reshard_after_forward=2))
+    small = mesh_2d()  # (2, 2): 2 is the whole axis, so nothing stays
+    run = assert_parity(lambda module, fsdp: shard_each(module, fsdp, mesh=small, reshard_after_forward=2))
+    run.module(torch.ones(2, 8))
+    assert run.module[0].weight.device_mesh == small
+
+
+class TensorParallel(nn.Sequential):
+    """Two linear layers, of which the tests make tensor-parallel ones."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+@composes("reshard to int", "tensor parallel")
+@refused("reshard to int", "tensor parallel", by="torch", reason="parameters that are DTensors")
+@on_ranks(4)
+def test_tensor_parallel_parameters(rank, world):
+    """DTensor parameters, which torch refuses here, stay cut over half of the data-parallel ranks."""
+    mesh = mesh_of(4, 1, names=("dp", "tp"))
+
+    def prepare(module, fsdp):
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        shard_each(module, fsdp, mesh=mesh["dp"], reshard_after_forward=2)
+
+    run = assert_parity(prepare, build=TensorParallel, program=partial(train_and_look, 2), against=("alone",))
+    torch.manual_seed(SEED)
+    original = dict(TensorParallel()[0].named_parameters())
+    assert len(run.notes) == 6
+    for step, name, _, whole in run.notes:
+        if step == 0:
+            assert torch.equal(whole, original[name]), name
+
+
+@on_ranks(4)
+def test_the_setter_changes_it(rank, world):
+    """``set_reshard_after_forward`` replaces the number of ranks by all or none."""
+    module = stack()
+    shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+    shapes = []
+    for value in (None, True, False):
+        if value is not None:
+            module.set_reshard_after_forward(value)
+        module(torch.ones(2, 8))
+        weight = module[0].weight
+        shapes.append(tuple(weight.device_mesh.shape) if isinstance(weight, DTensor) else None)
+        module[0].reshard()
+        assert module[0].weight.device_mesh.shape == (4,)
+    assert shapes == [(2, 2), (4,), None]
+
+
+@on_ranks(4)
+def test_values(rank, world):
+    """What is no factor of the axis is refused; 1 keeps everything, with a warning; all ranks means True."""
+    for value, error in [(3, ValueError), (0, ValueError), (8, ValueError), (2.0, ValueError), ("2", ValueError)]:
+        for fsdp in (api.ours, api.theirs) if value != 0 else (api.ours,):
+            with pytest.raises(error, match="reshard_after_forward"):
+                fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh_1d(), reshard_after_forward=value)
+    with pytest.warns(UserWarning, match=r"reshard_after_forward=1 \(int\)"):
+        kept = api.ours.fully_shard(nn.Linear(8, 8), mesh=mesh_1d(), reshard_after_forward=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        freed = api.ours.fully_shard(nn.Linear(8, 8), mesh=mesh_1d(), reshard_after_forward=4)
+    kept(torch.ones(2, 8))
+    freed(torch.ones(2, 8))
+    assert not isinstance(kept.weight, DTensor) and isinstance(freed.weight, DTensor)

@@ -1,0 +1,385 @@
+"""Finding and replacing tensors in whatever forward takes and returns."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree as pytree
+
+from fsdp2.autograd.trees import find_tensors, map_tensors
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    left: Any
+    right: Any
+
+
+@dataclass
+class Record:
+    """A dataclass."""
+
+    value: Any
+    note: str = "kept"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A dataclass whose fields cannot be set."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """A dataclass without a ``__dict__``."""
+
+    value: Any
+
+
+@dataclass
+class OwnInit:
+    """A dataclass that cannot be rebuilt from its fields: some are not arguments, an argument is no field."""
+
+    scale: InitVar[int]
+    value: Any = field(init=False)
+    log: list[str] = field(init=False, default_factory=list)
+
+    def __post_init__(self, scale: int) -> None:
+        self.log.append("made")
+        self.value = torch.full((2,), float(scale))
+
+
+class Node:
+    """A container that only pytree knows."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+class Fresh:
+    """A container that gives pytree a new list each time it is asked for its children."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Box:
+    """A plain object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+NAMES = "tests.unit.autograd.test_trees."
+pytree.register_pytree_node(
+    Node, lambda n: (list(n.parts), None), lambda parts, _: Node(*parts), serialized_type_name=NAMES + "Node"
+)
+pytree.register_pytree_node(
+    Fresh,
+    lambda n: ([{"v": n.value}], None),
+    lambda c, _: Fresh(next(iter(c))["v"]),
+    serialized_type_name=NAMES + "F",
+)
+
+CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
+    "list": lambda a, b: [a, b],
+    "tuple": lambda a, b: (a, "text", b),
+    "named_tuple": Pair,
+    "dict": lambda a, b: {"a": a, 3: b},
+    "ordered_dict": lambda a, b: OrderedDict(b=b, a=a),
+    "default_dict": lambda a, b: defaultdict(list, a=a, b=b),
+    "dataclass": lambda a, b: Record([a, b]),
+    "frozen": lambda a, b: Frozen((a, b)),
+    "slotted": lambda a, b: Slotted({"a": a, "b": b}),
+    "pytree": Node,
+    "deque": lambda a, b: deque([a, b], maxlen=5),
+}
+kinds = pytest.mark.parametrize("kind", CONTAINERS)
+
+
+def parts_of(tree: Any) -> Iterator[Any]:
+    """Yield what is inside ``tree``, by rules of our own."""
+    if isinstance(tree, (list, tuple, deque)):
+        yield from tree
+    elif isinstance(tree, dict):
+        yield from tree.values()
+    elif is_dataclass(tree):
+        yield from (getattr(tree, f.name) for f in fields(tree))
+    elif isinstance(tree, Node):
+        yield from tree.parts
+    elif isinstance(tree, (Box, Fresh)):
+        yield tree.value
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree without cycles, in order."""
+    return [tree] if isinstance(tree, Tensor) else [t for part in parts_of(tree) for t in tensors(part)]
+
+
+def assert_alike(new: Any, old: Any) -> None:
+    """Assert that ``new`` is ``old`` with every tensor doubled: same types, keys and other leaves."""
+    assert type(new) is type(old)
+    if isinstance(old, Tensor):
+        assert torch.equal(new, old * 2)
+        return
+    if isinstance(old, dict):
+        assert list(new) == list(old)
+    news, olds = list(parts_of(new)), list(parts_of(old))
+    assert len(news) == len(olds)
+    if not olds and not isinstance(old, (list, tuple, dict, deque)):
+        assert new is old
+    for a, b in zip(news, olds):
+        assert_alike(a, b)
+
+
+leaves = st.one_of(
+    st.integers(0, 9).map(lambda i: torch.full((2,), float(i + 1))),
+    st.sampled_from([None, 1, 2.5, "text", b"bytes", True, torch.float32, torch.Size([2]), torch.device("cpu"), int]),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.builds(
+        lambda kind, a, b: CONTAINERS[kind](a, b), st.sampled_from(sorted(CONTAINERS)), inner, inner
+    ),
+    max_leaves=8,
+)
+
+
+@given(trees)
+def test_every_tensor_is_found_once_in_order(tree: Any) -> None:
+    expected = tensors(tree)
+    for objects in (True, False):
+        found = find_tensors(tree, objects=objects)
+        assert [id(t) for t in found] == [id(t) for t in expected]
+
+
+@given(trees)
+def test_where_nothing_changes_the_tree_is_the_same_object(tree: Any) -> None:
+    assert map_tensors(lambda t: t, tree) is tree
+
+
+@given(trees)
+def test_replacing_keeps_types_and_order_and_leaves_the_original_alone(tree: Any) -> None:
+    before = [t.clone() for t in tensors(tree)]
+    assert_alike(map_tensors(lambda t: t * 2, tree), tree)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(tree), before))
+
+
+@kinds
+def test_only_what_holds_a_changed_tensor_is_rebuilt(kind: str) -> None:
+    kept, changed = [torch.ones(1)], [torch.zeros(1)]
+    tree = CONTAINERS[kind](kept, changed)
+    new = map_tensors(lambda t: t + 1 if t is changed[0] else t, tree)
+    assert new is not tree
+    assert tensors(new)[0] is kept[0] or tensors(new)[1] is kept[0]
+    assert sorted(t.item() for t in tensors(new)) == [1.0, 1.0]
+
+
+def test_special_dicts_keep_what_makes_them_special() -> None:
+    made = map_tensors(lambda t: t * 2, defaultdict(list, a=torch.ones(1)))
+    assert made["missing"] == []
+    ordered = map_tensors(lambda t: t * 2, OrderedDict(b=torch.ones(1), a=torch.ones(1)))
+    ordered.move_to_end("b")
+    assert list(ordered) == ["a", "b"]
+    assert map_tensors(lambda t: t * 2, deque([torch.ones(1)], maxlen=1)).maxlen == 1
+
+
+def test_walking_a_default_dict_makes_no_entries() -> None:
+    tree: dict[str, Any] = defaultdict(list)
+    assert find_tensors(tree) == [] and len(tree) == 0
+
+
+def test_a_dataclass_is_copied_without_running_its_init_again() -> None:
+    tree = OwnInit(3)
+    new = map_tensors(lambda t: t * 2, tree)
+    assert torch.equal(new.value, torch.full((2,), 6.0)) and torch.equal(tree.value, torch.full((2,), 3.0))
+    assert new.log == ["made"]
+
+
+def test_a_field_that_was_never_set_is_no_error() -> None:
+    tree = OwnInit.__new__(OwnInit)
+    assert find_tensors(tree) == []
+
+
+def test_results_of_torch_operators_keep_their_type() -> None:
+    new = map_tensors(lambda t: t * 2, torch.max(torch.ones(2, 2), 0))
+    assert type(new) is torch.return_types.max
+    assert torch.equal(new.values, torch.full((2,), 2.0))
+
+
+def test_a_packed_sequence_stays_one() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    new = map_tensors(lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, packed)
+    assert type(new) is type(packed) and new.data.dtype is torch.bfloat16
+    assert torch.equal(new.batch_sizes, packed.batch_sizes)
+
+
+def test_subclasses_of_list_and_dict_keep_their_class_and_attributes() -> None:
+    class Items(list):
+        pass
+
+    class Output(dict):
+        pass
+
+    items, output = Items([torch.ones(1)]), Output(a=torch.ones(1))
+    items.note = output.note = "kept"
+    for new in map_tensors(lambda t: t * 2, [items, output]):
+        assert type(new) in (Items, Output) and new.note == "kept"
+    assert items[0].item() == output["a"].item() == 1.0
+
+
+def test_a_dict_that_is_a_dataclass_changes_as_both() -> None:
+    """What the outputs of Hugging Face models are."""
+
+    @dataclass
+    class ModelOutput(OrderedDict):
+        logits: Any = None
+
+        def __post_init__(self) -> None:
+            OrderedDict.__setitem__(self, "logits", self.logits)
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            super().__setattr__(key, value)
+
+    tree = ModelOutput(torch.ones(1))
+    new = map_tensors(lambda t: t * 2, tree)
+    assert type(new) is ModelOutput
+    assert new.logits.item() == new["logits"].item() == 2.0
+    assert tree.logits.item() == tree["logits"].item() == 1.0
+
+
+# ---- plain objects ----
+
+
+def test_plain_objects_are_searched_but_only_replaced_when_asked_for() -> None:
+    tree = [Box({"a": torch.ones(1)}), torch.ones(1)]
+    assert len(find_tensors(tree)) == 2
+    assert len(find_tensors(tree, objects=False)) == 1
+    left = map_tensors(lambda t: t * 2, tree)
+    assert left[0] is tree[0] and left[1].item() == 2.0
+    copied = map_tensors(lambda t: t * 2, tree, objects=True)
+    assert copied[0] is not tree[0] and copied[0].value["a"].item() == 2.0
+    assert tree[0].value["a"].item() == 1.0
+
+
+def test_modules_functions_and_classes_are_not_searched() -> None:
+    class Holder:
+        value = torch.ones(1)
+
+    def function() -> None: ...
+
+    function.value = torch.ones(1)
+    assert find_tensors([nn.Linear(2, 2), Holder, function, function.__call__]) == []
+
+
+# ---- shared and cyclic structures, depth ----
+
+
+def test_a_shared_part_is_walked_once_and_stays_shared() -> None:
+    calls = []
+    shared = [torch.ones(1)]
+    new = map_tensors(lambda t: calls.append(t) or t * 2, {"a": shared, "b": (shared,)})
+    assert len(calls) == 1
+    assert new["a"] is new["b"][0]
+
+
+def test_a_tensor_in_two_places_is_seen_twice() -> None:
+    tensor = torch.ones(1)
+    assert len(find_tensors((tensor, [tensor]))) == 2
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "object"])
+def test_cycles_end(kind: str) -> None:
+    tree: Any = {"list": [torch.ones(1)], "dict": {"t": torch.ones(1)}, "object": Box(torch.ones(1))}[kind]
+    if kind == "list":
+        tree.append(tree)
+    elif kind == "dict":
+        tree["self"] = tree
+    else:
+        tree.itself = tree
+    assert len(find_tensors(tree)) == 1
+    assert map_tensors(lambda t: t, tree, objects=True) is tree
+    assert find_tensors(map_tensors(lambda t: t * 2, tree, objects=True))[0].item() == 2.0
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    """Return a tensor inside so many levels."""
+    tree: Any = torch.ones(1)
+    for _ in range(depth):
+        tree = wrap(tree)
+    return tree
+
+
+def test_the_depth_limit_is_64_levels_and_says_so() -> None:
+    assert len(find_tensors(nested(64, lambda t: [t]))) == 1
+    with pytest.raises(RuntimeError, match=r"nested deeper than 64 levels \(<class 'list'>\)"):
+        find_tensors(nested(65, lambda t: [t]))
+
+
+def test_no_tree_is_no_work() -> None:
+    assert map_tensors(pytest.fail, None) is None
+    assert find_tensors(()) == []
+
+
+# ---- defects there were ----
+
+
+def test_children_made_while_walking_are_not_mistaken_for_each_other() -> None:
+    many = [Fresh(torch.full((1,), float(i))) for i in range(20)]
+    assert [f.value.item() for f in map_tensors(lambda t: t * 2, many)] == [2.0 * i for i in range(20)]
+
+
+def test_a_packed_sequence_can_be_moved() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    assert map_tensors(lambda t: t.to("meta"), packed).data.is_meta
+
+
+def test_a_subclass_of_tuple_with_arguments_of_its_own_keeps_its_items() -> None:
+    class Items(tuple):
+        def __new__(cls, *items: Any) -> Any:
+            return super().__new__(cls, items)
+
+    new = map_tensors(lambda t: t * 2, Items(torch.ones(1), "b"))
+    assert type(new) is Items and len(new) == 2
+
+
+def test_a_named_tuple_with_arguments_of_its_own_keeps_its_items() -> None:
+    class Twice(Pair):
+        def __new__(cls, item: Any) -> Any:
+            return Pair.__new__(cls, item, item)
+
+    assert map_tensors(lambda t: t * 2, Twice(torch.ones(1))).right.item() == 2.0
+
+
+def test_python_modules_are_not_searched() -> None:
+    module = types.ModuleType("module")
+    module.value = torch.ones(1)
+    assert find_tensors(Box(module)) == []
+
+
+def test_a_long_chain_of_plain_objects_is_no_error() -> None:
+    """Hypotheses of a beam search that point to their parents, for example; torch's fully_shard does not look."""
+    assert find_tensors(nested(200, Box)) is not None
+
+
+def test_items_that_are_no_fields_are_found() -> None:
+    @dataclass
+    class Output(dict):
+        logits: Any = None
+
+    tree = Output(torch.ones(1))
+    tree["extra"] = torch.ones(1)
+    assert len(find_tensors(tree)) == 2

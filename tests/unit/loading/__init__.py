@@ -1,1 +1,0 @@
-"""Tests of fsdp2/loading."""

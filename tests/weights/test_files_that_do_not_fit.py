@@ -1,0 +1,167 @@
+"""``load_safetensors`` and what is wrong with files: every rank learns of it, and nothing is changed."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import fsdp2
+from tests.support.pool import on_ranks
+from tests.weights.models import (
+    assert_holds,
+    load_new,
+    once,
+    plain,
+    sharded,
+    shared_folder,
+    values_of,
+    write,
+)
+
+
+def spoil(folder, how, values):
+    """Write files with something wrong about them and return what to load."""
+    path = folder / "model.safetensors"
+    values = dict(once(values))
+    if how == "missing_key":
+        del values["2.weight"]
+    elif how == "unexpected_key":
+        values["3.weight"] = torch.zeros(3)
+    elif how == "shape":
+        values["2.weight"] = values["2.weight"][:, :3].contiguous()
+    elif how == "kind":
+        values["2.weight"] = values["2.weight"].to(torch.complex64)
+    save_file(values, path)
+    data = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(data[:-5])
+    elif how == "header":
+        path.write_bytes(data[:30])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "garbage":
+        path.write_bytes(b"\x00" * 100)
+    elif how == "no_file":
+        path.unlink()
+    elif how in ("index", "index_file", "index_key", "no_index"):
+        names = {key: "model.safetensors" for key in values}
+        if how == "index_file":
+            names["2.weight"] = "other.safetensors"
+        elif how == "index_key":
+            names["9.weight"] = "model.safetensors"
+        text = json.dumps({"weight_map": names} if how != "no_index" else {"weights": names})
+        (folder / "model.safetensors.index.json").write_text(text if how != "index" else text[:-20])
+    elif how == "ambiguous":
+        path.rename(folder / "a.safetensors")
+        shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
+    elif how == "no_folder":
+        return folder / "nowhere"
+    return folder if how != "no_file" else path
+
+
+WRONG = [
+    ("missing_key", RuntimeError, "Missing key.*'2.weight'"),
+    ("unexpected_key", RuntimeError, "Unexpected key.*'3.weight'"),
+    ("shape", RuntimeError, r"size mismatch for 2.weight: got \(8, 3\), expected \(8, 8\)"),
+    ("kind", RuntimeError, "dtype of 2.weight: got torch.complex64"),
+    ("truncated", ValueError, "model.safetensors is no complete safetensors file"),
+    ("header", ValueError, "model.safetensors is no complete safetensors file"),
+    ("empty", ValueError, "model.safetensors is no complete safetensors file"),
+    ("garbage", ValueError, "model.safetensors is no complete safetensors file"),
+    ("no_file", FileNotFoundError, "model.safetensors does not exist"),
+    ("no_folder", FileNotFoundError, "nowhere does not exist"),
+    ("index", ValueError, "index.json is no index of safetensors files"),
+    ("no_index", ValueError, "index.json is no index of safetensors files"),
+    ("index_file", FileNotFoundError, "other.safetensors is missing; its index names it"),
+    ("index_key", ValueError, "model.safetensors lacks 9.weight"),
+    ("ambiguous", ValueError, "does not tell which file is meant; got a.safetensors, b.safetensors"),
+]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("how", "kind", "text"), WRONG)
+@pytest.mark.parametrize("who", ["all", "last"])
+def test_every_rank_learns_what_is_wrong(rank, world, how, kind, text, who):
+    """Whoever sees it; and nothing is loaded anywhere."""
+
+    with shared_folder() as folder:
+        values = values_of(plain("mlp"))
+        spoiled = folder / "spoiled"
+        if rank == 0:
+            write_to = folder / "good"
+            write_to.mkdir()
+            spoiled.mkdir()
+            save_file(once(values), write_to / "model.safetensors")
+            path = spoil(spoiled, how, values)
+        box = [str(path) if rank == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        sees_it = who == "all" or rank == world - 1
+        for meta in (False, True):
+            module = sharded("mlp", meta=meta)
+            before = None if meta else {key: value.full_tensor() for key, value in module.state_dict().items()}
+            named = f"on rank {world - 1}: .*" if who == "last" and world > 1 else ""
+            with pytest.raises(kind, match=named + text):
+                fsdp2.load_safetensors(module, box[0] if sees_it else folder / "good")
+            for key, value in module.state_dict().items():
+                assert value.is_meta if meta else torch.equal(value.full_tensor(), before[key])
+        fsdp2.load_safetensors(module, folder / "good")
+        assert_holds(module, values)
+
+
+@on_ranks(2)
+def test_not_strict(rank, world):
+    """Missing keys stay what they are, unexpected ones are passed over, shapes must fit."""
+
+    with shared_folder() as folder:
+        values = values_of(plain("mlp"))
+        some = {key: value for key, value in values.items() if key != "2.weight"}
+        write(folder / "model.safetensors", {**some, "more": torch.zeros(1)}, rank)
+        module = sharded("mlp", meta=True)
+        loaded = fsdp2.load_safetensors(module, folder, strict=False)
+        assert (loaded.missing_keys, loaded.unexpected_keys) == (["2.weight"], ["more"])
+        assert [name for name, value in module.named_parameters() if value.is_meta] == ["2.weight"]
+        write(folder / "model.safetensors", {"2.weight": torch.zeros(3)}, rank)
+        with pytest.raises(RuntimeError, match="size mismatch for 2.weight"):
+            fsdp2.load_safetensors(module, folder, strict=False)
+
+
+@on_ranks(2)
+def test_ties_of_different_values(rank, world):
+    """A file with two values for one parameter is refused, one with the same twice is not."""
+
+    with shared_folder() as folder:
+        values = values_of(plain("transformer"))
+        values["head.weight"] = values["embed.weight"].clone()
+        write(folder / "model.safetensors", values, rank)
+        load_new("transformer", folder, values, meta=True)
+        values["head.weight"] += 1
+        write(folder / "model.safetensors", values, rank)
+        with pytest.raises(RuntimeError, match="embed.weight and head.weight are one parameter"):
+            fsdp2.load_safetensors(sharded("transformer", meta=True), folder)
+
+
+@on_ranks(2)
+def test_the_library_is_missing(rank, world):
+    """Loading says what to install; saving does without."""
+
+    with shared_folder() as folder:
+        module = sharded("mlp", meta=False)
+        original = builtins.__import__
+
+        def without(name, *args, **kwargs):
+            if name.split(".")[0] == "safetensors":
+                raise ModuleNotFoundError(f"No module named {name!r}")
+            return original(name, *args, **kwargs)
+
+        with mock.patch.object(builtins, "__import__", without):
+            fsdp2.save_safetensors(module, folder)
+            with pytest.raises(ImportError, match=r"pip install 'fsdp2\[weights\]'"):
+                fsdp2.load_safetensors(module, folder)
+        fsdp2.load_safetensors(module, folder)

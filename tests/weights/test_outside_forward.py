@@ -1,0 +1,142 @@
+"""Weights outside forward: what the loss, or anybody else, computes with a sharded parameter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.support.parity import Run, mesh_1d
+from tests.support.report import Unhelpful, agrees, check, offered, refused, report
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Headed(nn.Module):
+    """A trunk whose head is left to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(8, 8), nn.Linear(8, 12, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.trunk(x))
+
+
+def each(module: nn.Module, fsdp, **options) -> None:
+    """Trunk, head and the rest are units."""
+    for unit in (module.trunk, module.head, module):
+        fsdp.fully_shard(unit, mesh=mesh_1d(), **options)
+
+
+UNCAUGHT = """
+import {implementation} as fsdp, torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = nn.Linear(8, 8), nn.Linear(8, 12)
+    def forward(self, x):
+        return self.trunk(x)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh, model = dist.device_mesh.init_device_mesh("cpu", (1,)), Model()
+for unit in (model.trunk, model.head, model):
+    fsdp.fully_shard(unit, mesh=mesh)
+hidden = model(torch.randn(2, 8))
+F.linear(hidden, model.head.weight)
+"""
+
+
+class Reading(Headed):
+    """Its forward computes what the loss needs with the head's weight, as fused losses do."""
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.trunk(x)), self.head.weight)
+
+
+@report("F.linear(x, self.head.weight) in a forward", promise="error that names the parameter, its unit and the remedy")
+def test_sharded_weight_in_a_forward(rank, world, fsdp):
+    """Fused losses take the head's weight instead of calling the head. It is a shard at that moment; the error should
+    say so rather than that a tensor and a DTensor were mixed."""
+    module = Reading()
+    each(module, fsdp)
+    with refused("head.weight", "unit 'head'", "use_weights", otherwise="silently wrong: computes with one shard"):
+        module(torch.randn(2, 8))
+
+
+@report("F.linear(x, model.head.weight) in the loss", promise="refused; the log names parameter, unit and remedy")
+def test_sharded_weight_in_the_loss(rank, world, fsdp):
+    """The same outside of any forward: torch raises in C++ before anybody else could say more. When the process ends
+    with that error, its last line should say which weight it was and what to do."""
+    if rank:
+        return
+    command = [sys.executable, "-c", UNCAUGHT.format(implementation=fsdp.__name__)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    check(ended.returncode != 0, "silently wrong: computes with one rank's shard")
+    lines = ended.stderr.strip().splitlines()
+    if not all(word in lines[-1] for word in ("head.weight", "unit 'head'", "use_weights")):
+        raise Unhelpful(next(line.partition("]: ")[2] for line in lines if "RuntimeError: " in line))
+
+
+def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy, one piece of the rows after the other."""
+    pieces = zip(hidden.split(1), targets.split(1), strict=True)
+    logits = ((F.linear(h, weight.to(h.dtype)).float(), t) for h, t in pieces)
+    return sum(F.cross_entropy(logit, t, reduction="sum") for logit, t in logits) / len(hidden)
+
+
+def fused_loss(run: Run) -> None:
+    """Train with a loss that uses the head's weight by itself."""
+    for step in range(3):
+        x = run.inputs(step)
+        hidden = run.module(x)
+        if run.fsdp is None:
+            loss = chunked_cross_entropy(hidden, run.module.head.weight, x.argmax(-1))
+        else:
+            with offered(run.fsdp, "use_weights")(run.module.head):
+                weight = run.module.head.weight
+                check(weight.dtype == hidden.dtype, f"the weight is {weight.dtype}")
+                loss = chunked_cross_entropy(hidden, weight, x.argmax(-1))
+        loss.backward()
+        run.update()
+
+
+@report("A fused cross-entropy with the head's weight", 1, 2, 4)
+def test_fused_cross_entropy(rank, world, fsdp):
+    """The usual way to save the memory of logits: hidden states and the head's weight go into one kernel or a loop over
+    rows. Gradients must reach head and trunk as if the head had been called."""
+    agrees(fsdp, each, Headed, fused_loss)
+
+
+@report("A fused cross-entropy with the head's weight, in mixed precision")
+def test_fused_cross_entropy_in_mixed_precision(rank, world, fsdp):
+    """The weight comes in the dtype of computation, its gradient in the parameter's own."""
+    prepare = lambda module, fsdp: each(module, fsdp, mp_policy=BF16)
+    run = agrees(fsdp, prepare, Headed, fused_loss, tolerance=0.05)
+    check(run.module.head.weight.dtype == torch.float32, "the weight is not kept in float32")
+
+
+@report("A weight is regularised or measured outside forward")
+def test_penalty_on_a_weight(rank, world, fsdp):
+    """An orthogonality penalty on the whole matrix is added to the loss."""
+
+    def program(run: Run) -> None:
+        for step in range(3):
+            loss = run.module(run.inputs(step)).square().mean()
+            if run.fsdp is None:
+                weight = run.module.trunk.weight
+                penalty = (weight @ weight.t() - torch.eye(8)).square().sum()
+            else:
+                with offered(run.fsdp, "use_weights")(run.module.trunk):
+                    weight = run.module.trunk.weight
+                    penalty = (weight @ weight.t() - torch.eye(8)).square().sum()
+            (loss + 0.01 * penalty).backward()
+            run.update()
+
+    agrees(fsdp, each, Headed, program)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fsdp2._torch.modules import insert_composable_state
-from fsdp2.engine.param import FSDPParam, Slot
-from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.unit import FSDPState, get_state, states_below
 from fsdp2.build.ties import remember_group
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.param import FSDPParam, Slot
+from fsdp2.engine.unit import FSDPState, get_state, states_below
 
 __all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
 

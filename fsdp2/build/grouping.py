@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch.fsdp import TorchShardPlacementResult
 from fsdp2._torch.tensors import local_tensor
-from fsdp2.build.collect import Found, Managed, collect, move_to
-from fsdp2.optim.prebuilt import follow_parameters
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, policy_for
-from fsdp2.engine.extension import has_extension
 from fsdp2.autograd.hooks import hook_state_dict
+from fsdp2.build.collect import Found, Managed, collect, move_to
+from fsdp2.build.ties import find_ties, join_ties, remember_managed
+from fsdp2.engine.extension import has_extension
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor, show
-from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.unit import FSDPState
+from fsdp2.optim.prebuilt import follow_parameters
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, policy_for
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 from fsdp2.sharding.spec import ShardedSpec
 from fsdp2.weights.state_dict.loading import ShardLoader
-from fsdp2.build.ties import find_ties, join_ties, remember_managed
 
 __all__ = ["PlacementFn", "Unit"]
 

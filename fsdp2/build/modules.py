@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from fsdp2.module import FSDPModule
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.unit import states_below
+from fsdp2.module import FSDPModule
 
 __all__ = ["fsdp_modules", "no_sync"]
 

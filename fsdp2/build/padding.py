@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import nn
 
 from fsdp2.engine.casts import compute_dtype
-from fsdp2.engine.param import FSDPParam
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.param import FSDPParam
 from fsdp2.engine.unit import groups_below
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import Item, plan_flat

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.build.collect import Found
-from fsdp2.engine.param import FSDPParam, is_managed_tensor, show
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.param import FSDPParam, is_managed_tensor, show
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh
 

@@ -36,6 +36,7 @@ __all__ = [
     "foreach_copy",
     "local_tensor",
     "local_tensors",
+    "mesh_order",
     "python_attributes",
     "pytree",
     "set_local_tensor",
@@ -71,6 +72,14 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A 1D mesh over all ranks of ``mesh``, for data parallelism over several of its dimensions."""
     return mesh._flatten(name)
+
+
+def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:
+    """The arguments that let a mesh of the same ranks order its process groups as ``mesh`` does.
+
+    They sort their ranks unless the mesh was told to preserve the order in which it lists them (torch 2.15).
+    """
+    return {"preserve_rank_order": True} if getattr(mesh, "_preserve_rank_order", False) else {}
 
 
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh
+from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order
 from fsdp2.policies import DataParallelMeshDims
 
 __all__ = ["Axis", "DataParallelMesh", "default_mesh", "regroup"]
+
+
+# A group sorts its ranks unless this says otherwise; gradients cut for one order must not be sent in another.
+_IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,10 @@ class Axis:
         return cls(group, group.size(), group.rank(), _backend(group, device_type))
 
     def with_own_group(self) -> Axis:
-        """The same ranks with a process group of their own; every rank of the axis must call it."""
+        """The same ranks, in the same order, with a process group of their own; every rank of the axis must call it."""
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce_scatter", **_IN_ORDER)
         return replace(self, group=group)
 
 
@@ -81,6 +86,23 @@ class DataParallelMesh:
     spmd: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse copies whose ranks hold different pieces: their gradients would be summed crosswise.
+
+        Raises:
+            ValueError: the process groups of the shard axis sort ranks that the mesh lists in another order.
+        """
+        if self.shard.group is None or self.mesh.ndim == 1 or mesh_order(self.mesh):
+            return
+        listed = self.mesh.mesh
+        places = listed.argsort(1)
+        if not places.eq(places[0]).all():
+            raise ValueError(
+                f"fully_shard: the mesh {self.mesh} lists the ranks {listed.tolist()}, but its process groups sort "
+                "them, so the ranks of one column, which average their gradients, hold different pieces; list the "
+                "ranks of every row in ascending order, or make the mesh with preserve_rank_order=True (torch 2.15)"
+            )
+
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMesh:
         """Read ``mesh``: 1D shards; 2D replicates over its first dimension and shards over its second.
@@ -89,7 +111,8 @@ class DataParallelMesh:
 
         Raises:
             TypeError: ``mesh`` is no DeviceMesh.
-            ValueError: ``mesh`` has more than two dimensions, this rank is not in it, or ``dims`` names what it lacks.
+            ValueError: ``mesh`` has more than two dimensions, this rank is not in it, ``dims`` names what it lacks, or
+                copies would hold different pieces.
             AssertionError: ``mesh`` is 2D without dimension names (torch's contract).
         """
         if not isinstance(mesh, DeviceMesh):
@@ -215,10 +238,11 @@ def default_mesh() -> DeviceMesh:
 def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
     """``mesh`` with its first ``dims`` dimensions split into (rest, ``size``): neighbours of the last of them together.
 
-    Its process groups are made once per mesh and size; every rank of ``mesh`` must call it.
+    Its process groups are made once per mesh and size; every rank of ``mesh`` must call it. A rank's place among its
+    neighbours is its rank in their group, which follows the order of ``mesh`` only where ``mesh`` preserves it.
     """
     cache = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
     if (dims, size) not in cache:
         ranks = mesh.mesh.reshape(-1, size, *mesh.mesh.shape[dims:])
-        cache[dims, size] = DeviceMesh(mesh.device_type, ranks)
+        cache[dims, size] = DeviceMesh(mesh.device_type, ranks, **mesh_order(mesh))
     return cache[dims, size]

@@ -21,7 +21,7 @@ from fsdp2._torch.tensors import (
     local_tensor,
 )
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.mesh import DataParallelMesh, regroup
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
 
 __all__ = ["ShardedSpec", "dense_strides", "with_dtype"]
 
@@ -176,7 +176,7 @@ class ShardedSpec:
         shards = [grouped.size(i + 2) for i, p in enumerate(rest) if isinstance(p, Shard) and p.dim == dim]
         own = (Replicate(), _dp_placement("shard", dim, math.prod(shards)))
         spec = DTensorSpec(grouped, (*own, *rest), tensor_meta=self.dtensor.tensor_meta)
-        return ShardedSpec(layout, mesh.shard.rank % size, spec, self.full, self.dp_dims)
+        return ShardedSpec(layout, Axis.of(grouped, 1).rank, spec, self.full, self.dp_dims)
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

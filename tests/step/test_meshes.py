@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
@@ -158,3 +161,47 @@ def test_meshes_made_anew_are_the_same(rank, world):
         fsdp.fully_shard(unit, mesh=init_device_mesh("cpu", (world,))) for unit in (*module, module)
     ]
     assert_parity(prepare)
+
+
+# ---- ranks in another order ----
+
+ORDER = [3, 1, 0, 2]
+PRESERVES = "preserve_rank_order" in signature(DeviceMesh.__init__).parameters
+"""Whether a mesh can make process groups in its own order (torch 2.15); they are sorted otherwise."""
+
+orders = pytest.mark.parametrize(
+    "order", [{}, pytest.param({"preserve_rank_order": True}, marks=pytest.mark.skipif(not PRESERVES, reason="2.15"))]
+)
+
+
+def separate_and_shard(module: nn.Module, fsdp: ModuleType, **options: object) -> None:
+    """Make units whose gradients have a process group of their own."""
+    shard_each(module, fsdp, **options)
+    module.set_separate_reduce_scatter_group()
+
+
+@composes("hybrid sharding", "reshard to int")
+@on_ranks(4)
+@orders
+@pytest.mark.parametrize("prepare", [shard_each, separate_and_shard])
+@pytest.mark.parametrize("reshard", [True, 2])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_mesh_may_list_its_ranks_in_any_order(rank, world, order, prepare, reshard, shape):
+    """The place of a rank is its rank in the process group, wherever the mesh lists it.
+
+    Neighbours that keep parameters between forward and backward used to be numbered by their rank on the whole axis,
+    so that two of them could keep the same piece: gradients were wrong, and nothing else was. torch's own mixes
+    gradients up where a group of their own sorts the ranks that the mesh does not.
+    """
+    mesh = DeviceMesh(
+        "cpu", torch.tensor(ORDER).view(shape), mesh_dim_names=("replicate", "shard")[-len(shape) :], **order
+    )
+    if len(shape) == 2 and not order:  # rank 3 holds the second half, 0 the first: torch's own adds them up
+        with pytest.raises(ValueError, match="ascending order"):
+            fsdp2.fully_shard(stack(), mesh=mesh)
+        return
+    right = prepare is shard_each or not order
+    assert_parity(
+        lambda module, fsdp: prepare(module, fsdp, mesh=mesh, reshard_after_forward=reshard),
+        against=("torch", "alone") if right else ("alone",),
+    )

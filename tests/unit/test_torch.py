@@ -15,6 +15,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -101,6 +102,17 @@ def test_meshes_are_put_together_and_flattened() -> None:
         both = _torch.concatenate_meshes([flat, mesh["tp"]])
         assert both.mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and both.get_coordinate() == (2, 1)
         assert both.get_group(0).name() == flat.get_group().name()
+
+
+@probes("mesh_order")
+def test_a_mesh_says_whether_its_process_groups_keep_its_order() -> None:
+    keeps: dict[str, Any] = {"preserve_rank_order": True}
+    with fake_mesh((2,), rank=1) as mesh:
+        assert _torch.mesh_order(mesh) == {}
+        if "preserve_rank_order" in inspect.signature(DeviceMesh.__init__).parameters:
+            permuted = DeviceMesh("cpu", [1, 0], **keeps)
+            assert _torch.mesh_order(permuted) == keeps
+            assert permuted.get_group().rank() == 0
 
 
 @probes("TorchShardPlacementResult", "TorchDataParallelMeshDims")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.models import mlp
+from tests.support.oracle import cpu_mesh
 from tests.support.parity import mesh_1d, mesh_2d, stack
 from tests.support.pool import on_ranks
 
@@ -144,3 +147,19 @@ def test_optimizer_state_alone(rank, world):
         assert torch.equal(
             optimizer.state[parameter]["exp_avg"].to_local(), fresh.state[parameter]["exp_avg"].to_local()
         )
+
+
+@on_ranks(2)
+def test_saving_in_the_background(rank, world, tmp_path):
+    """Shards were views further back in one storage. ``dcp.async_save`` takes a DTensor of such a piece for a tensor
+    with data and died with "invalid python storage", and saving one parameter wrote the shards of its whole group."""
+    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
+    for parameter in module.parameters():
+        local = parameter.to_local()
+        assert parameter.data_ptr() == 0 and local.untyped_storage().nbytes() == local.nbytes
+    before = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    dcp.async_save(module.state_dict(), checkpoint_id=tmp_path).result()
+    other = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
+    dcp.load(other.state_dict(), checkpoint_id=tmp_path)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), before[name])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.nn.utils import prune
 
 from fsdp2.comm.watch import _watches
 from tests.support import api
@@ -259,3 +260,53 @@ def test_a_refused_first_forward_is_looked_at_again(rank, world):
     assert state.is_root and (state.root.agreement is not None) == (world > 1)
     assert held.value is not None
     del held
+
+
+class Modulated(nn.Module):
+    """A diffusion transformer's block: its embedding of the time is of use to others too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embedder(inputs))
+
+
+class Borrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Modulated() for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.blocks[0].embedder(inputs)
+
+
+@on_ranks(2)
+def test_the_error_names_the_weight_that_failed(rank, world):
+    """diffusers' DiT calls a submodule of its first block after the blocks. The error arises in ``nn.Linear``, whose
+    line reads ``F.linear(input, self.weight, self.bias)``: every parameter called ``linear.weight`` was blamed for it,
+    and not the one that failed."""
+    module = Borrowing()
+    for unit in (*module.blocks, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.ones(2, 4))
+    _, _, explained = str(caught.value).partition("\n")
+    names, _, _ = explained.partition(": got a shard")
+    assert names == "blocks.0.embedder.weight (unit 'blocks.0'), blocks.0.embedder.bias (unit 'blocks.0')"
+
+
+@on_ranks(2)
+def test_the_name_of_a_parameter_that_was_removed(rank, world):
+    """A parametrization registered, or a weight pruned, after sharding takes the parameter from its module. The error
+    called it "weight", of which a model has hundreds."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    for unit in (module[0][0], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    prune.random_unstructured(module[0][0], "weight", amount=0.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter was replaced"):
+            module(torch.ones(2, 8))

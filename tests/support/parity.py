@@ -224,3 +224,42 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any], whose: str, toler
         if mine is not None:
             message = lambda text, name=name: f"{name} differs from {whose}: {text}"
             torch.testing.assert_close(mine, value, rtol=tolerance, atol=tolerance, msg=message)
+
+
+Model = Callable[[], nn.Module]
+
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def mean_output(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The usual loss."""
+    return module(inputs).square().mean()
+
+
+def trains_like_one_process(
+    world: int,
+    rank: int,
+    build: Model,
+    loss: Loss = mean_output,
+    units: Callable[[nn.Module], Iterable[Any]] = nn.Module.children,
+    **options: object,
+) -> None:
+    """Train three steps, units and the rest sharded, and expect what a single process on all rows comes to."""
+    torch.manual_seed(0)
+    reference = build()
+    torch.manual_seed(0)
+    module = build()
+    for unit in (*units(module), module):
+        api.ours.fully_shard(unit, mesh=mesh_1d(), **options)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (reference, module)]
+    for step in range(3):
+        batches = [torch.sin(torch.arange(24.0).view(3, 8) * (step + 1) + r) for r in range(world)]
+        for rows in batches:
+            (loss(reference, rows) / world).backward()
+        loss(module, batches[rank]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), whole in zip(module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), whole.detach(), msg=name)

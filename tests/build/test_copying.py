@@ -1,19 +1,47 @@
-"""Bugs of copying and saving that must not come back; each test opens with the story of its bug."""
+"""Copies of sharded modules and of their state, shallow and deep."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.support import api
-from tests.support.models import mlp
+from tests.support.models import children, mlp
 from tests.support.oracle import cpu_mesh
+from tests.support.parity import mean_output, trains_like_one_process
 from tests.support.pool import on_ranks
+
+
+@on_ranks(1)
+def test_classes_made_in_a_function_are_freed(rank, world):
+    """The sharded classes were remembered for good, each with the class it was made of, and that with all its methods
+    can reach: a model that a class in a notebook or a function refers to was never freed."""
+
+    def build() -> nn.Module:
+        class Local(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) + 0 * len(list(model.children()))
+
+        model = api.ours.fully_shard(Local(4, 4), mesh=cpu_mesh(world))
+        return model
+
+    module = build()
+    original = type(module).__bases__[1]
+    again = api.ours.fully_shard(original(2, 2), mesh=cpu_mesh(world))
+    assert type(again) is type(module) and issubclass(type(module), original)
+    freed = weakref.ref(original)
+    del original, again
+    del module
+    for _ in range(2):
+        gc.collect()
+    assert freed() is None
 
 
 @on_ranks(1, 2)
@@ -80,3 +108,47 @@ def test_a_copy_adopts_what_is_added_to_it(rank, world):
     for name, parameter in names.items():
         torch.testing.assert_close(parameter.grad.full_tensor(), whole.get_parameter(name).grad)
     assert not hasattr(original[0], "shift") and clone.scale is not original.scale
+
+
+@on_ranks(2)
+def test_a_copy_of_a_compiled_module(rank, world):
+    """``module.compile()`` keeps what it made on the module, and a deep copy took it over: the copy computed with the
+    weights of the original, and its own got no gradients."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0].compile(backend="eager")
+    for unit in (module[0], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    clone = copy.deepcopy(module)
+    clone(torch.ones(1, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in clone.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def through_a_copy(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The loss of a shallow copy, which is in another mode for a while."""
+    other = copy.copy(module).eval()
+    assert module.training and not other.training and isinstance(other, type(module))
+    return mean_output(other.train(), inputs)
+
+
+@on_ranks(2)
+def test_a_shallow_copy_of_a_model(rank, world):
+    """``copy.copy`` of a model, for another mode, was refused as pickling is; torch's fully_shard allows it."""
+    trains_like_one_process(world, rank, lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), through_a_copy)
+
+
+@on_ranks(2)
+def test_a_shallow_copy_of_a_unit(rank, world):
+    """The copy shares parameters and gathers with the unit, and its forward ends what it began."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*children(module), module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=True)
+    expected = module[0](torch.ones(2, 8)).detach()
+    other = copy.copy(module[0])
+    for _ in range(2):
+        torch.testing.assert_close(other(torch.ones(2, 8)).detach(), expected)
+        assert isinstance(other.weight, DTensor)
+    other.unshard()
+    assert other.weight is module[0].weight and not isinstance(other.weight, DTensor)
+    module[0].reshard()
+    assert isinstance(other.weight, DTensor)

@@ -1,0 +1,182 @@
+"""What is gathered ahead of its use, and how often."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2._trace import listening
+from fsdp2.engine.group import FSDPParamGroup
+from tests.support import api
+from tests.support.models import mlp
+from tests.support.oracle import cpu_mesh
+from tests.support.pool import on_ranks
+
+
+class Stack(nn.Module):
+    """A layer of the root's own, then three units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@on_ranks(2)
+def test_prefetch_lists_of_some_units(rank, world):
+    """Units with prefetch lists of their own were left out of the recorded order, so the units before them took the
+    next one without a list for their successor: the root gathered the last layer first. Found by torch's own tests."""
+    module, started = Stack(), []
+    for unit in (*module.layers, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=True)
+    for layer, following in zip(module.layers[:-1], module.layers[1:]):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    original = FSDPParamGroup.unshard
+
+    def noting(group, *args):
+        if group.is_sharded and group.gathering is None:
+            started.append(group.name)
+        return original(group, *args)
+
+    with mock.patch.object(FSDPParamGroup, "unshard", noting):
+        for _ in range(3):
+            started.clear()
+            module(torch.ones(2, 4)).sum().backward()
+            assert started == ["", "layers.0", "layers.1", "layers.2", "", "layers.2", "layers.1", "layers.0"]
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_gathers_asked_for_once(rank, world, reshard):
+    """Who wraps ``unshard`` of groups to record it, as torch's own tests do, saw it called twice for the first layer of
+    a second forward before backward: once ahead of time and in vain, since the last forward had gathered the kept root
+    before, and once for the layer's forward."""
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    for unit in (*module[:2], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+    asked: list[str] = []
+    unshard = FSDPParamGroup.unshard
+
+    def noting(group: FSDPParamGroup, *args: bool) -> None:
+        if group.is_sharded and group._all_gather_result is None:
+            asked.append(group._module_fqn)
+        unshard(group, *args)
+
+    with mock.patch.object(FSDPParamGroup, "unshard", noting):
+        for _ in range(3):
+            module(torch.ones(2, 4))
+    expected = {True: ["", "0", "1"] * 3, None: ["", *["0", "1"] * 3], False: ["", "0", "1"]}
+    assert asked == expected[reshard]
+
+
+class Branches(nn.Module):
+    """Two outputs that share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.trunk(x)
+        return self.left(x), self.right(x)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_gather_for_the_next_of_several_backwards(rank, world):
+    """The first of two backwards on one forward gathers the branch that it meets next in reverse, which only the second
+    one uses. It was dropped at the end of the first, to be gathered again by the second, and that one's other gathers
+    were never started ahead of time: each was another order than the last backward's."""
+    torch.manual_seed(0)
+    module = Branches()
+    for unit in (*module.children(), module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    inputs, events = torch.full((2, 4), rank + 1.0), []
+
+    def backward(output: torch.Tensor, *, last: bool) -> list[tuple[str, str]]:
+        module.set_is_last_backward(last)
+        events.clear()
+        output.sum().backward(retain_graph=not last)
+        return [event for event in events if event[0] in ("unshard", "post_backward")]
+
+    with listening(lambda event, name: events.append((event, name))):
+        for _ in range(3):
+            left, right = module(inputs)
+            first = [("unshard", "right"), ("unshard", "left"), ("post_backward", "right"), ("unshard", "trunk")]
+            assert backward(right, last=False)[:4] == first
+            assert backward(left, last=True)[:2] == [("unshard", "trunk"), ("post_backward", "left")]
+        backward(module(inputs)[1], last=False)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)  # what was gathered for a backward that never comes is not what a forward wants
+    weight, bias = module.left.weight.full_tensor(), module.left.bias.full_tensor()
+    trunk = nn.functional.linear(inputs, module.trunk.weight.full_tensor(), module.trunk.bias.full_tensor())
+    torch.testing.assert_close(module(inputs)[0], nn.functional.linear(trunk, weight, bias))
+
+
+def _units(world: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[mlp(4, 4) for _ in range(5)])
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    return module
+
+
+def _iteration(module: nn.Module) -> list[tuple[str, str]]:
+    events: list[tuple[str, str]] = []
+    with listening(lambda event, name: events.append((event, name))):
+        module(torch.ones(2, 4)).sum().backward()
+    return events
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_prefetch_set_between_iterations(rank, world, direction):
+    """Units were told what to prefetch after the first iteration, and never did so: a gather that starts earlier than
+    in the last pass was left for later, as one that other ranks may not have come to, in every pass from then on. Only
+    what was set before the first forward counted. The setters have the ranks agree on the order of gathers anew."""
+
+    def prefetch_others(module):  # the one after the next first, so that the order of gathers is another
+        units = list(module) if direction == "forward" else list(module)[::-1]
+        for unit, after, last in zip(units, units[1:], units[2:], strict=False):
+            setter = getattr(unit, f"set_modules_to_{direction}_prefetch")
+            setter([last, after])
+
+    early, late = _units(world), _units(world)
+    prefetch_others(early)
+    _iteration(early)
+    before = _iteration(late)
+    expected = _iteration(early)
+    prefetch_others(late)
+    assert _iteration(late) == expected != before
+    prefetch_others(late)  # nothing new: the ranks go on as they agreed
+    assert _iteration(late) == expected
+
+
+@on_ranks(2)
+def test_the_event_of_a_stream_of_the_cpu(rank, world):
+    """Scripts that run on any device record the event after the optimizer's step with the current stream of theirs. A
+    stream of a CPU records None, which ``set_post_optim_event`` refused."""
+    module = _units(world)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(
+        lambda *_: module.set_post_optim_event(torch.get_device_module("cpu").current_stream().record_event())
+    )
+    losses = []
+    for _ in range(2):
+        loss = module(torch.ones(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]

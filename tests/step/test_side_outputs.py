@@ -1,0 +1,81 @@
+"""Tensors that a forward leaves on modules, through which backward enters as through outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import api
+from tests.support.oracle import cpu_mesh
+from tests.support.parity import mean_output, trains_like_one_process
+from tests.support.pool import on_ranks
+
+
+class Routed(nn.Module):
+    """Keeps what its router adds to the loss, computed after the output or before it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.router, self.kind = nn.Linear(8, 8), nn.Linear(8, 2), kind
+        self.kept: object = 0.0
+
+    def forward(self, x):
+        before = self.keep(x) if self.kind == "before" else None
+        y = self.layer(x).tanh()
+        self.kept = before if before is not None else self.keep(y)
+        return x if self.kind == "nothing else" else y
+
+    def keep(self, x: Tensor) -> object:
+        """What the router adds to the loss, plain or in a container."""
+        one = self.router(x).softmax(-1).square().mean()
+        return {"list": [one], "dict": {"balance": one}}.get(self.kind, one)
+
+
+def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The loss with what each router kept, which is taken away."""
+    total = mean_output(module, inputs)
+    for routed in module.modules():
+        if isinstance(routed, Routed):
+            kept, routed.kept = routed.kept, None
+            total = total + sum(kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept])
+    return total
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["before", "after", "list", "dict", "nothing else"])
+def test_a_loss_kept_on_a_module(rank, world, kind):
+    """Routers leave their auxiliary loss on themselves. Backward enters by it before it enters by the output if it was
+    computed after it, and only then if the output is not used: "out of bounds for storage of size 0" (torch's fails
+    likewise)."""
+    build = lambda: nn.Sequential(Routed(kind), Routed(kind))
+    trains_like_one_process(world, rank, build, and_what_was_kept, reshard_after_forward=True)
+
+
+class RoutedBlock(nn.Module):
+    """A unit with a unit in it that keeps something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.routed = nn.Linear(8, 8), Routed("nothing else")
+
+    def forward(self, x):
+        self.routed(self.layer(x))
+        return x
+
+
+@on_ranks(2)
+def test_a_loss_kept_on_a_module_inside_of_a_unit_in_a_unit(rank, world):
+    """Through the inner unit backward comes to the outer one, whose own output is not used either."""
+    build = lambda: nn.Sequential(RoutedBlock(), RoutedBlock())
+    units = lambda module: [block.routed for block in module] + [*module]
+    trains_like_one_process(world, rank, build, and_what_was_kept, units, reshard_after_forward=True)
+
+
+@on_ranks(2)
+def test_a_kept_tensor_does_not_keep_its_module(rank, world):
+    """A hook on it that held the module, which holds it, would be a cycle that no collection finds; the pool looks for
+    modules that outlive this test."""
+    module = api.ours.fully_shard(Routed("before"), mesh=cpu_mesh(world), reshard_after_forward=True)
+    module(torch.ones(2, 8))
+    assert isinstance(module.kept, Tensor)

@@ -1,0 +1,143 @@
+"""When backward may free and reduce: weights that several layers, calls or passes use, and inputs out of reach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import api
+from tests.support.models import Case, mlp, rows
+from tests.support.oracle import Setup, assert_parity
+from tests.support.pool import on_ranks
+
+
+class AroundFrozen(nn.Module):
+    """A frozen layer of the root between a trainable unit and the root's trainable last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = mlp(6, 6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(self.unit(x))))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_frozen_weights_below_the_last_gradient_of_their_group(rank, world, reshard):
+    """The root's input needs no gradient, so its post-backward ran as soon as its trainable parameters had theirs. It
+    freed the whole group, but backward still had to pass through the root's frozen layer on its way to the unit below,
+    and died with "out of bounds for storage of size 0". Found by a random program."""
+    case = Case(AroundFrozen, rows(6), lambda model: [model.unit])
+    assert_parity(rank, world, case, Setup(reshard))
+
+
+class TiedInAndOutOfCheckpoint(nn.Module):
+    """Two layers of one unit share their weight; the upper one is recomputed by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.upper.weight = self.lower.weight
+
+    def forward(self, x):
+        return checkpoint(self.upper, torch.tanh(self.lower(x)), use_reentrant=True)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_weight_shared_with_a_reentrantly_checkpointed_layer(rank, world, reshard):
+    """The inner backward finished its part of the weight's gradient, which counted as all of it: once the lower bias
+    had its gradient the unit was reduced, and the lower layer's part of the weight's gradient was lost. Found by a
+    random program."""
+    assert_parity(rank, world, Case(TiedInAndOutOfCheckpoint, rows(6)), Setup(reshard))
+
+
+class MembersInACheckpoint(nn.Module):
+    """Three layers of one unit, of which the last is recomputed by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.layers = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.below(x))
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        return checkpoint(self.layers[2], x, use_reentrant=True)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_grouped_call_whose_last_member_is_checkpointed_reentrantly(rank, world, first, reshard):
+    """The first computation of the last member runs without grad, and only the last member's output told backward to
+    gather. So the others' backward found freed weights, or finished gradients after the unit was reduced, which were
+    then lost. Found by a random program."""
+    case = Case(MembersInACheckpoint, rows(6), lambda model: [list(model.layers)[first:]])
+    assert_parity(rank, world, case, Setup(reshard), against_torch=False)
+
+
+class Boxed(nn.Module):
+    """A unit with a frozen layer in front, whose input is where autograd's hooks cannot be put."""
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.kept, self.hidden = kept, None
+        self.first, self.unit = nn.Linear(6, 6), nn.Module()
+        self.unit.frozen, self.unit.last = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.unit.forward = self.compute
+
+    def compute(self, given):
+        x = self.hidden if self.kept else given.x
+        return self.unit.last(torch.tanh(self.unit.frozen(x)))
+
+    def forward(self, x):
+        self.hidden = self.first(x)
+        return self.unit(None if self.kept else Box(self.hidden))
+
+
+class Box:
+    """A plain object that holds a tensor and cannot be copied."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x) -> None:
+        self.x = x
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("kept", [False, True])
+def test_inputs_out_of_reach_behind_frozen_weights(rank, world, kept, reshard):
+    """An input inside a plain object counted as one that needs no gradient, and a tensor kept on the module is seen by
+    nobody; the unit was freed when its last trainable parameter had its gradient, and backward died in the frozen
+    layer in front of it with "out of bounds for storage of size 0"."""
+    case = Case(lambda: Boxed(kept=kept), rows(6), lambda model: [model.unit])
+    assert_parity(rank, world, case, Setup(reshard))
+
+
+class TiedBelow(nn.Module):
+    """The last layer, a unit, shares its weight with a layer of the root in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.middle.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_weight_tied_between_a_unit_and_the_one_around_it(rank, world, reshard):
+    """The unit's post-backward freed the weight, which the root's layer below still needed to pass its gradient on:
+    "out of bounds for storage of size 0". Found by a random plan."""
+    case = Case(TiedBelow, rows(6), lambda model: [model.last], torch_takes_it=False)
+    assert_parity(rank, world, case, Setup(reshard))

@@ -9,9 +9,9 @@ import torch
 
 from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import all_gather, wire_view
+from fsdp2.comm.pieces import piece_pairs
 from fsdp2.comm.streams import ComputeLane, InFlight, Lane
 from fsdp2.policies import AllGather
-from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import FlatPlan, Item, align
 
@@ -95,9 +95,14 @@ class GatherBuffers:
             start = self.plan.wire_offset[i] - self.plan.packed_start
             sent = rows[:, start : start + item.layout.slot_numel * item.wire_dtype.itemsize].view(item.wire_dtype)
             flat = self.full.view(self.plan.full_offset[i], item.layout.full_storage_numel, item.wire_dtype)
-            for dst, src in _unpack_pairs(flat, sent, item.layout):
-                copies[0].append(dst)
-                copies[1].append(src)
+            layout = item.layout
+            if layout.rank_major:  # padding is copied as well
+                pairs = [(flat.view(layout.ranks, layout.slot_numel), sent)]
+            else:
+                pairs = piece_pairs(flat.as_strided(layout.shape, layout.stride), sent, layout)
+            for piece, slot in pairs:
+                copies[0].append(piece)
+                copies[1].append(slot)
         return copies
 
     def allocate(self, *, staging: bool) -> None:
@@ -115,21 +120,6 @@ class GatherBuffers:
             self.wire.free()
         if self.staging is not None:
             self.staging.free()
-
-
-def _unpack_pairs(
-    flat: torch.Tensor, rows: torch.Tensor, layout: ShardLayout
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The (destination, source) pairs that turn ``rows`` (ranks, slot) into the full tensor in ``flat``."""
-    if layout.rank_major:
-        return [(flat.view(layout.ranks, layout.slot_numel), rows)]
-    full, dim = flat.as_strided(layout.shape, layout.stride), layout.dim
-    assert dim is not None
-    return [
-        (full.narrow(dim, *layout.bounds(r)), rows[r].as_strided(layout.shard_shape(r), layout.shard_stride(r)))
-        for r in range(layout.ranks)
-        if layout.shard_numel(r)
-    ]
 
 
 @dataclass

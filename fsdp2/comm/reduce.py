@@ -13,10 +13,10 @@ import torch
 
 from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.comm.collectives import all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
+from fsdp2.comm.pieces import piece_pairs, zero_gaps
 from fsdp2.comm.scaling import Scaling
 from fsdp2.comm.streams import InFlight, Lane, Lanes
 from fsdp2.policies import ReduceScatter
-from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import RowPlan
 
@@ -57,36 +57,30 @@ def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype)
 
 def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) -> None:
     """Write ``grads`` into ``rows`` (1D, one row per rank), cast to its dtype; padding becomes zero."""
-    table = rows.view(-1, row.numel) if row.numel else rows.view(row.layouts[0].ranks, 0)
+    ranks = row.layouts[0].ranks
+    table = rows.view(ranks, row.numel)
     dtype = grads[0].dtype
     if row.chunk_cat and all(grad.is_contiguous() and grad.dtype == dtype for grad in grads):
-        chunk_cat(grads, 0, table.shape[0], out=table)
+        # Not kept for the next time: memory that a graph captured holds nothing until the graph is replayed.
+        padding = [grads[0].new_zeros(ranks, row.padding)] if row.padding else []
+        chunk_cat([*grads, *padding], 0, ranks, out=table)
         return
     if row.padding:
         table[:, -row.padding :].zero_()  # an all-reduce hook may look at it
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for grad, layout, offset in zip(grads, row.layouts, row.offsets):
-        for dst, src in _pack_pairs(table[:, offset : offset + layout.slot_numel], grad, layout):
-            targets.append(dst)
-            sources.append(src)
+        slots = table[:, offset : offset + layout.slot_numel]
+        if layout.dim is None:  # every rank holds it whole, so every rank needs the whole sum
+            pairs = [(grad.reshape(1, -1).expand(ranks, -1), slots)]
+        else:
+            pairs = piece_pairs(grad, slots, layout)
+            zero_gaps(slots, layout)
+        for piece, slot in pairs:
+            targets.append(slot)
+            sources.append(piece)
     if targets:
         foreach_copy(targets, sources)
-
-
-def _pack_pairs(rows: torch.Tensor, grad: torch.Tensor, layout: ShardLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The (destination, source) pairs that write ``grad`` into ``rows`` (ranks, slot)."""
-    if layout.dim is None:  # every rank holds it whole, so every rank needs the whole sum
-        return [(rows, grad.reshape(1, -1).expand(layout.ranks, -1))]
-    pairs = []
-    for r in range(layout.ranks):
-        numel = layout.shard_numel(r)
-        if numel < layout.slot_numel:
-            rows[r, numel:].zero_()
-        if numel:
-            piece = rows[r, :numel].as_strided(layout.shard_shape(r), layout.shard_stride(r))
-            pairs.append((piece, grad.narrow(layout.dim, *layout.bounds(r))))
-    return pairs
 
 
 def reduce_chunk(

@@ -220,7 +220,7 @@ class RowPlan:
     """How the gradients of one chunk lie in a row: one row per rank, each gradient's slot behind the other's.
 
     ``offsets`` are where they start, ``numel`` is a row's length, both in elements. ``chunk_cat``: one kernel can pack
-    them all, because every layout cuts the slowest dimension. Rows are padded to a multiple of ``pad_to`` elements.
+    them all, because every layout cuts the slowest dimension. Rows end with zeros up to a multiple of ``pad_to``.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], pad_to: int = 1) -> None:
@@ -232,7 +232,7 @@ class RowPlan:
         self.offsets = tuple(offsets)
         self.numel = align(end, pad_to)
         self.padding = self.numel - end
-        self.chunk_cat = not self.padding and all(
+        self.chunk_cat = all(
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0
             for layout in layouts
         )

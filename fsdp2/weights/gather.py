@@ -11,6 +11,7 @@ import torch
 
 from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import all_gather, wire_view
+from fsdp2.comm.pieces import piece_pairs
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.layout import ShardLayout
@@ -151,11 +152,8 @@ def _gather_packed(sources: list[Source]) -> list[torch.Tensor]:
     fulls = [_empty(source) for source in sources]
     targets, pieces = [], []
     for source, slot, full in zip(sources, slots, fulls):
-        layout = source.layout
-        assert layout.dim is not None
-        for rank in range(layout.ranks):
-            if layout.shard_numel(rank):
-                targets.append(full.narrow(layout.dim, *layout.bounds(rank)))
-                pieces.append(slot[rank].as_strided(layout.shard_shape(rank), layout.shard_stride(rank)))
+        for target, piece in piece_pairs(full, slot, source.layout):
+            targets.append(target)
+            pieces.append(piece)
     foreach_copy(targets, pieces)
     return fulls

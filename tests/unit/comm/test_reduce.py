@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp2.comm import reduce
 from fsdp2.comm.reduce import ReducePlan, pack_gradients, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.comm.streams import Lanes
@@ -44,10 +45,11 @@ class Chunk:
     factor: float | None = None
     force_sum: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    pad_to: int = 1
 
     def __post_init__(self) -> None:
         self.ranks = self.layouts[0].ranks
-        self.row = RowPlan(self.layouts)
+        self.row = RowPlan(self.layouts, self.pad_to)
         scaling = choose_scaling(
             self.dtypes[1], self.ranks, self.replicas, factor=self.factor, force_sum=self.force_sum
         )
@@ -123,6 +125,7 @@ def chunks(draw: st.DrawFn) -> Chunk:
         draw(st.integers(1, 2)),
         draw(st.sampled_from([None, 3.0, 0.5])),
         draw(st.booleans()),
+        pad_to=draw(st.sampled_from([1, 4, 8])),
     )
 
 
@@ -171,6 +174,7 @@ def test_a_row_holds_every_piece_and_its_padding_is_zero(made: Chunk, contiguous
             piece = slot[:numel].as_strided(layout.shard_shape(rank), layout.shard_stride(rank))
             assert torch.equal(piece.double(), chunk(grad, layout, rank).double())
             assert not slot[numel:].any()
+    assert row.numel % made.pad_to == 0 and not table[:, row.numel - row.padding :].any()
 
 
 def weight(rows: int, columns: int = 4, ranks: int = 2, order: tuple[int, int] = (0, 1), dim: int = 0) -> ShardLayout:
@@ -214,6 +218,21 @@ def test_an_exchange_sums_in_fp32_what_travelled_in_less() -> None:
         made.run([[torch.full((8, 4), value, dtype=torch.bfloat16)] for value in (256.0, 1.0)])
     assert made.sent().sent.dtype is torch.bfloat16
     assert torch.equal(made.delivered[0][0], torch.full((4, 4), 128.5))
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_copies_that_pack_do_not_grow_with_the_ranks(ranks: int, padded: bool, monkeypatch) -> None:
+    """One kernel packs what is cut along the slowest dimension; any other parameter takes one copy, two if uneven."""
+    copied: list[int] = []
+    monkeypatch.setattr(reduce, "foreach_copy", lambda targets, sources: copied.append(len(targets)))
+    rows = [weight(ranks + 1, columns=3, ranks=ranks), weight(2 * ranks, columns=3, ranks=ranks)]
+    columns = [weight(3, columns=2 * ranks, ranks=ranks, dim=1), weight(3, columns=2 * ranks + 1, ranks=ranks, dim=1)]
+    for some, most in ((rows, 0), (columns, 3)):
+        row, copied[:] = RowPlan(some, 16 if padded else 1), []
+        assert bool(row.padding) == padded
+        pack_gradients([torch.ones(layout.shape) for layout in some], row, torch.empty(ranks * row.numel))
+        assert sum(copied) <= most
 
 
 # ---- waiting, memory ----

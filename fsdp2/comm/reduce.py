@@ -48,8 +48,8 @@ class ReducePlan:
 
 
 def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
-    """Whether the memory of a single gradient already is one row per rank in ``dtype``."""
-    if len(grads) != 1:
+    """Whether the memory of a single gradient already is one row per rank in ``dtype``; rows include their padding."""
+    if len(grads) != 1 or row.padding:
         return False
     grad, layout = grads[0], row.layouts[0]
     return grad.dtype == dtype and layout.rank_major and layout.even and grad.stride() == layout.stride

@@ -220,6 +220,16 @@ def test_an_exchange_sums_in_fp32_what_travelled_in_less() -> None:
     assert torch.equal(made.delivered[0][0], torch.full((4, 4), 128.5))
 
 
+def test_a_single_gradient_is_sent_with_the_padding_of_its_row() -> None:
+    """It was sent without, and NCCL refuses an input that is not the output's size times the ranks."""
+    made = Chunk([weight(14, columns=1)], pad_to=4)
+    grads = gradients(made)
+    with simulated():
+        made.run(grads)
+    assert made.sent().sent.numel() == 2 * made.sent().output.numel() == 16
+    assert_means(made, grads)
+
+
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_copies_that_pack_do_not_grow_with_the_ranks(ranks: int, padded: bool, monkeypatch) -> None:

@@ -30,7 +30,8 @@ __all__ = [
 
 # NCCL and vectorised kernels want addresses and sizes that are multiples of it, and every dtype can be viewed there.
 ALIGN_BYTES = 16
-_FULL_ALIGN_BYTES = 64
+# cuBLASLt chooses its kernels by alignments of up to so many bytes.
+_FULL_ALIGN_BYTES = 256
 
 
 @dataclass(frozen=True)

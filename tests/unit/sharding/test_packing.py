@@ -56,7 +56,7 @@ def test_nothing_overlaps_in_any_buffer(drawn: tuple[list[Item], FlatPlan]) -> N
 def test_everything_is_aligned(drawn: tuple[list[Item], FlatPlan]) -> None:
     items, plan = drawn
     assert all(offset % 16 == 0 for offset in (*plan.shard_offset, *plan.wire_offset))
-    assert all(offset % 64 == 0 for offset in plan.full_offset)
+    assert all(offset % 256 == 0 for offset in plan.full_offset)
     assert all(offset % item.dtype.itemsize == 0 for offset, item in zip(plan.shard_offset, items))
     assert all(offset % item.wire_dtype.itemsize == 0 for offset, item in zip(plan.wire_offset, items))
     assert plan.wire_bytes % 16 == 0 and plan.packed_start % 16 == 0

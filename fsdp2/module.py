@@ -21,7 +21,8 @@ from fsdp2._torch.collectives import (
 )
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.handles import GradientReduction, Unsharding
-from fsdp2.engine.unit import FSDPState, get_state, states_below
+from fsdp2.engine.index import states_below
+from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fsdp2._torch.modules import insert_composable_state
-from fsdp2.build.ties import remember_group
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import states_below
 from fsdp2.engine.param import FSDPParam, Slot
-from fsdp2.engine.unit import FSDPState, get_state, states_below
+from fsdp2.engine.unit import FSDPState, get_state
 
 __all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
 
@@ -91,7 +91,6 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             pieces = [param.local for param in params]
             new.__init__(params, pieces, inside, group.mesh, group.options, clone.root)  # type: ignore[misc]  # bare
             new.shared = group.shared
-            remember_group(new)
         clone.groups.append(new)
     clone.unit = None if state.unit is None else state.unit.copied(memo)
     for name in ("forward_prefetch", "backward_prefetch"):

@@ -15,7 +15,7 @@ from fsdp2._torch.fsdp import TorchShardPlacementResult
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.build.collect import Found, Managed, collect, move_to
-from fsdp2.build.ties import find_ties, join_ties, remember_managed
+from fsdp2.build.ties import find_ties, join_ties
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
@@ -115,7 +115,7 @@ class Unit:
         unknown = [found for found in managed.params if found.param not in known]
         for found in unknown:
             for param in {places[slot] for slot in found.slots if slot in places}:
-                _take_over(found, param, state)
+                _take_over(found, param)
         added = [found for found in unknown if not any(slot in places for slot in found.slots)]
         if not added:
             return
@@ -128,12 +128,12 @@ class Unit:
             group.set_names(state.name, {})
 
 
-def _take_over(found: Found, param: FSDPParam, state: FSDPState) -> None:
+def _take_over(found: Found, param: FSDPParam) -> None:
     """Let ``param`` have the value of a whole, plain parameter that was put in its place on all its modules.
 
     What cannot be taken over is left for the next gather to refuse by name.
     """
-    new, group = found.param, next(group for group in state.groups if param in group.params)
+    new, group = found.param, param.group
     fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
     if not fits or new.dtype != param.dtype or new.is_meta or set(param.slots) != set(found.slots):
         return
@@ -218,5 +218,4 @@ def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) 
         group.initial = (_first_values(placed[0].found.param), group.store.stamp())
     originals = [p.found.param for p in placed]
     follow_parameters(originals, params)
-    remember_managed(originals, group)
     return group

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.unit import states_below
+from fsdp2.engine.index import states_below
 from fsdp2.module import FSDPModule
 
 __all__ = ["fsdp_modules", "no_sync"]

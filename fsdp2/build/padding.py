@@ -9,8 +9,8 @@ from torch import nn
 
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
-from fsdp2.engine.unit import groups_below
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import Item, plan_flat
 

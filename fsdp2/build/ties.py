@@ -7,58 +7,26 @@ last of them is through, and its gradient, which autograd finishes once, is redu
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.build.collect import Found
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.param import FSDPParam, is_managed_tensor, show
+from fsdp2.engine.index import param_of
+from fsdp2.engine.param import FSDPParam, show
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh
 
-__all__ = ["Tie", "find_ties", "join_ties", "remember_group", "remember_managed"]
-
-_groups: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FSDPParamGroup]] = weakref.WeakKeyDictionary()
-# Originals only: torch cannot swap a tensor that has a weak reference, and Module.to swaps the sharded ones.
-_originals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
-
-
-def remember_managed(originals: list[nn.Parameter], group: FSDPParamGroup) -> None:
-    """Note that ``group`` took the place of ``originals``, in the order of its parameters."""
-    for original, param in zip(originals, group.params):
-        _originals[original] = weakref.ref(param)
-    remember_group(group)
-
-
-def remember_group(group: FSDPParamGroup) -> None:
-    """Note which group manages its parameters."""
-    for param in group.params:
-        _groups[param] = weakref.ref(group)
-
-
-def _find(found: Found) -> tuple[FSDPParam, FSDPParamGroup] | None:
-    """The managed parameter that ``found`` is a tie to, and its group."""
-    if is_managed_tensor(found.param):
-        param = next((p for p in _groups if p.sharded is found.param), None)
-    else:
-        param = _originals.get(found.param, lambda: None)()
-    group = None if param is None or param not in _groups else _groups[param]()
-    if param is None or group is None or get_state(group.modules[0]) is None:
-        return None
-    return param, group
+__all__ = ["Tie", "find_ties", "join_ties"]
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that another call manages already: where it was found, what it is a tie to, and that one's group."""
+    """A parameter that another call manages already: where it was found, and what it is a tie to."""
 
     found: Found
     param: FSDPParam
-    group: FSDPParamGroup
 
 
 def find_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> tuple[list[Found], list[Tie]]:
@@ -69,26 +37,27 @@ def find_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> t
     """
     own, ties = [], []
     for entry in found:
-        tied = _find(entry)
-        if tied is None:
+        param = param_of(entry.param)
+        if param is None or get_state(param.group.modules[0]) is None:
             own.append(entry)
         else:
-            _check(entry, *tied, mesh, state)
-            ties.append(Tie(entry, *tied))
+            _check(entry, param, mesh, state)
+            ties.append(Tie(entry, param))
     return own, ties
 
 
 def join_ties(ties: list[Tie], state: FSDPState) -> None:
     """Let ``state`` drive the groups of parameters that other calls manage already, together with those."""
     for tie in ties:
-        param, group = tie.param, _group_of_its_own(tie.param, tie.group)
+        param, group = tie.param, _group_of_its_own(tie.param)
         param.set_slots(param.slots + [slot for slot in tie.found.slots if slot not in param.slots])
         show([param], "sharded")
         if group not in state.groups:
             state.groups.append(group)
 
 
-def _check(entry: Found, param: FSDPParam, group: FSDPParamGroup, mesh: DataParallelMesh, state: FSDPState) -> None:
+def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, state: FSDPState) -> None:
+    group = param.group
     ours, theirs = state.mp_policy.param_dtype, param.policy.param_dtype
     if group.mesh.mesh != mesh.mesh and _ranks(group.mesh) != _ranks(mesh):
         got, expected = f"the mesh {mesh.mesh}", f"{group.mesh.mesh}"
@@ -109,8 +78,9 @@ def _ranks(mesh: DataParallelMesh) -> list[int]:
 
 
 @torch.no_grad()
-def _group_of_its_own(param: FSDPParam, group: FSDPParamGroup) -> FSDPParamGroup:
+def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     """The group of ``param`` alone, split off its first one if need be."""
+    group: FSDPParamGroup = param.group
     if group.shared:
         return group
     group.reshard()
@@ -123,5 +93,4 @@ def _group_of_its_own(param: FSDPParam, group: FSDPParamGroup) -> FSDPParamGroup
         group.drop(param)
     else:
         owner.groups.remove(group)
-    _groups[param] = weakref.ref(alone)
     return alone

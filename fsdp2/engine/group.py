@@ -62,6 +62,8 @@ class FSDPParamGroup:
         # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
         self._kept_stamp: object = None
         self.acting_for: Phase | None = None  # told to others while a step belongs to a phase before or ahead
+        for param in params:
+            param.group = self
         show(params, "sharded")
 
     def __repr__(self) -> str:

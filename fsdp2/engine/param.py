@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -102,6 +102,7 @@ class FSDPParam:
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.name = name
+        self.group: Any = None  # its FSDPParamGroup, which sets it; that file imports this one
         self.spec = spec
         self.policy = policy
         self.set_slots(slots)

@@ -34,7 +34,7 @@ from fsdp2.engine.param import FSDPParam, Slot
 from fsdp2.engine.root import CommContext, RootContext
 from fsdp2.policies import MixedPrecisionPolicy
 
-__all__ = ["Adopting", "FSDPState", "get_state", "groups_below", "live_states", "managed_slots", "states_below"]
+__all__ = ["Adopting", "FSDPState", "get_state", "live_states"]
 
 _live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
@@ -44,39 +44,9 @@ def live_states() -> list[FSDPState]:
     return list(_live)
 
 
-def states_below(module: nn.Module) -> list[FSDPState]:
-    """The states of ``module`` and of the modules below it, in their order."""
-    return list(dict.fromkeys(state for state in map(get_state, module.modules()) if state is not None))
-
-
-def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, tuple[FSDPParam, FSDPParamGroup]]:
-    """The managed parameter, and its group, that each place of a module shows, of the groups that ``states`` drive."""
-    groups = dict.fromkeys(group for state in states for group in state.groups)
-    return {slot: (param, group) for group in groups for param in group.params for slot in param.slots}
-
-
 def _shards(states: Iterable[FSDPState]) -> dict[FSDPParam, str]:
     groups = dict.fromkeys(group for state in states for group in state.groups)
     return {p: g.name for g in groups if g.lifecycle.residency is Residency.SHARDED for p in g.params}
-
-
-def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGroup, FSDPState]:
-    """The groups of what ``module`` and modules below it show, in their order, each with the state it belongs to.
-
-    Raises ValueError in the name of ``required_by``, if that is given, where there are none.
-    """
-    slots = managed_slots(live_states())
-    found: dict[FSDPParamGroup, FSDPState] = {}
-    for inner in module.modules():
-        for name in inner._parameters:
-            _, group = slots.get(Slot(inner, name), (None, None))
-            state = None if group is None else get_state(group.modules[0])
-            if group is not None and state is not None:
-                found.setdefault(group, state)
-    if required_by and not found:
-        what = f"no parameter of {type(module).__name__} is managed by fsdp2.fully_shard"
-        raise ValueError(f"{required_by}: {what}; shard it, or a module around it, first")
-    return found
 
 
 def get_state(module: nn.Module) -> FSDPState | None:

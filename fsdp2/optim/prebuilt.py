@@ -7,24 +7,21 @@ while a module shows full parameters, as a root does after an evaluation.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch.dynamo import outside_dynamo
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.buffers import note_optimizer_step
+from fsdp2.engine.index import originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
-from fsdp2.engine.unit import live_states
 
 __all__ = ["follow_parameters", "repair"]
 
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
 _SIZE = "_fsdp2_size"  # of an optimizer: how many parameters it had when it was last looked through
 _hooked = False
 
@@ -36,15 +33,14 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
         hook_optimizers(repair, note_optimizer_step)
         hook_registrations(is_managed_tensor)
         _hooked = True
-    for original, param in zip(originals, params):
-        _replaced[original] = weakref.ref(param)
+    remember_originals(originals, params)
 
 
 def repair(optimizer: torch.optim.Optimizer, *unused: object) -> None:
     """Let ``optimizer`` hold the shards of parameters that it was given whole; every step does."""
     size = sum(len(group["params"]) for group in optimizer.param_groups)
     # Dynamo follows as far as this, so a compiled step breaks only where there is something to look for.
-    if _replaced.data or optimizer.__dict__.get(_SIZE) != size:
+    if originals_remembered() or optimizer.__dict__.get(_SIZE) != size:
         _look_through(optimizer, size)
 
 
@@ -54,23 +50,12 @@ def _look_through(optimizer: torch.optim.Optimizer, size: int) -> None:
     for group in optimizer.param_groups:
         params = group["params"]
         for i, param in enumerate(params):
-            managed = _managed(param)
+            managed = None if is_managed_tensor(param) and not is_temporary(param) else param_of(param)
             if managed is None or managed.sharded is None:
                 continue
             params[i] = managed.sharded  # in place: LBFGS and schedulers keep the same list
             if param in optimizer.state:
                 optimizer.state[managed.sharded] = _cut_state(optimizer.state.pop(param), param, managed)
-
-
-def _managed(given: torch.Tensor) -> FSDPParam | None:
-    """The managed parameter that ``given`` was before it was sharded, or is while it is gathered."""
-    reference = _replaced.get(given)
-    if reference is not None:
-        return reference()
-    if not is_temporary(given):
-        return None
-    params = (param for state in live_states() for group in state.groups for param in group.params)
-    return next((param for param in params if given is param.full or given is param.subgroup), None)
 
 
 def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam) -> dict[str, Any]:

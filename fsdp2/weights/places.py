@@ -17,9 +17,9 @@ from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.modules import non_persistent_buffers
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import groups_below
 from fsdp2.engine.lifecycle import Phase, Residency
 from fsdp2.engine.param import FSDPParam, is_managed_tensor
-from fsdp2.engine.unit import groups_below
 from fsdp2.sharding.mesh import Axis
 from fsdp2.weights.boxes import Box, intersect, narrow, whole, within
 from fsdp2.weights.ranks import Ranks

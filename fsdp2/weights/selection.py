@@ -9,9 +9,10 @@ from torch import nn
 
 from fsdp2.comm.collectives import all_gather
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import managed_slots
 from fsdp2.engine.lifecycle import Residency
 from fsdp2.engine.param import FSDPParam, Slot
-from fsdp2.engine.unit import FSDPState, get_state, live_states, managed_slots
+from fsdp2.engine.unit import FSDPState, get_state, live_states
 from fsdp2.sharding.mesh import Axis
 
 __all__ = ["Selection", "agree", "select"]

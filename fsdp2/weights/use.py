@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import groups_below
 from fsdp2.engine.lifecycle import Phase
-from fsdp2.engine.unit import FSDPState, groups_below
+from fsdp2.engine.unit import FSDPState
 
 __all__ = ["use_weights"]
 

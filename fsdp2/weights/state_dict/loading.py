@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.modules import loads_as_torch_does
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
-from fsdp2.engine.unit import managed_slots, states_below
 from fsdp2.weights.state_dict.convert import cut_full, distribute_locally, full_of, lies_like
 from fsdp2.weights.state_dict.names import CHECKPOINTED, COMPILED, clean_name
 from fsdp2.weights.state_dict.pieces import is_piece, offset_of

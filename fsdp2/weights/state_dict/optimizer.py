@@ -14,8 +14,9 @@ from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import pytree
+from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import FSDPParam
-from fsdp2.engine.unit import FSDPState, managed_slots, states_below
+from fsdp2.engine.unit import FSDPState
 from fsdp2.optim.prebuilt import repair
 from fsdp2.weights.state_dict.convert import cut_full, distribute_locally, full_of, lies_like, widest_mesh
 from fsdp2.weights.state_dict.first_rank import from_first_rank

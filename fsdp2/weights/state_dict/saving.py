@@ -14,8 +14,9 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import local_tensor
+from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import Slot
-from fsdp2.engine.unit import FSDPState, managed_slots, states_below
+from fsdp2.engine.unit import FSDPState
 from fsdp2.weights.state_dict.convert import full_of, gather_full, is_first_rank
 from fsdp2.weights.state_dict.names import Managed, clean_name
 from fsdp2.weights.state_dict.pieces import piece_of

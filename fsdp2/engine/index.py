@@ -1,0 +1,71 @@
+"""Which parameter a tensor, a slot or an original belongs to; which units and groups lie below a module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.engine.unit import FSDPState, get_state, live_states
+
+__all__ = ["groups_below", "managed_slots", "originals_remembered", "param_of", "remember_originals", "states_below"]
+
+# Weak references to originals only: torch cannot swap a tensor that has one, and Module.to swaps the sharded ones.
+_originals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
+
+
+def remember_originals(originals: Iterable[nn.Parameter], params: Iterable[FSDPParam]) -> None:
+    """Note which managed parameter took the place of each original."""
+    for original, param in zip(originals, params):
+        _originals[original] = weakref.ref(param)
+
+
+def originals_remembered() -> bool:
+    """Whether anybody still holds a parameter that was replaced by shards."""
+    return bool(_originals.data)
+
+
+def param_of(tensor: torch.Tensor) -> FSDPParam | None:
+    """The managed parameter that ``tensor`` was before it was sharded, or is a shard, a full tensor or a piece of."""
+    reference = _originals.get(tensor)
+    if reference is not None:
+        return reference()
+    if not is_managed_tensor(tensor):
+        return None
+    params = (param for state in live_states() for group in state.groups for param in group.params)
+    return next((p for p in params if tensor is p.sharded or tensor is p.full or tensor is p.subgroup), None)
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """The states of ``module`` and of the modules below it, in their order."""
+    return list(dict.fromkeys(state for state in map(get_state, module.modules()) if state is not None))
+
+
+def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, tuple[FSDPParam, FSDPParamGroup]]:
+    """The managed parameter, and its group, that each place of a module shows, of the groups that ``states`` drive."""
+    groups = dict.fromkeys(group for state in states for group in state.groups)
+    return {slot: (param, group) for group in groups for param in group.params for slot in param.slots}
+
+
+def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGroup, FSDPState]:
+    """The groups of what ``module`` and modules below it show, in their order, each with the state it belongs to.
+
+    Raises ValueError in the name of ``required_by``, if that is given, where there are none.
+    """
+    slots = managed_slots(live_states())
+    found: dict[FSDPParamGroup, FSDPState] = {}
+    for inner in module.modules():
+        for name in inner._parameters:
+            _, group = slots.get(Slot(inner, name), (None, None))
+            state = None if group is None else get_state(group.modules[0])
+            if group is not None and state is not None:
+                found.setdefault(group, state)
+    if required_by and not found:
+        what = f"no parameter of {type(module).__name__} is managed by fsdp2.fully_shard"
+        raise ValueError(f"{required_by}: {what}; shard it, or a module around it, first")
+    return found

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.sampling import numbered, sample
 
 settings.register_profile(
     "ci", derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
@@ -22,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("fsdp2", "torch"),
         help="what the tests judge; 'torch' checks the expectations themselves",
     )
+    parser.addoption("--all", action="store_true", help="run slow tests too, and every case of every matrix")
     parser.addoption("--long", action="store_true", help="run thousands of random programs, with a random seed")
 
 
@@ -31,14 +35,31 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.getoption("--long") else "ci")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests of one world size together: the pool makes a new process group whenever the size changes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a usual run leaves out, and run tests of one world size together: the pool makes a new process
+    group whenever the size changes."""
+    named = any("::" in argument for argument in config.args)
+    if not config.getoption("--all") and not named:
+        usual = _usual(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in usual])
+        items[:] = [item for item in items if item in usual]
+    items.sort(key=lambda item: _params(item).get("world", 0))
 
-    def world(item: pytest.Item) -> int:
-        callspec = getattr(item, "callspec", None)
-        return callspec.params.get("world", 0) if callspec else 0
 
-    items.sort(key=world)
+def _params(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
+
+
+def _usual(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what is not slow, and of each test on ranks the cases that stand for the others."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            matrices.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return {
+        cases[index] for cases in matrices.values() for index in sample(numbered([_params(case) for case in cases]))
+    }
 
 
 def pytest_sessionfinish() -> None:

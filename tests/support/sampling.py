@@ -1,0 +1,70 @@
+"""Which cases of a matrix run in a usual run; ``pytest --all`` runs every one.
+
+A test on ranks multiplies its cases by world sizes. Each set of parameters runs on one world size, in turn, so that
+each value of a parameter meets each world size; the first set runs on all. Where three or more parameters are
+multiplied, only so many of these cases run that each value of one parameter meets each value of each other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+SMALL = 6
+"""A matrix of up to so many cases runs whole."""
+
+Case = Mapping[str, int]
+"""Which value of each parameter a case has; ``world`` is one of them."""
+
+
+def numbered(cases: Sequence[Mapping[str, Any]]) -> list[Case]:
+    """Return the number of each parameter's value in each case, in the order in which values are first seen."""
+    seen: dict[str, list[Any]] = {name: [] for name in cases[0]}
+
+    def number(name: str, value: Any) -> int:
+        for index, known in enumerate(seen[name]):
+            if known is value:
+                return index
+        seen[name].append(value)
+        return len(seen[name]) - 1
+
+    return [{name: number(name, value) for name, value in case.items()} for case in cases]
+
+
+def sample(cases: Sequence[Case]) -> list[int]:
+    """Return the indices of the cases that run, in order."""
+    names = [name for name in cases[0] if name != "world"]
+    if len(cases) <= SMALL or not names or not any("world" in case for case in cases):
+        return list(range(len(cases)))
+    chosen = rotated(cases, names)
+    if sum(len({case[name] for case in cases}) > 1 for name in names) > 2:
+        first = [index for index in chosen if _same(cases[index], cases[0], names)]
+        chosen = first + paired(cases, [index for index in chosen if index not in first], first)
+    return sorted(chosen)
+
+
+def rotated(cases: Sequence[Case], names: Iterable[str]) -> list[int]:
+    """Return for each set of parameters the case on its world size, which is the next one whenever the number of any
+    value is; and every case of the first set."""
+    worlds = len({case["world"] for case in cases})
+    turn = lambda case: sum(case[name] for name in names) % worlds
+    first = [index for index, case in enumerate(cases) if _same(case, cases[0], names)]
+    return first + [i for i, case in enumerate(cases) if i not in first and case["world"] == turn(case)]
+
+
+def paired(cases: Sequence[Case], among: Sequence[int], already: Sequence[int]) -> list[int]:
+    """Return some of the cases ``among``: with those ``already`` chosen, they hold each pair of values that ``among``
+    holds. Which case comes next is the one with most new pairs."""
+    pairs = {index: set(combinations(sorted(cases[index].items()), 2)) for index in (*among, *already)}
+    missing = set().union(*(pairs[index] for index in among)) - set().union(*(pairs[index] for index in already))
+    chosen = []
+    while missing:
+        best = max(among, key=lambda index: (len(pairs[index] & missing), -index))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+def _same(one: Case, other: Case, names: Iterable[str]) -> bool:
+    return all(one[name] == other[name] for name in names)

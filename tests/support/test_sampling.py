@@ -1,0 +1,64 @@
+"""The cases that a usual run leaves out are covered, value by value, by those that it keeps."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.support.sampling import SMALL, numbered, sample
+
+
+def matrix(**values: object) -> list[dict[str, object]]:
+    """Return every combination of these values, as pytest makes them."""
+    return [dict(zip(values, one)) for one in product(*values.values())]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (1, 2, 4), (1, 2, 3, 4)])
+@pytest.mark.parametrize("kinds", [5, 6, 12, 29])
+def test_each_set_runs_on_one_world_and_the_first_on_all(kinds, worlds):
+    """No world size is left with a small part."""
+    cases = matrix(world=worlds, kind=[f"kind {index}" for index in range(kinds)])
+    kept = [cases[index] for index in sample(numbered(cases))]
+    assert len(kept) == (kinds + len(worlds) - 1 if len(cases) > SMALL else len(cases))
+    assert {case["kind"] for case in kept} == {case["kind"] for case in cases}
+    assert {case["world"] for case in kept if case["kind"] == "kind 0"} == set(worlds)
+    for world in worlds:
+        assert sum(case["world"] == world for case in kept) >= kinds // len(worlds)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"world": (1, 2, 4), "reshard": (None, True, False), "kind": "abcd"},
+        {"world": (2,), "reshard": (None, True, False), "kind": "abcd", "assign": (False, True)},
+        {"world": (1, 2, 4), "reshard": (None, True, False), "kind": "abc", "assign": (False, True), "when": "xyz"},
+        {"world": (2, 4), "meta": (False, True), "hybrid": (False, True), "pin": (False, True)},
+    ],
+)
+def test_each_value_meets_each_value_of_another_parameter(values):
+    """World sizes are values as well."""
+    cases = matrix(**values)
+    kept = [cases[index] for index in sample(numbered(cases))]
+    assert len(kept) < len(cases)
+    for one, other in combinations(values, 2):
+        met = {(case[one], case[other]) for case in kept}
+        if len(values) == 3 and "world" in (one, other):
+            wide = max(len(values[name]) for name in values if name not in (one, other)) >= len(values["world"])
+            assert met == set(product(values[one], values[other])) or not wide
+        else:
+            assert met == set(product(values[one], values[other])), (one, other)
+
+
+def test_parameters_given_together_stay_together():
+    """Cases of a joint parametrization are kept one and all."""
+    pairs = [("a", 1), ("a", 2), ("b", 1), ("c", 3), ("c", 4), ("d", 1), ("d", 5)]
+    cases = [{"world": world, "kind": kind, "size": size} for world in (1, 2) for kind, size in pairs]
+    kept = [cases[index] for index in sample(numbered(cases))]
+    assert {(case["kind"], case["size"]) for case in kept} == set(pairs)
+
+
+def test_what_is_small_or_runs_without_ranks_stays_whole():
+    """There is nothing to save in the one, and little in the other."""
+    small, alone = matrix(world=(1, 2), kind="abc"), matrix(kind="abcdefgh", way="xyz")
+    assert sample(numbered(small)) == list(range(6)) and sample(numbered(alone)) == list(range(24))

@@ -1,7 +1,7 @@
-"""A word on shards that were computed with: torch's error says that tensors were mixed, not which and what to do.
+"""Hints for shards that were computed with: torch's error says that tensors were mixed, not which and what to do.
 
-DTensor raises it before any Python code of ours could run, so it is explained afterwards: on Python 3.12 and newer as
-soon as it is raised, on older ones when it leaves the forward of a root, and when the process ends with it.
+DTensor raises it before any Python code of ours could run, so it is explained afterwards: when it leaves the forward of
+a root, and in the log when the process ends with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp2.engine.param import FSDPParam
 
-__all__ = ["Shards", "explain", "explain_outside_forward"]
+__all__ = ["Shards", "explain", "explain_at_exit"]
 
 logger = logging.getLogger("fsdp2")
 
@@ -29,7 +29,6 @@ _REMEDY = (
     "module instead"
 )
 _SHOWN = 8
-_FREE_TOOLS = (3, 4)  # of sys.monitoring's, those that are for no particular kind of tool
 _registered = False
 
 Shards = Callable[[], dict[FSDPParam, str]]
@@ -97,28 +96,13 @@ def explain(error: BaseException | None, shards: Shards) -> None:
         error.args = (f"{error}\n{text}", *error.args[1:])
 
 
-def explain_outside_forward(shards: Shards) -> None:
-    """Explain such errors wherever they are raised, as well as Python lets us; ``shards`` is asked of all models."""
+def explain_at_exit(shards: Shards) -> None:
+    """Log the explanation when the process ends with such an error; ``shards`` returns those of all models."""
     global _registered
     if _registered:
         return
     _registered = True
     atexit.register(_at_exit, shards)
-    _explain_when_raised(shards)
-
-
-def _explain_when_raised(shards: Shards) -> None:
-    """Have Python tell of every exception, if it can: costs nothing without one, and a look at its type with one."""
-    if sys.version_info < (3, 12):
-        return
-    monitoring = sys.monitoring
-    tool = next((tool for tool in _FREE_TOOLS if monitoring.get_tool(tool) is None), None)
-    if tool is None:  # others monitor in all places that are not meant for debuggers and the like
-        return
-    raised = monitoring.events.RAISE
-    monitoring.use_tool_id(tool, "fsdp2")
-    monitoring.register_callback(tool, raised, lambda code, offset, error: explain(error, shards))
-    monitoring.set_events(tool, raised)
 
 
 def _at_exit(shards: Shards) -> None:

@@ -28,7 +28,7 @@ from fsdp2.autograd.trees import map_tensors
 from fsdp2.engine.casts import cast_inputs, cast_output
 from fsdp2.engine.finalization import Finalization
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.hints import explain, explain_outside_forward
+from fsdp2.engine.hints import explain, explain_at_exit
 from fsdp2.engine.lifecycle import Phase, Residency
 from fsdp2.engine.param import FSDPParam, Slot
 from fsdp2.engine.root import CommContext, RootContext
@@ -275,7 +275,7 @@ class FSDPState(ComposableState):
         if not self._explains:
             self._explains = True
             hook_error(self.modules[0], self._explain_error)
-            explain_outside_forward(lambda: _shards(live_states()))
+            explain_at_exit(lambda: _shards(live_states()))
         self.root.limit_reductions()
         error = None
         try:

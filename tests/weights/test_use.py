@@ -292,34 +292,6 @@ def test_a_forward_that_uses_weights(rank, world):
         torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python does not tell of exceptions when they are raised")
-@on_ranks(2)
-def test_errors_outside_of_any_forward_are_explained(rank, world):
-    """Whoever catches the error reads which weight it was, of which unit, and what to do; once, and others nothing."""
-    model = made()
-    for unit in (model.body, model.head, model):
-        fsdp2.fully_shard(unit)
-    hidden = model(torch.randn(2, 8))
-    with pytest.raises(RuntimeError, match=r"head\.weight \(unit 'head'\): got a shard.*use_weights\(") as caught:
-        F.linear(
-            hidden,
-            model.head.weight,  # on another line than the call
-        )
-    assert str(caught.value).count("got a shard") == 1
-    head, mesh = model.head.weight.t(), model.head.weight.device_mesh
-    with pytest.raises(RuntimeError, match=r"possibly head\.weight \(unit 'head'\): got a shard"):
-        hidden @ head
-    alone = DTensor.from_local(torch.randn(8, 8), mesh, [Replicate()])
-    with pytest.raises(RuntimeError, match="got mixed") as caught:
-        times(hidden, alone)
-    assert "got a shard" not in str(caught.value)
-
-
-def times(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Multiply what the caller has."""
-    return first @ second
-
-
 @on_ranks(1)
 def test_only_errors_about_shards_are_explained(rank, world):
     """Others, and those about tensors that nobody sharded here, keep their text; a local variable is recognised."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,6 +61,18 @@ def _usual(items: list[pytest.Item]) -> set[pytest.Item]:
     return {
         cases[index] for cases in matrices.values() for index in sample(numbered([_params(case) for case in cases]))
     }
+
+
+@pytest.fixture(params=["fake", "nccl"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test marked ``too_with_nccl`` a second time, where process groups are as strict as NCCL."""
+    from tests.support.nccl import strict_nccl  # imports what plugins of pytest want to see imported later
+
+    if request.param == "fake":
+        yield "fake"
+        return
+    with strict_nccl():
+        yield "nccl"
 
 
 def pytest_sessionfinish() -> None:

@@ -10,6 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.support import api
 from tests.support.fake import fake_mesh
 from tests.support.models import Transformer
+from tests.support.nccl import too_with_nccl
 from tests.support.oracle import TRANSFERS
 
 GATHER = torch.ops.c10d._allgather_base_
@@ -84,6 +85,7 @@ def test_accumulation(mesh, micro_batches, keep):
     assert totals == {"gather": units if keep else 2 * units * micro_batches, "reduce": units}
 
 
+@too_with_nccl
 def test_evaluation(mesh):
     """Without gradients each unit is gathered once; what is kept is not gathered again until it changes."""
     module = build(mesh)

@@ -15,7 +15,10 @@ from fsdp2 import fully_shard
 from fsdp2.engine import group as param_group
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase, Residency
+from tests.support.nccl import too_with_nccl
 from tests.unit.meshes import fake_mesh
+
+pytestmark = too_with_nccl
 
 
 @pytest.fixture

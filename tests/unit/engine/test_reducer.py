@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
 from fsdp2._trace import listening
+from tests.support.nccl import too_with_nccl
 from tests.unit.meshes import fake_mesh
+
+pytestmark = too_with_nccl
 
 
 @pytest.fixture

@@ -1,0 +1,227 @@
+"""Whether NCCL would take every collective, on one rank of many and without a GPU.
+
+The shapes are those whose slices are no multiple of 16 bytes, or that leave a unit with one gradient to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+import fsdp2
+from tests.step import test_streams
+from tests.support import api
+from tests.support.fake import fake_mesh
+from tests.support.nccl import strict_nccl
+from tests.support.oracle import TRANSFERS
+
+pytestmark = api.fsdp2_only
+
+HIDDEN = [(2880, 16), (2880, 32), (3584, 128), (5120, 256), (4096, 1024)]
+"""Widths of published models, each with ranks that cut a norm into slices of no multiple of 16 bytes."""
+DTYPES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy]] = {
+    "bf16": (torch.bfloat16, MixedPrecisionPolicy()),
+    "fp32": (torch.float32, MixedPrecisionPolicy()),
+    "mixed": (torch.float32, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+}
+VOCABULARY = 96
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+class Units(nn.Module):
+    """A narrow model whose ``head`` reads ``hidden`` features behind a ``norm``; gates and a bias are on their own."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden, dtype=dtype)
+        self.gate, self.odd_gate = Scale(8, dtype), Scale(24, dtype)
+        self.bias = Scale(hidden, dtype)
+        self.norm = nn.RMSNorm(hidden, dtype=dtype)
+        self.head = nn.Linear(hidden, VOCABULARY, bias=False, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bias(self.embed(tokens))
+        return self.head(self.norm(self.odd_gate(self.gate(x)))).float().square().mean()
+
+
+class Scale(nn.Module):
+    """One parameter and nothing else, on the first features."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.weight.numel()
+        return torch.cat([x[..., :size] * self.weight, x[..., size:]], -1)
+
+
+def train(model: Any, steps: int = 2) -> None:
+    """Run steps with gradients that are averaged."""
+    for _ in range(steps):
+        model(torch.randint(VOCABULARY, (1, 3))).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+        model.zero_grad()
+
+
+def sharded(model: Units, mesh: Any, units: list[Any], **options: Any) -> Units:
+    """Shard ``units`` and then the root."""
+    for unit in (*units, model):
+        fsdp2.fully_shard(unit, mesh=mesh, **options)
+    return model
+
+
+@pytest.mark.parametrize(("hidden", "world"), HIDDEN)
+@dtypes
+def test_norm_and_head_together(hidden, world, dtype):
+    """A grouped call whose large gradient leaves alone, so that the small one is what is left."""
+    kept, policy = DTYPES[dtype]
+    with strict_nccl(), fake_mesh(world) as mesh:
+        model = Units(hidden, kept)
+        sharded(model, mesh, [[model.norm, model.head]], mp_policy=policy)
+        model.set_transfer_sizes(chunk_bytes=model.head.weight.numel() * 2)  # type: ignore[operator]
+        train(model)
+
+
+@pytest.mark.parametrize(("hidden", "world"), HIDDEN)
+@dtypes
+def test_units_of_one_small_parameter(hidden, world, dtype):
+    """A norm, gates of a few elements and a lone bias, each a unit of its own: one gradient is all that is sent."""
+    kept, policy = DTYPES[dtype]
+    with strict_nccl(), fake_mesh(world) as mesh:
+        model = Units(hidden, kept)
+        units = [model.norm, model.gate, model.odd_gate, model.bias, model.head]
+        train(sharded(model, mesh, units, mp_policy=policy))
+
+
+@pytest.mark.parametrize(("hidden", "world"), HIDDEN)
+@dtypes
+def test_cut_along_the_last_dimension(hidden, world, dtype):
+    """``Shard(1)`` for matrices, where slices are not what lies together in memory."""
+    kept, policy = DTYPES[dtype]
+    with strict_nccl(), fake_mesh(world) as mesh:
+        model = Units(hidden, kept)
+        units = [[model.norm, model.head]]
+        train(sharded(model, mesh, units, mp_policy=policy, shard_placement_fn=lambda p: Shard(p.ndim - 1)))
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@dtypes
+def test_hybrid(transfer, dtype):
+    """Sums over the shard axis that are then all-reduced."""
+    kept, policy = DTYPES[dtype]
+    with strict_nccl(), fake_mesh(64):
+        mesh = init_device_mesh("cpu", (4, 16), mesh_dim_names=("replicate", "shard"))
+        model = Units(2880, kept)
+        sharded(model, mesh, [[model.norm, model.head], model.gate], mp_policy=policy)
+        if TRANSFERS[transfer]:
+            model.set_transfer_sizes(**TRANSFERS[transfer])  # type: ignore[operator]
+        train(model)
+
+
+ON_THE_HOST = [program for program in test_streams.PROGRAMS if program is not test_streams.captured]
+"""Programs that need no device that captures."""
+
+
+@pytest.mark.parametrize(
+    ("setup", "transfer"), list(zip(test_streams.SETUPS, cycle(reversed(TRANSFERS)), strict=False))
+)
+def test_training(setup, transfer):
+    """Every option that changes what is sent."""
+    with strict_nccl(), fake_mesh(8) as mesh:
+        test_streams.training(test_streams.Training(mesh, None, setup, transfer))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("program", "setup", "transfer"),
+    list(zip(ON_THE_HOST, cycle(["bfloat16", "hybrid, mixed", "fp32"]), cycle(TRANSFERS), strict=False)),
+)
+def test_programs(program: Callable[..., None], setup, transfer):
+    """Everything else that a training loop does."""
+    with strict_nccl(), fake_mesh(8) as mesh:
+        program(test_streams.Training(mesh, Host(), setup, transfer))  # type: ignore[arg-type]
+
+
+class Host:
+    """In the place of the simulated device: a host has neither streams nor events."""
+
+    def Stream(self) -> None:  # as torch.cuda calls it
+        """Return no stream."""
+
+    def current_stream(self) -> Host:
+        """Return what records nothing."""
+        return self
+
+    def record_event(self) -> None:
+        """Return no event."""
+
+
+# ---- the double itself ----
+
+
+def zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return an aligned tensor."""
+    return torch.zeros(numel, dtype=dtype)
+
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
+    "sizes that do not fit": (ValueError, lambda group: group.all_gather_single(zeros(36), zeros(8))),
+    "rows that do not fit": (ValueError, lambda group: group.reduce_scatter_single(zeros(8), zeros(28))),
+    "two dtypes": (TypeError, lambda group: group.all_gather_single(zeros(32), zeros(8, torch.float64))),
+    "complex": (TypeError, lambda g: g.all_gather_single(zeros(32, torch.complex64), zeros(8, torch.complex64))),
+    "int16": (TypeError, lambda g: g.all_gather_single(zeros(32, torch.int16), zeros(8, torch.int16))),
+    "a sum of float8": (
+        TypeError,
+        lambda g: g.reduce_scatter_single(zeros(16, torch.float8_e5m2), zeros(64, torch.float8_e5m2)),
+    ),
+    "strides": (ValueError, lambda group: group.all_gather_single(zeros(32), zeros(16)[::2])),
+    "two devices": (ValueError, lambda g: g.all_gather_single(zeros(32), torch.zeros(8, device="meta"))),
+    "nothing": (ValueError, lambda group: group.all_gather_single_coalesced([], [])),
+    "uneven exchange": (ValueError, lambda group: group.all_to_all_single(zeros(18), zeros(18), [], [])),
+    "odd exchange": (AssertionError, lambda group: group.all_to_all_single(zeros(20), zeros(20), [], [])),
+    "odd slices": (AssertionError, lambda group: group.all_gather_single(zeros(28), zeros(7))),
+    "odd address": (AssertionError, lambda group: group.all_gather_single(zeros(36)[4:], zeros(9)[1:])),
+    "in place, of another rank": (AssertionError, lambda group: in_place(group, 8)),
+    "several to sum": (ValueError, lambda group: group.allreduce([zeros(4), zeros(4)])),
+}
+
+
+def in_place(group: Any, offset: int) -> None:
+    """Gather a piece that lies in the output."""
+    output = zeros(32)
+    group.all_gather_single(output, output[offset : offset + 8])
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "all_gather_single"), reason="named otherwise before torch 2.13")
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_double_refuses(case):
+    """What NCCL refuses, or is slow at, raises."""
+    error, call = REFUSED[case]
+    with fake_mesh(4) as mesh, strict_nccl(), pytest.raises(error):
+        call(mesh.get_group())
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "all_gather_single"), reason="named otherwise before torch 2.13")
+def test_the_double_accepts():
+    """What is right passes; outside of the block everything does, and a mesh is what it was."""
+    with fake_mesh(4) as mesh:
+        group: Any = mesh.get_group()
+        with strict_nccl():
+            group.all_gather_single(zeros(32), zeros(8))
+            group.reduce_scatter_single(zeros(8), zeros(32))
+            group.all_to_all_single(zeros(32), zeros(32), [], [])
+            group.allreduce([zeros(1)])
+            in_place(group, 0)
+            assert fsdp2.sharding.mesh.Axis.of(mesh, 0).backend == "nccl"
+        in_place(group, 8)
+        assert fsdp2.sharding.mesh.Axis.of(mesh, 0).backend == "fake"

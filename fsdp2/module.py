@@ -293,7 +293,7 @@ class FSDPModule(TorchFSDPModule):
         """
         for group in self._get_fsdp_state().groups:
             shard, reduce = group.mesh.shard, group.reduce_axis.group
-            if shard.backend != "nccl" or backend != "NCCL" or shard.group is None or reduce is None:
+            if not shard.is_nccl or backend != "NCCL" or shard.group is None or reduce is None:
                 raise NotImplementedError(
                     f"{group.name or 'the root'}: set_symm_mem_for_comm needs NCCL, got the backend {shard.backend!r} "
                     f"and {backend!r}; leave it out, or use set_custom_all_gather"

@@ -93,7 +93,7 @@ def all_gather(
         ]
         return [work for work in works if work is not None]
     options = _gather_options(async_op)
-    if axis.backend == "nccl" and len(outputs) > 1:
+    if axis.is_nccl and len(outputs) > 1:
         return _works(group_all_gather_coalesced(axis.group, outputs, inputs, options), axis, async_op)
     started: list[Work] = []
     for out, inp in zip(outputs, inputs):

@@ -220,7 +220,7 @@ class GroupGradients:
 
     def _row_padding(self, dtype: torch.dtype) -> int:
         """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'."""
-        if self._group.mesh.shard.backend != "nccl":
+        if not self._group.mesh.shard.is_nccl:
             return 1
         return max(16 // dtype.itemsize, 1)
 

@@ -22,6 +22,9 @@ __all__ = ["Axis", "DataParallelMesh", "default_mesh", "regroup"]
 _IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 
 
+_NCCL = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
+
+
 @dataclass(frozen=True)
 class Axis:
     """One mesh dimension as communication sees it: process group, size, this process's rank in it, backend name."""
@@ -51,6 +54,11 @@ class Axis:
     def of_group(cls, group: dist.ProcessGroup, device_type: str) -> Axis:
         """The axis of ``group`` for tensors on that kind of device."""
         return cls(group, group.size(), group.rank(), _backend(group, device_type))
+
+    @property
+    def is_nccl(self) -> bool:
+        """Whether it is NCCL that communicates; torch 2.15 has it under several names."""
+        return self.backend in _NCCL
 
     def with_own_group(self) -> Axis:
         """The same ranks, in the same order, with a process group of their own; every rank of the axis must call it."""

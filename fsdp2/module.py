@@ -58,7 +58,6 @@ class FSDPModule(TorchFSDPModule):
             if group.lifecycle.lent:
                 group.lifecycle.refuse_lent("unshard")
             group.lazy_init(in_root=group.in_root)
-            group.drop_evaluated()
             group.drop_stale()
             lanes = group.root.comm.lanes
             lanes.gather.wait(lanes.compute.event())  # the caller may just have changed the shards
@@ -191,9 +190,11 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many chunks of gradients may be in flight: more overlaps deeper and holds more memory.
 
+        On a stream, chunks that leave together count as one.
+
         Raises:
             TypeError: not an int.
-            ValueError: less than 1.
+            ValueError: less than 1, or more with symmetric memory.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
@@ -229,7 +230,10 @@ class FSDPModule(TorchFSDPModule):
         self._set(False, reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook(reduced)`` on each chunk of reduced gradients, before division, cast and accumulation.
+        """Call ``hook(reduced)`` on the module's reduced gradients, before division, cast and accumulation.
+
+        It is called once per backward with all of them, or once for each pair of dtypes among the parameters; they
+        leave together for that.
 
         Args:
             hook: Changes its 1D argument in place, by an all-reduce of its own for example.

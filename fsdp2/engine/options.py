@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp2._torch.collectives import TORCH_COMMS
+from fsdp2._torch.collectives import TORCH_COMMS, SymmMemReduceScatter
 from fsdp2.comm.streams import Lane
 from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter, check_dtypes
 from fsdp2.sharding.packing import TransferSizes
@@ -42,6 +42,20 @@ class GroupOptions:
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_lane: Lane | None = None
 
+    @property
+    def chunk_sizes(self) -> TransferSizes:
+        """The sizes that chunks of gradients follow.
+
+        A hook sees all gradients of the group at once, which is torch's contract. Symmetric memory is set up by all
+        ranks for each new address, so there is one buffer per group.
+        """
+        at_once = self.all_reduce_hook is not None or self._symmetric
+        return replace(self.sizes, chunk_bytes=1 << 62) if at_once else self.sizes
+
+    @property
+    def _symmetric(self) -> bool:
+        return SymmMemReduceScatter is not None and isinstance(self.reduce_scatter, SymmMemReduceScatter)
+
     def with_comms(self, method: str, gather: AllGather | None, scatter: ReduceScatter | None) -> GroupOptions:
         """The same with these collectives of torch's, or the default ones for None, on behalf of ``method``.
 
@@ -64,3 +78,8 @@ class GroupOptions:
                 )
         if self.all_reduce_hook is not None and not callable(self.all_reduce_hook):
             raise TypeError(f"all_reduce_hook: expected a callable of one tensor, got {self.all_reduce_hook!r}")
+        if self._symmetric and (self.reduce_inputs or 1) > 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers: expected 1 with symmetric memory, got {self.reduce_inputs}; "
+                "its pool has one buffer. Keep 1, or leave set_symm_mem_for_comm out"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.support import api
 from tests.support.counting import Collectives
@@ -169,6 +170,26 @@ def test_all_reduce_hook_as_hybrid_sharding(rank, world):
             unit.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, dist.ReduceOp.AVG, pair.get_group()))
 
     assert_parity(prepare, against=("alone",))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kept", [False, True], ids=["trained", "a bias is frozen"])
+def test_all_reduce_hook_is_called_once_per_unit(rank, world, kept):
+    """With all gradients, however large they are. It was called for each chunk, and who counts calls was misled."""
+    calls = {}
+    for fsdp in (api.ours, api.theirs):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        module[1].bias.requires_grad_(not kept)
+        fsdp.fully_shard(module, mesh=mesh_1d())
+        if api.name == "fsdp2" and fsdp is api.ours:
+            module.set_transfer_sizes(chunk_bytes=1)
+        seen = calls.setdefault(fsdp, [])
+        module.set_all_reduce_hook(lambda reduced, seen=seen: seen.append((reduced.numel(), reduced.sum().item())))
+        for _ in range(2):
+            module(torch.ones(1, 16)).sum().backward()
+    assert [numel for numel, _ in calls[api.ours]] == [(4 * 16 * 17 - 16 * kept) // 2] * 2
+    assert calls[api.ours] == calls[api.theirs]
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 import torch
 
+from fsdp2._torch.collectives import SymmMemReduceScatter
 from fsdp2.engine.options import GroupOptions
 from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.sharding.packing import TransferSizes
@@ -56,3 +57,12 @@ def test_replacing_the_policy_checks_the_new_one(name: str) -> None:
 def test_floating_point_dtypes_are_accepted(dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     assert GroupOptions(mp_policy=policy).mp_policy is policy
+
+
+@pytest.mark.skipif(SymmMemReduceScatter is None, reason="this torch has no symmetric memory for collectives")
+def test_symmetric_memory_has_one_buffer_per_group() -> None:
+    options = GroupOptions(reduce_scatter=object.__new__(SymmMemReduceScatter))
+    assert options.chunk_sizes.chunk_bytes > 1 << 60 and options.sizes == TransferSizes()
+    assert replace(options, reduce_inputs=1).reduce_inputs == 1
+    with pytest.raises(ValueError, match="set_reduce_scatter_max_input_buffers: expected 1 with symmetric memory"):
+        replace(options, reduce_inputs=2)

@@ -71,7 +71,7 @@ class Unit:
                 continue
             owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
             loader = ShardLoader(group)
-            hook_state_dict(owners, group.show_shards, group.show_resident, loader.before_load, loader.after_load)
+            hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
 
     def place(self, params: Iterable[Found]) -> list[_Placed]:
         """Where ``params`` go and how they are cut; changes nothing.

@@ -25,6 +25,7 @@ from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 
 __all__ = [
+    "Work",
     "all_gather",
     "all_reduce",
     "all_reduce_max",

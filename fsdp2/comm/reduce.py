@@ -6,16 +6,16 @@ takes tensors and gives tensors; which parameters they belong to is the caller's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fsdp2._torch.tensors import chunk_cat, foreach_copy
-from fsdp2.comm.collectives import all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
+from fsdp2.comm.collectives import Work, all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
 from fsdp2.comm.pieces import piece_pairs, zero_gaps
 from fsdp2.comm.scaling import Scaling
-from fsdp2.comm.streams import InFlight, Lane, Lanes
+from fsdp2.comm.streams import Lane, Retained
 from fsdp2.policies import ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import RowPlan
@@ -87,63 +87,79 @@ def reduce_chunk(
     grads: list[torch.Tensor],
     row: RowPlan,
     plan: ReducePlan,
-    lanes: Lanes,
+    reductions: Retained,
     deliver: Callable[[list[torch.Tensor]], None],
     settle: Callable[[list[torch.Tensor]], bool] | None = None,
 ) -> Generator[None, None, None]:
     """Reduce ``grads`` (emptied, none of which needs a gradient itself) and ``deliver`` this rank's shards of them.
 
     ``settle`` sees the sums over the shard axis, one slot per gradient: it adds what earlier backwards left there, and
-    says whether to go on to the replicate axis (True) or has kept them for a later backward.
+    says whether to go on to the replicate axis (True) or has kept them for a later backward. On streams this comes to
+    its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
     """
-    rows, exchanged = _start_scatter(grads, row, plan, lanes)
-    try:
-        yield
-    finally:  # also when abandoned: memory must not be used again before communication is through with it
-        out = exchanged.wait(lanes.compute)
-    exchange = out.numel() == rows.numel() and plan.shard.size > 1
-    del rows, exchanged
-    lane = lanes.reduce
-    simple = settle is None and plan.replicate.size == 1 and plan.hook is None and not plan.offload
-    with lane.after() as done:
-        if exchange:
-            out = _sum_rows(out, plan)
-        if simple:
-            deliver(_cut(_finish(out, plan), row, plan.shard.rank))
-        elif settle is not None and not settle(_slots(out, row)):
+    lanes, lane = reductions.lanes, reductions.lanes.reduce
+    scatter = _start_scatter(grads, row, plan, reductions)
+    if scatter.works:
+        try:
+            yield
+        finally:  # also when abandoned: memory must not be used again before communication is through with it
+            _wait(scatter.works)
+    out, exchanged, event = scatter.out, scatter.exchanged, scatter.event
+    del scatter
+    if exchanged or settle is not None:
+        with lane.after() as done:
+            if exchanged:
+                out = _sum_rows(out, plan)
+            go_on = settle is None or settle(_slots(out, row))
+        event = done.event
+        if not go_on:
+            reductions.end(lane, event)
             return
-    if simple:
-        lanes.compute.wait(done.event)
-        return
-    event = done.event
+    summed = out
     if plan.replicate.size > 1:
         lane = lanes.replicate
         with lane.after(event) as done:
             works = all_reduce(out, plan.replicate, average=plan.scaling.average, async_op=lane.async_op)
-        yield
-        for work in works:
-            work.wait()
         event = done.event
+        if works:
+            yield
+            _wait(works)
     if plan.hook is not None:
         lane = plan.hook_lane or lanes.replicate
-        with lane.after(event) as done:
+        with lane.after(event):
             plan.hook(out)
-        event = done.event
-    with lane.after(event) as done:
-        out = _finish(out, plan)
-    if plan.offload:
-        yield
-        if done.event is not None:
-            done.event.synchronize()  # the host reads what the copy engine writes
     with lane.after() as done:
+        out = _finish(out, plan)
+        host_waits = lane.event() if plan.offload else None
+        if host_waits is None:
+            deliver(_cut(out, row, plan.shard.rank))
+    reductions.end(lane, done.event, *([] if lane is lanes.reduce else [summed]))
+    if host_waits is not None:
+        yield
+        host_waits.synchronize()  # the host reads what the copy engine writes
         deliver(_cut(out, row, plan.shard.rank))
-    lanes.compute.wait(done.event)
 
 
-def _start_scatter(
-    grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, lanes: Lanes
-) -> tuple[torch.Tensor, InFlight[torch.Tensor]]:
-    """(What was sent, the reduction in flight): this rank's row of every rank, or their sum already."""
+@dataclass
+class _Scatter:
+    """A reduction in flight: ``out`` is this rank's row of every rank (``exchanged``), or their sum already.
+
+    The host waits for ``works``, with the ``inputs`` that must live until then; ``event`` is its end on a lane.
+    """
+
+    out: torch.Tensor
+    exchanged: bool
+    works: Sequence[Work]
+    inputs: torch.Tensor | None
+    event: torch.Event | None
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, reductions: Retained) -> _Scatter:
     device, custom, ranks = grads[0].device, plan.custom, plan.shard.size
     nbytes = row.numel * ranks * plan.reduce_dtype.itemsize
     exchange = custom is None and prefers_all_to_all(plan.shard, nbytes, plan.exchange_bytes)
@@ -151,14 +167,16 @@ def _start_scatter(
     narrow = exchange and plan.scaling.pre == 1.0
     wire_dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
     # A division before the sum needs memory of our own: the user may hold the gradient itself.
-    if plan.scaling.pre == 1.0 and custom is None and _sends_as_it_is(grads, row, wire_dtype):
-        rows = grads[0].as_strided((grads[0].numel(),), (1,))
-    else:
-        rows = _allocate(row.numel * ranks, wire_dtype, device, custom)
-        pack_gradients(grads, row, rows)
-    grads.clear()
-    lane = lanes.reduce
+    as_it_is = plan.scaling.pre == 1.0 and custom is None and _sends_as_it_is(grads, row, wire_dtype)
+    lanes, lane = reductions.lanes, reductions.lanes.reduce
     with lane.after(lanes.compute.event()) as done:
+        if as_it_is:
+            rows = grads[0].as_strided((grads[0].numel(),), (1,))
+        else:
+            rows = _allocate(row.numel * ranks, wire_dtype, device, custom)
+            pack_gradients(grads, row, rows)
+            reductions.hold(lane.event(), grads)
+        grads.clear()
         if plan.scaling.pre != 1.0:
             rows.div_(plan.scaling.pre)
         if exchange:
@@ -168,7 +186,12 @@ def _start_scatter(
             out = _allocate(row.numel, plan.reduce_dtype, device, custom)
             average = plan.scaling.average
             works = reduce_scatter(out, rows, plan.shard, average=average, async_op=lane.async_op, custom=custom)
-    return rows, InFlight(out, works, done.event)
+        if not lane.async_op:  # a custom collective may give works all the same
+            _wait(works)
+            works = []
+    if as_it_is:
+        reductions.hold(done.event, [rows])
+    return _Scatter(out, exchange and ranks > 1, works, rows if works else None, done.event)
 
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, custom: ReduceScatter | None) -> torch.Tensor:

@@ -9,13 +9,15 @@ Every wait between lanes, and what it protects:
 | gather          | compute, shards were replaced     | order  | FSDPParamGroup.unshard        |
 | gather          | compute, at reshard               | memory | FSDPParamGroup.reshard        |
 | compute         | gather, before the full is used   | order  | gather.finish_gather          |
-| reduce          | compute, gradients are packed     | order  | reduce.reduce_chunk           |
-| compute         | reduce, before inputs are dropped | memory | reduce.reduce_chunk           |
+| reduce          | compute, gradients are finished   | order  | reduce.reduce_chunk           |
+| compute         | reduce, before inputs are dropped | memory | Retained.add                  |
 | replicate       | reduce, the shard is summed       | order  | reduce.reduce_chunk           |
-| compute         | reduce, at the end of backward    | order  | RootContext.end_backward      |
+| reduce          | replicate, before sums are dropped| memory | Retained.add                  |
+| compute         | all of them, at the end           | order  | Retained.finish               |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
-this wait. Gather memory is allocated and freed on the gather lane, so no block is ever recorded on a second stream.
+this wait. Gather memory is allocated and freed on the gather lane, what gradients are packed into on the reduce lane,
+so no block is ever recorded on a second stream. Whatever follows a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
 late, which is what overlaps them with compute there.
@@ -25,7 +27,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -81,6 +84,10 @@ class Lane:
         """Whether collectives on this lane must be asked to run beside the host (a stream does so anyway)."""
         return self._stream is None
 
+    def event(self) -> torch.Event | None:
+        """Marks all work put on this lane so far."""
+        return None if self._stream is None else self._stream.record_event()
+
     def wait(self, event: torch.Event | None) -> None:
         """Let what comes next on this lane wait for ``event``."""
         if event is not None and self._stream is not None:
@@ -96,29 +103,71 @@ class Lane:
 
 
 class ComputeLane:
-    """The stream the user's model runs on: whatever is current when it is asked."""
+    """The stream the user's model runs on: the current one, and in a backward the one that it entered a unit on.
+
+    Hooks of gradients run on the stream that their autograd node was made on, which may be another if somebody kept
+    the node. What they put there counts as compute, and both streams wait.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._module = _device_module(device)
+        self._backward: Any = None
+
+    def enter_backward(self) -> None:
+        """Backward runs on the current stream from now on."""
+        if self._module is not None:
+            self._backward = self._module.current_stream()
+
+    def leave_backward(self) -> None:
+        """Backward is over."""
+        self._backward = None
 
     def event(self) -> torch.Event | None:
         """Marks all work put on the compute stream so far."""
-        return None if self._module is None else self._module.current_stream().record_event()
+        if self._module is None:
+            return None
+        current = self._module.current_stream()
+        event: torch.Event = current.record_event()
+        if self._backward is None or self._backward == current:
+            return event
+        self._backward.wait_event(event)
+        both: torch.Event = self._backward.record_event()
+        return both
 
     def wait(self, event: torch.Event | None) -> None:
         """Let the compute stream wait for ``event``."""
-        if event is not None and self._module is not None:
-            self._module.current_stream().wait_event(event)
+        if event is None or self._module is None:
+            return
+        current = self._module.current_stream()
+        current.wait_event(event)
+        if self._backward is not None and self._backward != current:
+            self._backward.wait_event(event)
 
 
 class Lanes:
-    """The four lanes of one root: compute, gather, reduce, replicate (the all-reduce of hybrid sharding)."""
+    """The four lanes of one root: compute, gather, reduce, replicate (the all-reduce of hybrid sharding).
+
+    Streams are made when they are first used, by the root alone: a device has few, and shares them out beyond these.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.compute = ComputeLane(device)
-        self.gather = Lane(device, priority=-1)
-        self.reduce = Lane(device, priority=-1)
-        self.replicate = Lane(device)
+
+    @cached_property
+    def gather(self) -> Lane:
+        """Where parameters are gathered."""
+        return Lane(self._device, priority=-1)
+
+    @cached_property
+    def reduce(self) -> Lane:
+        """Where gradients are summed over the shard axis."""
+        return Lane(self._device, priority=-1)
+
+    @cached_property
+    def replicate(self) -> Lane:
+        """Where they are summed over the replicate axis."""
+        return Lane(self._device)
 
 
 @dataclass
@@ -139,23 +188,50 @@ class InFlight(Generic[T]):
 
 
 class Retained:
-    """At most ``limit`` operations in flight: the oldest is carried one step on as soon as there are more.
+    """Operations in flight, and what they still need: bounded, because it is memory.
 
-    An operation is a generator that yields at each point where it waits for communication. Its inputs stay alive in
-    its frame, so the limit also bounds memory.
+    An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates: its
+    inputs stay alive in its frame, and the oldest is carried one step on when there are more than ``limit``. On streams
+    it runs to its end at once, and what stays alive is what it named with ``hold``: the inputs of ``limit`` bursts.
+    A burst is what leaves without anything computed in between; the compute stream waits before the oldest is dropped.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, lanes: Lanes, limit: int = 1) -> None:
+        self.lanes = lanes
         self.limit = limit
         self._steps: deque[Generator[None, None, None]] = deque()
         self._later: deque[Generator[None, None, None]] = deque()
+        self._inputs: deque[_Held] = deque()
+        self._sums: deque[_Held] = deque()
+        self._ends: dict[Lane, torch.Event | None] = {}
 
-    def add(self, operation: Generator[None, None, None]) -> None:
-        """Start ``operation`` and keep it in flight."""
-        while len(self._steps) >= self.limit:
-            self._advance_oldest()
+    def add(self, operation: Generator[None, None, None], *, joins: bool = False) -> None:
+        """Start ``operation`` and keep it in flight; ``joins`` the burst of the one before."""
+        if self.lanes.reduce.async_op:
+            while len(self._steps) >= self.limit:
+                self._advance_oldest()
+        else:
+            while not joins and len(self._inputs) >= self.limit:
+                self.lanes.compute.wait(self._inputs.popleft().event)
+            if not joins or not self._inputs:
+                self._inputs.append(_Held())
+            while len(self._sums) > 1:  # not the last one's, which need not be there yet
+                self.lanes.reduce.wait(self._sums.popleft().event)
         if _step(operation):
             self._steps.append(operation)
+
+    def hold(self, event: torch.Event | None, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep ``tensors``, of the compute stream, until ``event`` of the reduce lane."""
+        if self._inputs:
+            self._inputs[-1].event = event
+            self._inputs[-1].tensors += tensors
+
+    def end(self, lane: Lane, event: torch.Event | None, *sums: torch.Tensor) -> None:
+        """Let the end wait for ``event`` of ``lane``, and keep ``sums``, of the reduce lane, until then."""
+        if event is not None:
+            self._ends[lane] = event
+            if sums:
+                self._sums.append(_Held(event, list(sums)))
 
     def _advance_oldest(self) -> None:
         oldest = self._steps.popleft()
@@ -170,6 +246,14 @@ class Retained:
             self._advance_oldest()
         while self._later:
             _exhaust(self._later.popleft())
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        for event in self._ends.values():
+            self.lanes.compute.wait(event)
+        self._ends.clear()
+        self._inputs.clear()
+        self._sums.clear()
 
     def abandon(self) -> None:
         """Let communication end and throw the results away."""
@@ -178,6 +262,15 @@ class Retained:
         self._later.clear()
         for operation in operations:
             operation.close()
+        self._wait_for_all()
+
+
+@dataclass
+class _Held:
+    """Memory that must not be used again before ``event``."""
+
+    event: torch.Event | None = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 def _step(operation: Generator[None, None, None]) -> bool:

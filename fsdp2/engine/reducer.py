@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,8 +38,8 @@ class GroupGradients:
         self._chunk_of: dict[int, int] = {}
         self._ready: list[set[int]] = []
         self._launched = 0
+        self._at_once = False
         self._hooked: dict[int, torch.Tensor] = {}
-        self._nodes: dict[int, Any] = {}
         self._awaited: set[int] | None = None
         self._task = -1
         # A backward did not reduce, so gradients may be in the reduce dtype, on whichever ranks have them.
@@ -82,7 +82,6 @@ class GroupGradients:
         if self._hooked.get(i) is full:
             return
         self._hooked[i] = full
-        self._nodes.pop(i, None)
         reference = weakref.ref(self)
 
         def ready(tensor: torch.Tensor) -> None:
@@ -94,14 +93,17 @@ class GroupGradients:
 
     # ---- one backward ----
 
-    def begin_backward(self, *, count: bool, watch_all: bool) -> None:
+    def begin_backward(self, *, count: bool, watch_all: bool, nodes: int) -> None:
         """Backward enters the group; with ``count`` its post-backward runs when the last gradient is finished.
 
         With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
+        ``nodes`` is how many autograd nodes the forward made: with fewer than parameters (a compiled block makes one)
+        gradients come at once, and nothing is computed in between.
         """
         plan = self._plan or self._make_plan()
         self._ready = [set() for _ in plan.streamed]
         self._launched = 0
+        self._at_once = nodes < len(self._chunk_of)
         self._awaited = self._expected() if count else None
         self._task = graph_task_id()
         if watch_all:
@@ -118,11 +120,10 @@ class GroupGradients:
         expected = set()
         for i in self._chunk_of:
             self._hook(i)
-            if i not in self._nodes:
-                full = self._group.params[i].full
-                assert full is not None
-                self._nodes[i] = accumulate_grad_node(full)
-            if will_execute(self._nodes[i]):
+            full = self._group.params[i].full
+            assert full is not None
+            # Not kept: a node runs on the stream that it was made on, and the next forward may use another.
+            if will_execute(accumulate_grad_node(full)):
                 expected.add(i)
         return expected or None
 
@@ -135,9 +136,11 @@ class GroupGradients:
             return
         if group.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
             self._ready[self._chunk_of[i]].add(i)
+            joins = self._at_once and self._launched > 0
             while self._launched < len(plan.streamed) and self._complete(plan.streamed[self._launched]):
                 self._launched += 1
-                self._launch(plan.streamed[self._launched - 1])
+                self._launch(plan.streamed[self._launched - 1], joins=joins)
+                joins = True
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
         if self._awaited is not None and graph_task_id() == self._task:
             self._awaited.discard(i)
@@ -152,11 +155,13 @@ class GroupGradients:
             return
         plan = self._plan or self._make_plan()
         self._awaited = None
+        joins = self._launched > 0
         for c, chunk in enumerate(plan.chunks):
             sent = c < self._launched
             present = [i for i in chunk if params[i].has_gradient or (not sent and (unused or self._must_flush(i)))]
             if present:
-                self._launch(tuple(present))
+                self._launch(tuple(present), joins=joins)
+                joins = True
         self._launched = 0
         self._kept = False
 
@@ -191,7 +196,8 @@ class GroupGradients:
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...]) -> None:
+    def _launch(self, indices: tuple[int, ...], *, joins: bool = False) -> None:
+        """Send these gradients; the chunk ``joins`` the one before if nothing was computed since that left."""
         group = self._group
         if group.root.agreement is not None:
             group.root.agreement.about_to("reduce", group, indices)
@@ -213,10 +219,10 @@ class GroupGradients:
             deliver([torch.empty(p.spec.shard_shape, dtype=p.dtype, device=p.local.device) for p in params])
             return
         settle = self._settle(indices) if group.mesh.replicate.size > 1 else None
-        comm, plan = group.root.comm, self._reduce_plan(params[0])
-        operation = reduce_chunk(grads, self._rows[indices], plan, comm.lanes, deliver, settle)
+        reductions, plan = group.root.comm.reductions, self._reduce_plan(params[0])
+        operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, settle)
         del grads
-        comm.reductions.add(operation)
+        reductions.add(operation, joins=joins)
 
     def _row_padding(self, dtype: torch.dtype) -> int:
         """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'."""

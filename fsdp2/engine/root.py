@@ -30,7 +30,7 @@ class CommContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lanes = Lanes(device)
-        self.reductions = Retained(limit=1)
+        self.reductions = Retained(self.lanes)
         self.finalizing: GradientReduction | None = None  # started by finalize_backward and not waited for
 
     @property
@@ -143,7 +143,7 @@ class RootContext:
             return False
         if not self._compared:
             self.compare(None)
-        alone, broke_off = self.runs_alone, self.forward_root is not None
+        alone = self.runs_alone
         self._leave_evaluation(alone=alone)
         for group in self.groups:
             if group.lifecycle.phase is Phase.BACKWARD:
@@ -151,7 +151,7 @@ class RootContext:
                     f"{group.name or 'the root'}: forward starts, but its last backward did not end (it raised?); "
                     "call reset_iter_state() on the root module first; that backward's gradients are discarded"
                 )
-            group.begin_iteration(broke_off=broke_off)
+            group.begin_iteration()
         refresh()
         emit("root_pre_forward", "")
         self.forward_root = state
@@ -226,6 +226,7 @@ class RootContext:
                 group.lifecycle.enter("defer_backward")
             if not deferred:
                 self.finish_backward()
+            self.comm.lanes.compute.leave_backward()
             self.forward_root = None
             for state in self.all_states:
                 state.members_to_run.clear()
@@ -255,6 +256,7 @@ class RootContext:
         self.comm.finalizing = None
         self.finalization.end()
         self.comm.reductions.abandon()
+        self.comm.lanes.compute.leave_backward()
         if self.agreement is not None:
             self.agreement.abandon()
         for group in self.groups:

@@ -163,6 +163,8 @@ class FSDPState(ComposableState):
         for group in self.groups:
             group.post_forward(self, reshard=not in_backward)
         if torch.is_grad_enabled() and self.groups:
+            for group in self.groups:
+                group.nodes = autograd_sequence_number() - self._first_node
             watched = watch_outputs(output, self.pre_backward, self._first_node)
             watched |= not in_backward and self._watch_left()
             output = watch_transformed(output, self.pre_backward)

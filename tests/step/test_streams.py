@@ -28,16 +28,18 @@ from tests.support.streams import Device
 pytestmark = api.fsdp2_only
 
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 SETUPS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "mixed": {"mp_policy": MIXED},
-    "bfloat16": {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    "bfloat16": {"mp_policy": BF16},
     "kept": {"reshard_after_forward": False},
     "kept, mixed": {"reshard_after_forward": False, "mp_policy": MIXED},
     "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
     "last dimension": {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
     "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
     "hybrid": {"hybrid": True},
+    "hybrid, bfloat16": {"hybrid": True, "mp_policy": BF16},
     "hybrid, mixed": {"hybrid": True, "mp_policy": MIXED},
 }
 
@@ -298,9 +300,10 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
     ("gather", "FSDPParamGroup.reshard"): (("wait", "after", "_free_full"), training, "fp32", "packed"),
     ("compute", "gather.finish_gather"): (("wait", "finish_gather", "wait_for_unshard"), training, "fp32", "packed"),
     ("reduce", "reduce.reduce_chunk"): (("wait", "after", "_start_scatter"), training, "fp32", "packed"),
-    ("compute", "reduce.reduce_chunk"): (("wait", "wait", "reduce_chunk"), training, "hybrid", "direct"),
+    ("compute", "Retained.add"): (("wait", "add", "_launch"), training, "fp32", "direct"),
     ("replicate", "reduce.reduce_chunk"): (("wait", "after", "reduce_chunk"), training, "hybrid", "packed"),
-    ("compute", "RootContext.end_backward"): (("wait", "reduce_chunk", "_step"), training, "bfloat16", "packed"),
+    ("reduce", "Retained.add"): (("wait", "add", "_launch"), training, "hybrid, bfloat16", "direct"),
+    ("compute", "Retained.finish"): (("wait", "_wait_for_all", "finish"), training, "bfloat16", "packed"),
 }
 """For each wait of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it."""
 

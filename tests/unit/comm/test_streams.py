@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp2.comm.streams import ComputeLane, InFlight, Lane, Lanes, Retained
+from tests.support.streams import Device
 
 CPU = torch.device("cpu")
+
+
+def retained(limit: int) -> Retained:
+    """Return an empty set of operations on a CPU."""
+    return Retained(Lanes(CPU), limit)
 
 
 class Work:
@@ -87,6 +93,65 @@ def test_the_compute_lane_of_a_cpu_has_no_events() -> None:
     assert compute.wait(None) is None
 
 
+# ---- streams ----
+
+
+def test_lanes_are_made_when_they_are_used() -> None:
+    """Each state has lanes until a root takes it in; a device has thirty-two streams, shared by whoever asks."""
+    with Device() as device:
+        lanes = Lanes(CPU)
+        retained(1), lanes.compute.wait(lanes.compute.event())
+        assert device.streams == [device.compute]
+        with lanes.gather.after(), lanes.gather.after():
+            pass
+        assert len(device.streams) == 2
+
+
+def test_in_a_backward_compute_is_the_stream_that_it_entered_on() -> None:
+    """The hooks of gradients may run on the stream of an earlier iteration: what they put there is waited for too."""
+    with Device() as device:
+        compute, stale, later = Lanes(CPU).compute, device.Stream(), device.Stream()
+        compute.enter_backward()
+        with device.stream(stale):
+            torch.zeros(3)
+            event = compute.event()
+            assert event is not None and stale.name in event.clocks  # type: ignore[attr-defined]
+            with device.stream(later):
+                torch.zeros(3)
+                done = later.record_event()
+            compute.wait(done)  # type: ignore[arg-type]
+        for stream in (device.compute, stale):
+            assert later.name in stream.clocks and stale.name in stream.clocks
+        compute.leave_backward()
+        with device.stream(stale):
+            torch.zeros(3)
+            compute.event()
+        assert device.compute.clocks[stale.name] < stale.clocks[stale.name]
+
+
+def test_on_streams_inputs_of_so_many_bursts_are_held() -> None:
+    """The operation itself is through at once; chunks without anything computed between them count as one."""
+    with Device():
+        flying = retained(2)
+        inputs = [torch.ones(1) for _ in range(6)]
+        held = [weakref.ref(tensor) for tensor in inputs]
+
+        def operation(tensor: torch.Tensor) -> Generator[None, None, None]:
+            with flying.lanes.reduce.after(flying.lanes.compute.event()) as done:
+                tensor + 1
+            flying.hold(done.event, [tensor])
+            return
+            yield
+
+        alive = []
+        for i, joins in enumerate([True, False, True, True, False, False]):
+            flying.add(operation(inputs.pop(0)), joins=joins)
+            alive.append([j for j, reference in enumerate(held[: i + 1]) if reference() is not None])
+        assert alive == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [4, 5]]
+        flying.finish()
+        assert not any(reference() for reference in held)
+
+
 # ---- values in flight ----
 
 
@@ -113,36 +178,36 @@ def test_waiting_lets_go_of_the_works() -> None:
 
 
 def test_an_operation_starts_at_once_and_ends_when_asked() -> None:
-    operations, retained = Operations(), Retained(2)
-    retained.add(operations.make(0, 1))
+    operations, flying = Operations(), retained(2)
+    flying.add(operations.make(0, 1))
     assert operations.log == [(0, 0)]
-    retained.finish()
+    flying.finish()
     assert operations.log == [(0, 0), (0, 1)]
     assert not operations.alive
 
 
 def test_one_more_than_the_limit_carries_the_oldest_on() -> None:
-    operations, retained = Operations(), Retained(2)
+    operations, flying = Operations(), retained(2)
     for name in range(3):
-        retained.add(operations.make(name, 1))
+        flying.add(operations.make(name, 1))
     assert operations.log == [(0, 0), (1, 0), (0, 1), (2, 0)]
 
 
 def test_a_second_wait_does_not_hold_up_the_first_of_others() -> None:
-    operations, retained = Operations(), Retained(1)
+    operations, flying = Operations(), retained(1)
     for name in range(4):
-        retained.add(operations.make(name, 2))
+        flying.add(operations.make(name, 2))
     # Operation 0 ends when operation 2 waits for the second time: one more than the limit.
     assert operations.log == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (2, 1), (1, 2), (3, 0)]
 
 
 @given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=12))
 def test_operations_end_in_order_within_their_limit(limit: int, waits: list[int]) -> None:
-    operations, retained = Operations(), Retained(limit)
+    operations, flying = Operations(), retained(limit)
     for name, count in enumerate(waits):
-        retained.add(operations.make(name, count))
+        flying.add(operations.make(name, count))
         assert len(operations.alive) <= 2 * limit  # as many again between their first wait and their last
-    retained.finish()
+    flying.finish()
     assert not operations.alive
     assert sorted(operations.log) == [(n, step) for n, count in enumerate(waits) for step in range(count + 1)]
     for count in set(waits):
@@ -152,28 +217,28 @@ def test_operations_end_in_order_within_their_limit(limit: int, waits: list[int]
 
 @given(st.integers(1, 4), st.integers(0, 12))
 def test_operations_with_one_wait_are_never_more_than_the_limit(limit: int, count: int) -> None:
-    operations, retained = Operations(), Retained(limit)
+    operations, flying = Operations(), retained(limit)
     for name in range(count):
-        retained.add(operations.make(name, 1))
+        flying.add(operations.make(name, 1))
         assert len(operations.alive) <= limit
     assert len(operations.alive) == min(limit, count)
 
 
 def test_a_lower_limit_holds_from_the_next_operation_on() -> None:
-    operations, retained = Operations(), Retained(4)
+    operations, flying = Operations(), retained(4)
     for name in range(4):
-        retained.add(operations.make(name, 1))
-    retained.limit = 1
-    retained.add(operations.make(4, 1))
+        flying.add(operations.make(name, 1))
+    flying.limit = 1
+    flying.add(operations.make(4, 1))
     assert operations.alive == {4}
 
 
 def test_finishing_twice_or_nothing_is_harmless() -> None:
-    operations, retained = Operations(), Retained(2)
-    retained.finish()
-    retained.add(operations.make(0, 2))
-    retained.finish()
-    retained.finish()
+    operations, flying = Operations(), retained(2)
+    flying.finish()
+    flying.add(operations.make(0, 2))
+    flying.finish()
+    flying.finish()
     assert operations.log == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -182,17 +247,17 @@ def test_an_operation_that_raises_is_dropped_and_the_others_go_on() -> None:
         yield
         raise RuntimeError("lost connection")
 
-    operations, retained = Operations(), Retained(2)
-    retained.add(failing())
-    retained.add(operations.make(1, 1))
+    operations, flying = Operations(), retained(2)
+    flying.add(failing())
+    flying.add(operations.make(1, 1))
     with pytest.raises(RuntimeError, match="lost connection"):
-        retained.finish()
-    retained.finish()
+        flying.finish()
+    flying.finish()
     assert operations.log == [(1, 0), (1, 1)]
 
 
 def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
-    operations, retained = Operations(), Retained(1)
+    operations, flying = Operations(), retained(1)
     inputs = torch.ones(3)
     reference = weakref.ref(inputs)
 
@@ -200,10 +265,10 @@ def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
         yield
         held.add_(1)
 
-    retained.add(operations.make(0, 2))
-    retained.add(holding(inputs))
+    flying.add(operations.make(0, 2))
+    flying.add(holding(inputs))
     del inputs
-    retained.abandon()
+    flying.abandon()
     assert not operations.alive and reference() is None
-    retained.finish()
+    flying.finish()
     assert operations.log == [(0, 0), (0, 1)]

@@ -1,9 +1,10 @@
-"""AdamW step and gradient clipping over 600 small sharded parameters, beside the same work on plain tensors.
+"""AdamW and Muon steps and gradient clipping on sharded parameters, beside the same work on plain tensors.
 
 600 parameters of 64x64 in 20 units on a pretended world of 2 ranks (`fake` process group); the plain tensors have the
 shards' shapes. Ours is `fsdp2.use_local_shards(optimizer)` and `fsdp2.clip_grad_norm_`; torch's is its optimizer and
 its clipping on its own DTensors. Clipping plain tensors is torch's norm and scaling around one all-reduce. Medians of
-processor time over calls in which the candidates take turns.
+processor time over calls in which the candidates take turns. Muon steps over 24 matrices on two gloo processes,
+`fsdp2.use_full_params(optimizer)` beside Muon on torch's DTensors and in one process with plain tensors.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import _muon
 import torch
 import torch.distributed as dist
 from _common import FullyShard, Row, arguments, fake_sides, finish, median, shard_units, spread
+from _processes import on_two_processes, turn_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -120,10 +123,12 @@ def rows(sides: dict[str, FullyShard], mesh: DeviceMesh, package: Any, rounds: i
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="calls of every candidate (default 40)")
+    turn_arguments(parser, turns=15)
     options = parser.parse_args()
+    muon = _muon.rows(on_two_processes(_muon.worker, options))
     sides, mesh = fake_sides(options, WORLD)
     package = None if options.ours == "torch" else importlib.import_module("fsdp2")
-    found = rows(sides, mesh, package, options.rounds)
+    found = rows(sides, mesh, package, options.rounds) + muon
     finish("optimizer", found, __doc__ or "", options)
 
 

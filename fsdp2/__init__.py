@@ -8,6 +8,7 @@ from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
 from fsdp2.module import FSDPModule, share_comm_ctx
 from fsdp2.optim.clip import clip_grad_norm_
+from fsdp2.optim.full_params import use_full_params
 from fsdp2.optim.grad_scaler import ShardedGradScaler
 from fsdp2.optim.local_step import use_local_shards
 from fsdp2.policies import (
@@ -62,6 +63,7 @@ __all__ = [
     "summon_full_params",
     "sync_module_states",
     "uninstall",
+    "use_full_params",
     "use_local_shards",
     "use_weights",
 ]

@@ -32,6 +32,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "chunks_in_flight",
+    "exchange_bytes",
     "exchange_objects",
     "prefers_all_to_all",
     "reduce_scatter",
@@ -183,6 +184,23 @@ def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op
     assert axis.group is not None
     output, rows = _real(output), _real(rows)
     return _works(group_all_to_all(axis.group, output, rows, [], [], _exchange_options(async_op)), axis, async_op)
+
+
+def exchange_bytes(
+    output: torch.Tensor,
+    sent: torch.Tensor,
+    output_sizes: list[int],
+    sent_sizes: list[int],
+    axis: Axis,
+    *,
+    async_op: bool,
+) -> list[Work]:
+    """Send each rank its part of ``sent``, of its own size, and fill ``output`` with theirs, in rank order (bytes)."""
+    if axis.size == 1:
+        return []
+    assert axis.group is not None
+    options = _exchange_options(async_op)
+    return _works(group_all_to_all(axis.group, output, sent, output_sizes, sent_sizes, options), axis, async_op)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[Work]:

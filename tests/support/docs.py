@@ -44,6 +44,7 @@ EXTRA_NAMES = {
     "summon_full_params",
     "sync_module_states",
     "uninstall",
+    "use_full_params",
     "use_local_shards",
     "use_weights",
 }

@@ -1,0 +1,132 @@
+"""One all-to-all that brings pieces of several tensors to their owners, or whole tensors back to their holders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2._torch.tensors import foreach_copy
+from fsdp2.comm.collectives import Work, exchange_bytes
+from fsdp2.optim.owners import Route
+from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.packing import align
+from fsdp2.weights.boxes import Box, narrow, numel
+
+__all__ = ["Arriving", "Layout"]
+
+_ALIGN_BYTES = 16  # so that pieces of any dtype can be viewed, and copied fast
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A box of entry ``index`` and where it lies in a buffer."""
+
+    index: int
+    box: Box
+    offset: int
+
+
+class Layout:
+    """Where every piece lies in what this rank sends and receives; the same entries make matching ones on all ranks."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        dtypes: Sequence[torch.dtype],
+        axis: Axis,
+        device: torch.device,
+        *,
+        to_owner: bool,
+    ) -> None:
+        """``axis`` are the ranks of the routes; buffers are made on ``device``, which its backend serves."""
+        self.routes, self.dtypes, self.axis, self.device = routes, dtypes, axis, device
+        self.own: list[tuple[int, Box]] = []  # pieces that stay here
+        sends: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
+        receives: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
+        for index, route in enumerate(routes):
+            for other in route.senders if to_owner else route.holders:
+                source, target = (other, route.owner) if to_owner else (route.owner, other)
+                piece = (index, route.boxes[other])
+                if source == target == axis.rank:
+                    self.own.append(piece)
+                elif source == axis.rank:
+                    sends[target].append(piece)
+                elif target == axis.rank:
+                    receives[source].append(piece)
+        self.sent, self.send_sizes = self._place(sends)
+        self.received, self.receive_sizes = self._place(receives)
+
+    def _place(self, pieces: Iterable[list[tuple[int, Box]]]) -> tuple[list[_Slot], list[int]]:
+        slots, sizes, end = [], [], 0
+        for of_rank in pieces:
+            start = end
+            for index, box in of_rank:
+                slots.append(_Slot(index, box, end))
+                end += align(numel(box) * self.dtypes[index].itemsize, _ALIGN_BYTES)
+            sizes.append(end - start)
+        return slots, sizes
+
+    @property
+    def nbytes_sent(self) -> int:
+        """Bytes that this rank sends."""
+        return sum(self.send_sizes)
+
+    def start(self, sources: Sequence[torch.Tensor | None], origins: Sequence[Box]) -> Arriving:
+        """Send this rank's pieces; ``sources[i]`` is the part ``origins[i]`` of entry ``i``, or None."""
+        sent = torch.empty(sum(self.send_sizes), dtype=torch.uint8, device=self.device)
+        targets, pieces = [], []
+        for slot in self.sent:
+            targets.append(self._view(sent, slot))
+            pieces.append(_part(sources[slot.index], slot.box, origins[slot.index]))
+        _copy_all(targets, pieces)
+        received = torch.empty(sum(self.receive_sizes), dtype=torch.uint8, device=self.device)
+        works = exchange_bytes(received, sent, self.receive_sizes, self.send_sizes, self.axis, async_op=True)
+        kept = [(index, box, _part(sources[index], box, origins[index])) for index, box in self.own]
+        return Arriving(self, works, sent, received, kept)
+
+    def _view(self, buffer: torch.Tensor, slot: _Slot) -> torch.Tensor:
+        dtype = self.dtypes[slot.index]
+        flat = buffer[slot.offset : slot.offset + numel(slot.box) * dtype.itemsize].view(dtype)
+        return flat.view([length for _, length in slot.box])
+
+
+@dataclass
+class Arriving:
+    """Pieces on their way. ``sent`` is kept until they have left."""
+
+    layout: Layout
+    works: list[Work]
+    sent: torch.Tensor
+    received: torch.Tensor
+    kept: list[tuple[int, Box, torch.Tensor]]
+
+    def wait(self) -> list[tuple[int, Box, torch.Tensor]]:
+        """(Entry, box, values) of every piece that came, and of those that were here."""
+        for work in self.works:
+            work.wait()
+        layout = self.layout
+        return [
+            *self.kept,
+            *((slot.index, slot.box, layout._view(self.received, slot)) for slot in layout.received),
+        ]
+
+    def deliver(self, into: Sequence[torch.Tensor | None], origins: Sequence[Box]) -> None:
+        """Wait, then copy every piece to its place in ``into[i]``, which is the part ``origins[i]`` of entry ``i``."""
+        targets, pieces = [], []
+        for index, box, values in self.wait():
+            targets.append(_part(into[index], box, origins[index]))
+            pieces.append(values)
+        _copy_all(targets, pieces)
+
+
+def _part(tensor: torch.Tensor | None, box: Box, origin: Box) -> torch.Tensor:
+    """The view of ``box`` in a tensor that is the part ``origin`` of the whole."""
+    assert tensor is not None
+    return narrow(tensor, tuple((start - first, length) for (start, length), (first, _) in zip(box, origin)))
+
+
+def _copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
+    if targets:
+        foreach_copy(targets, pieces)

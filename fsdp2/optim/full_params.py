@@ -1,0 +1,377 @@
+"""``use_full_params``: an optimizer that needs whole matrices steps on them, each at one rank, its owner.
+
+A step goes bucket by bucket. Pieces of gradients and parameters travel to the owners in one all-to-all; every owner
+runs the optimizer's own step on plain, whole tensors; pieces of the new values travel back in another one and are
+written into the shards. The next bucket travels while one is computed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch.dynamo import outside_dynamo
+from fsdp2._torch.tensors import dtensor_spec, local_tensor, python_attributes
+from fsdp2.comm.collectives import all_reduce_max, exchange_objects
+from fsdp2.engine.param import lend_gradient
+from fsdp2.optim.alike import agreeing_local
+from fsdp2.optim.exchange import Arriving, Layout
+from fsdp2.optim.full_state import OwnedState, keep_owned, shown_at_holders
+from fsdp2.optim.owners import default_cost
+from fsdp2.optim.ownership import Owned, Ownership, RankSet
+
+__all__ = ["use_full_params"]
+
+_MARK = "_fsdp2_full_params"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+_NO_GRADIENT, _NOTHING_HERE, _FEWEST = -1, -2, -(1 << 20)
+
+
+def use_full_params(
+    optimizer: optim.Optimizer,
+    *,
+    cost: Callable[[torch.Tensor], float] | None = None,
+    bucket_mb: float = 64.0,
+) -> optim.Optimizer:
+    """The same optimizer, which from now on computes with whole parameters, each on the one rank that owns it.
+
+    For optimizers that look at a parameter as a whole: Muon, Shampoo, SOAP, Adafactor. Parameters are treated one by
+    one, so results are those of the same step on whole tensors in one process. Learning rates, parameter groups, hooks,
+    ``zero_grad`` and gradient scalers work as before. State lives at the owner; ``state_dict`` and ``load_state_dict``,
+    which all ranks must call, show and take it as the optimizer would have it on DTensors. Each step sends about three
+    times the shards' bytes and waits once for the host on an accelerator. Plain parameters are stepped on every rank.
+
+    Args:
+        optimizer: Any that treats its parameters one by one and whose ``step`` takes no closure.
+        cost: What a parameter costs its owner, as a function of the (sharded) parameter; the same on all ranks.
+            Default: rows x columns x the smaller of the two.
+        bucket_mb: MiB of gradients and parameters that an owner computes with at a time; one parameter may exceed it.
+
+    Raises:
+        TypeError: ``optimizer`` is none.
+        ValueError: it needs a closure or sparse gradients, or already steps on local shards.
+    """
+    if not isinstance(optimizer, optim.Optimizer):
+        raise TypeError(
+            f"use_full_params: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer "
+            "that a wrapper holds"
+        )
+    if bucket_mb <= 0:
+        raise ValueError(f"use_full_params: expected bucket_mb > 0, got {bucket_mb}")
+    if _MARK in optimizer.__dict__:
+        return optimizer
+    _check_kind(optimizer)
+    optimizer.__dict__[_MARK] = True
+    _FullParams(optimizer, cost or default_cost, int(bucket_mb * (1 << 20))).take_over()
+    return optimizer
+
+
+def _check_kind(optimizer: optim.Optimizer) -> None:
+    reason = ""
+    if isinstance(optimizer, optim.LBFGS):
+        reason = "it takes products over all elements of all parameters, and its step needs a closure"
+    elif isinstance(optimizer, optim.SparseAdam):
+        reason = "it needs sparse gradients, and those of shards are dense"
+    elif "_fsdp2_local_shards" in optimizer.__dict__:
+        reason = "use_local_shards was called on it, and it computes either with whole parameters or with shards"
+    if reason:
+        raise ValueError(
+            f"use_full_params: {type(optimizer).__name__} cannot step on whole parameters, because {reason}; expected "
+            "an optimizer that treats its parameters one by one, such as Muon. Use it as it is, on DTensors"
+        )
+
+
+@dataclass
+class _Bucket:
+    """Parameters that are computed at the same time, and how their tensors travel."""
+
+    owned: list[Owned]
+    inward: Layout  # gradients, then parameters
+    outward: Layout
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    fulls: list[torch.Tensor | None] = field(default_factory=list)
+    arriving: Arriving | None = None
+    leaving: Arriving | None = None
+
+
+class _FullParams:
+    """The owners of one optimizer's parameters, and its step."""
+
+    def __init__(self, optimizer: optim.Optimizer, cost: Callable[[torch.Tensor], float], bucket_bytes: int) -> None:
+        self._optimizer = optimizer
+        self._cost, self._bucket_bytes = cost, bucket_bytes
+        self._ownership = Ownership([], cost)
+        self._state = OwnedState(self._ownership)  # taken over from the optimizer when it is first asked for
+        self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
+        self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
+        self._load_as_torch = optimizer.load_state_dict
+        self._save_as_torch = optimizer.state_dict
+        kind = type(optimizer)
+        self._step_as_torch = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which run once a step
+
+    def take_over(self) -> None:
+        """Replace the optimizer's ``step``, ``state_dict`` and ``load_state_dict``."""
+        optimizer = self._optimizer
+        step = optim.Optimizer.profile_hook_step(outside_dynamo(self._step))
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
+        optimizer.state_dict = types.MethodType(self._state_dict, optimizer)  # type: ignore[method-assign]
+        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]
+
+    # ---- one step ----
+
+    @torch.no_grad()
+    def _step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """All buckets, in order.
+
+        Raises:
+            RuntimeError: on every rank: some ranks have a gradient of a parameter and others none; or the optimizer
+                raised on some rank (which raises that error).
+        """
+        if closure is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step: got a closure, expected none: whole parameters are there during the "
+                "step alone; call backward() before step()"
+            )
+        self._refresh()
+        dtypes = self._agree_on_gradients()
+        error: Exception | None = None
+        groups = _Groups(optimizer)
+        before: _Bucket | None = None
+        for ranks in self._ownership.sets:
+            buckets = self._buckets_of(ranks, dtypes[ranks])
+            for i, bucket in enumerate(buckets):
+                if i == 0:
+                    self._send(bucket)
+                self._assemble(bucket)
+                if i + 1 < len(buckets):
+                    self._send(buckets[i + 1])
+                if error is None:
+                    error = self._compute(bucket, groups)
+                self._return(bucket)
+                if before is not None:
+                    self._write(before)
+                before = bucket
+            if before is not None:
+                self._write(before)
+                before = None
+        if error is None:
+            error = groups.step({param: param for param in groups.plain}, self._step_as_torch)
+        self._end_together(error, groups)
+        self._state.stepped = True
+
+    def _refresh(self) -> None:
+        """Follow parameter groups that changed, and state that somebody set."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        optimizer, state = self._optimizer, self._optimizer.state
+        if not self._ownership.is_of(params):
+            if state is self._state:
+                state = shown_at_holders(state, self._ownership)  # others may own it from now on
+            self._ownership = Ownership(params, self._cost)
+            self._buckets.clear()
+        if state is not self._state:
+            self._state = keep_owned(state, self._ownership)
+            optimizer.state = self._state  # type: ignore[assignment]  # any dictionary will do
+
+    def _agree_on_gradients(self) -> dict[RankSet, list[torch.dtype | None]]:
+        """Which parameters have a gradient, and of which dtype: the same on all ranks, as one small collective shows.
+
+        Sets of fewer ranks come first, so that all ranks hear of what is wrong in one of them before anything is sent.
+        """
+        found: dict[RankSet, list[torch.dtype | None]] = {}
+        wrong = ""
+        for ranks in reversed(self._ownership.sets):
+            codes = [_code(owned) for owned in ranks.owned]
+            least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
+            both = torch.tensor([*codes, *least, bool(wrong)], dtype=torch.int32).to(ranks.device)
+            all_reduce_max(both, ranks.axis)
+            *most, elsewhere = both.tolist()
+            most, least = most[: len(codes)], most[len(codes) :]
+            for owned, code, high, low in zip(ranks.owned, codes, most, least):
+                if high > _NOTHING_HERE and high != -low:
+                    here = str(_DTYPES[code]) if code >= 0 else "none"
+                    wrong = (
+                        f"some ranks have another gradient of {self._name(owned.param)} than others, this one {here}"
+                    )
+            if elsewhere and not wrong:
+                wrong = "a gradient is there on some ranks and not on others, or in another dtype; their errors name it"
+            found[ranks] = [_DTYPES[high] if high >= 0 else None for high in most]
+        if wrong:
+            raise RuntimeError(
+                f"use_full_params: {wrong}; expected a gradient of one dtype on every rank that holds a piece, or on "
+                "none. Set or clear gradients on all ranks alike. Nothing was changed"
+            )
+        return found
+
+    def _buckets_of(self, ranks: RankSet, dtypes: list[torch.dtype | None]) -> list[_Bucket]:
+        key = (ranks, *(-1 if dtype is None else _DTYPES.index(dtype) for dtype in dtypes))
+        if key not in self._buckets:
+            used = [(owned, dtype) for owned, dtype in zip(ranks.owned, dtypes) if dtype is not None]
+            self._buckets[key] = [_plan_bucket(ranks, bucket) for bucket in ranks.buckets(used, self._bucket_bytes)]
+        return self._buckets[key]
+
+    def _send(self, bucket: _Bucket) -> None:
+        params = [owned.param for owned in bucket.owned]
+        grads = [None if p.grad is None else agreeing_local(p.grad, dtensor_spec(p)) for p in params]
+        here = [owned.here for owned in bucket.owned]
+        bucket.arriving = bucket.inward.start([*grads, *map(local_tensor, params)], [*here, *here])
+
+    def _assemble(self, bucket: _Bucket) -> None:
+        """Wait for a bucket's pieces; whole gradients and parameters of what this rank owns."""
+        dtypes, count = bucket.inward.dtypes, len(bucket.owned)
+        wholes = [
+            owned.empty(dtype) if owned.mine else None for owned, dtype in zip((*bucket.owned, *bucket.owned), dtypes)
+        ]
+        origins = [owned.whole for owned in bucket.owned]
+        assert bucket.arriving is not None
+        bucket.arriving.deliver(wholes, [*origins, *origins])
+        bucket.arriving = None
+        bucket.grads, bucket.fulls = wholes[:count], wholes[count:]
+
+    def _compute(self, bucket: _Bucket, groups: _Groups) -> Exception | None:
+        """The optimizer's own step on what this rank owns of ``bucket``; the error that it raised."""
+        lent: dict[torch.Tensor, torch.Tensor] = {}
+        for owned, grad, full in zip(bucket.owned, bucket.grads, bucket.fulls):
+            if full is not None:
+                stand_in = lent[owned.param] = self._stand_in(owned.param)
+                stand_in.data = full
+                lend_gradient(stand_in, grad)
+        bucket.grads = []
+        try:
+            return groups.step(lent, self._step_as_torch)
+        finally:
+            for stood_in in lent.values():
+                lend_gradient(stood_in, None)
+                stood_in.data = stood_in.data.new_empty(0)
+
+    def _stand_in(self, param: torch.Tensor) -> nn.Parameter:
+        """The plain parameter that the optimizer sees in place of ``param``, the same object in each step."""
+        if param not in self._stand_ins:
+            empty = local_tensor(param).new_empty(0)
+            self._stand_ins[param] = stand_in = nn.Parameter(empty, requires_grad=param.requires_grad)
+            stand_in.__dict__.update(python_attributes(param))
+        return self._stand_ins[param]
+
+    def _return(self, bucket: _Bucket) -> None:
+        bucket.leaving = bucket.outward.start(bucket.fulls, [owned.whole for owned in bucket.owned])
+        bucket.fulls = []
+
+    def _write(self, bucket: _Bucket) -> None:
+        assert bucket.leaving is not None
+        shards: list[torch.Tensor | None] = [local_tensor(owned.param) for owned in bucket.owned]
+        bucket.leaving.deliver(shards, [owned.here for owned in bucket.owned])
+        bucket.leaving = None
+
+    def _end_together(self, error: Exception | None, groups: _Groups) -> None:
+        """Raise on every rank if the optimizer raised on one; else let all ranks have what a group counted at some.
+
+        Raises:
+            RuntimeError: the optimizer raised elsewhere; the weights of other parameters are changed by then.
+        """
+        for ranks in reversed(self._ownership.sets):
+            mine = [0 if error is None else ranks.axis.rank + 1, bool(groups.changed)]
+            both = torch.tensor(mine, dtype=torch.int32).to(ranks.device)
+            all_reduce_max(both, ranks.axis)
+            failed, changed = both.tolist()
+            if error is None and failed:
+                where = f"{type(self._optimizer).__name__} raised on rank {ranks.ranks[failed - 1]} during this step"
+                error = RuntimeError(
+                    f"use_full_params: {where}, whose log says why; parameters that other ranks own have been updated. "
+                    "Resume from a checkpoint"
+                )
+            if changed and not failed:
+                for theirs in exchange_objects(groups.changed, ranks.axis):
+                    for index, options in theirs.items():
+                        self._optimizer.param_groups[index].update(options)
+        if error is not None:
+            raise error
+
+    def _name(self, param: torch.Tensor) -> str:
+        for g, group in enumerate(self._optimizer.param_groups):
+            for i, other in enumerate(group["params"]):
+                if other is param:
+                    return group["param_names"][i] if "param_names" in group else f"parameter {i} of group {g}"
+        return f"a parameter of shape {tuple(param.shape)}"
+
+    # ---- state dicts ----
+
+    def _state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+        self._refresh()
+        owned = optimizer.state
+        optimizer.state = shown_at_holders(self._state, self._ownership)
+        try:
+            return self._save_as_torch()
+        finally:
+            optimizer.state = owned
+
+    def _load_state_dict(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._refresh()
+        self._load_as_torch(state_dict)
+        self._refresh()
+
+
+def _plan_bucket(ranks: RankSet, used: list[tuple[Owned, torch.dtype]]) -> _Bucket:
+    owned, routes = [owned for owned, _ in used], [owned.route for owned, _ in used]
+    grads, params = [dtype for _, dtype in used], [owned.param.dtype for owned, _ in used]
+    inward = Layout([*routes, *routes], [*grads, *params], ranks.axis, ranks.device, to_owner=True)
+    return _Bucket(owned, inward, Layout(routes, params, ranks.axis, ranks.device, to_owner=False))
+
+
+def _code(owned: Owned) -> int:
+    """Which gradient this rank has of a parameter: an index of ``_DTYPES``, or that it has none, or no piece at all."""
+    if owned.holds_nothing:
+        return _NOTHING_HERE
+    grad = owned.param.grad
+    return _NO_GRADIENT if grad is None else _DTYPES.index(grad.dtype)
+
+
+class _Groups:
+    """The parameter groups of an optimizer during one step, which calls the optimizer's own once for each bucket."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._params = [(group, group["params"]) for group in optimizer.param_groups]
+        # What a group counts or decays in a step must be counted once: each call begins with the same options.
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.changed: dict[int, dict[str, Any]] = {}  # by the index of a group: options that a step has changed
+        self.plain = [p for _, params in self._params for p in params if not isinstance(p, DTensor)]
+
+    def step(self, lent: dict[torch.Tensor, torch.Tensor], step: Callable[..., Any]) -> Exception | None:
+        """Call ``step`` with groups and state of ``lent`` alone, each seen as another tensor; the error it raised."""
+        if not lent:
+            return None
+        optimizer, kept, groups = self._optimizer, self._optimizer.state, self._optimizer.param_groups
+        state: Any = defaultdict(dict)
+        state.update({seen: kept[param] for param, seen in lent.items() if param in kept})
+        try:
+            optimizer.state, optimizer.param_groups = state, self._seen(lent)
+            step(optimizer)
+        except Exception as error:
+            return error
+        finally:
+            optimizer.state, optimizer.param_groups = kept, groups
+            for i, (group, params) in enumerate(self._params):
+                group["params"] = params
+                changed = {k: v for k, v in group.items() if k != "params" and v is not self._options[i].get(k)}
+                if changed:
+                    self.changed[i] = changed
+            kept.update({param: state[seen] for param, seen in lent.items() if seen in state})
+        return None
+
+    def _seen(self, lent: dict[torch.Tensor, torch.Tensor]) -> list[dict[str, Any]]:
+        """The groups that have some of ``lent``, with these in place of their parameters."""
+        found = []
+        for (group, params), options in zip(self._params, self._options):
+            seen = [lent[param] for param in params if param in lent]
+            if seen:
+                for key in group.keys() - options.keys() - {"params"}:
+                    del group[key]
+                group.update(options, params=seen)
+                found.append(group)
+        return found

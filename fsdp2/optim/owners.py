@@ -1,0 +1,124 @@
+"""Who computes with each whole parameter: owners balanced by cost, and which box of it every rank holds.
+
+Everything here is arithmetic on shapes, meshes and placements, so that every rank comes to the same result without
+communication.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp2._torch.tensors import StridedShard, local_tensor
+from fsdp2.weights.boxes import Box, numel, whole
+
+__all__ = ["Route", "assign_owners", "boxes_of", "default_cost", "mesh_ranks"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one tensor of ``shape`` travels between its holders and its owner, among ranks counted from 0.
+
+    ``boxes`` are the parts that the ranks hold, in their order; ranks may hold copies, or nothing.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    owner: int
+
+    @property
+    def holders(self) -> list[int]:
+        """The ranks that hold some of it."""
+        return [rank for rank, box in enumerate(self.boxes) if numel(box)]
+
+    @cached_property
+    def senders(self) -> list[int]:
+        """The ranks whose parts make the whole, each part once: of equal parts the one nearest to the owner."""
+        nearest: dict[Box, int] = {}
+        for rank in self.holders:
+            known = nearest.get(self.boxes[rank])
+            if known is None or abs(rank - self.owner) < abs(known - self.owner):
+                nearest[self.boxes[rank]] = rank
+        return list(nearest.values())
+
+    def everywhere(self, shape: Sequence[int]) -> Route:
+        """The route of a tensor of another shape that goes whole from the same owner to every rank."""
+        return Route(tuple(shape), (whole(shape),) * len(self.boxes), self.owner)
+
+
+def mesh_ranks(param: DTensor) -> tuple[int, ...]:
+    """The global ranks that a parameter lies on, in ascending order."""
+    return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+
+
+def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
+    """The part of ``param`` that each of ``mesh_ranks(param)`` holds.
+
+    Raises:
+        NotImplementedError: parts are not boxes (a partial sum, or pieces that interleave).
+    """
+    mesh, placements = param.device_mesh, param.placements
+    known = all(isinstance(p, (Shard, StridedShard, Replicate)) for p in placements)
+    found: dict[int, Box] = {}
+    if known:
+        for coordinate in itertools.product(*map(range, mesh.mesh.shape)):
+            rank = int(mesh.mesh[coordinate])
+            found[rank] = _box(tuple(param.shape), placements, tuple(mesh.mesh.shape), coordinate)
+    mine = found.get(mesh.get_rank())
+    if mine is None or tuple(length for _, length in mine) != tuple(local_tensor(param).shape):
+        raise NotImplementedError(
+            f"{where}: its pieces are not known here; got a DTensor placed as {placements} on {mesh}, expected pieces "
+            "cut by Shard and Replicate on a mesh with this rank; redistribute it, or leave it to another optimizer"
+        )
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _box(
+    shape: tuple[int, ...], placements: Sequence[Placement], sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> Box:
+    box = list(whole(shape))
+    # A strided dimension cuts what the others of its tensor dimension have cut before, wherever it stands in the mesh.
+    for i in sorted(range(len(sizes)), key=lambda i: isinstance(placements[i], StridedShard)):
+        placement = placements[i]
+        if isinstance(placement, (Shard, StridedShard)):
+            start, size = box[placement.dim]
+            chunk = -(-size // sizes[i])
+            first = min(coordinate[i] * chunk, size)
+            box[placement.dim] = (start + first, min(chunk, size - first))
+    return tuple(box)
+
+
+def default_cost(param: torch.Tensor) -> float:
+    """rows x columns x the smaller of the two for (batches of) matrices, the number of elements for anything else."""
+    if param.ndim < 2:
+        return float(param.numel())
+    return float(param.numel() * min(param.shape[-2:]))
+
+
+def assign_owners(params: Sequence[DTensor], cost: Callable[[torch.Tensor], float]) -> list[int]:
+    """The global rank that owns each parameter: the most expensive first, each to the least busy rank it lies on.
+
+    Parameters on more ranks come first: all of those on fewer know then what their own ranks are busy with.
+    """
+    costs = [float(cost(param)) for param in params]
+    ranks = [mesh_ranks(param) for param in params]
+    busy: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+    load: dict[int, float] = {}
+    owners = [0] * len(params)
+    for i in sorted(range(len(params)), key=lambda i: (-len(ranks[i]), ranks[i], -costs[i], i)):
+        if ranks[i] not in busy:
+            busy[ranks[i]] = [(load.get(rank, 0.0), rank) for rank in ranks[i]]
+            heapq.heapify(busy[ranks[i]])
+        before, owner = heapq.heappop(busy[ranks[i]])
+        heapq.heappush(busy[ranks[i]], (before + max(costs[i], math.ulp(1.0)), owner))
+        load[owner] = before + costs[i]
+        owners[i] = owner
+    return owners

@@ -1,0 +1,134 @@
+"""The parameters of one optimizer by the ranks they lie on, each with its owner and what this rank holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch.tensors import local_tensor
+from fsdp2.optim.owners import Route, assign_owners, boxes_of, mesh_ranks
+from fsdp2.sharding.mesh import Axis
+from fsdp2.weights.boxes import Box, numel, whole
+
+__all__ = ["Owned", "Ownership", "RankSet"]
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """One parameter: how it travels, and this rank among those of its ``route``."""
+
+    param: Any
+    route: Route
+    rank: int
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank owns it."""
+        return self.route.owner == self.rank
+
+    @property
+    def here(self) -> Box:
+        """What this rank holds of it."""
+        return self.route.boxes[self.rank]
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether this rank holds no element of it."""
+        return not numel(self.here)
+
+    @property
+    def whole(self) -> Box:
+        """The box of all of it."""
+        return whole(self.route.shape)
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the whole tensor, as the parameter lay before it was sharded."""
+        device = local_tensor(self.param).device
+        return torch.empty_strided(self.route.shape, self.param.stride(), dtype=dtype, device=device)
+
+
+class RankSet:
+    """The parameters that lie on the same ranks, and the axis of these ranks in ascending order."""
+
+    def __init__(self, ranks: tuple[int, ...], params: Sequence[DTensor], owners: Sequence[int]) -> None:
+        self.ranks = ranks
+        device_type = params[0].device_mesh.device_type
+        self.axis = _axis(ranks, device_type)
+        self.device = _device(device_type)
+        self.owned = []
+        for param, owner in zip(params, owners):
+            boxes = boxes_of(param, f"use_full_params: a parameter of shape {tuple(param.shape)}")
+            self.owned.append(Owned(param, Route(tuple(param.shape), boxes, ranks.index(owner)), self.axis.rank))
+
+    def buckets(
+        self, used: Sequence[tuple[Owned, torch.dtype]], limit: int
+    ) -> Iterator[list[tuple[Owned, torch.dtype]]]:
+        """``used`` parameters with the dtype of what travels beside them, up to ``limit`` bytes an owner and bucket.
+
+        Every bucket has something to compute for each owner, as long as it has anything left.
+        """
+        queues: dict[int, list[tuple[Owned, torch.dtype]]] = {}
+        for entry in reversed(used):
+            queues.setdefault(entry[0].route.owner, []).append(entry)
+        while any(queues.values()):
+            bucket: list[tuple[Owned, torch.dtype]] = []
+            for owner in sorted(queues):
+                nbytes, queue = 0, queues[owner]
+                while queue:
+                    owned, dtype = queue[-1]
+                    nbytes += owned.param.numel() * (owned.param.dtype.itemsize + dtype.itemsize)
+                    if nbytes > limit and nbytes > owned.param.numel() * (owned.param.dtype.itemsize + dtype.itemsize):
+                        break
+                    bucket.append(queue.pop())
+            yield bucket
+
+
+class Ownership:
+    """Who owns which of ``params``, in sets of those that lie on the same ranks: the sets of most ranks first."""
+
+    def __init__(self, params: list[DTensor], cost: Callable[[torch.Tensor], float]) -> None:
+        self._params = params
+        owners = assign_owners(params, cost)
+        by_ranks: dict[tuple[int, ...], list[int]] = {}
+        for i, param in enumerate(params):
+            by_ranks.setdefault(mesh_ranks(param), []).append(i)
+        ordered = sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))
+        self.sets = [
+            RankSet(ranks, [params[i] for i in by_ranks[ranks]], [owners[i] for i in by_ranks[ranks]])
+            for ranks in ordered
+        ]
+
+    def is_of(self, params: list[DTensor]) -> bool:
+        """Whether these are the parameters, in this order."""
+        return len(params) == len(self._params) and all(map(_same, params, self._params))
+
+    def owner_of(self, param: Any) -> int | None:
+        """The global rank that owns ``param``; None of another parameter."""
+        return next((s.ranks[owned.route.owner] for s in self.sets for owned in s.owned if owned.param is param), None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _axis(ranks: tuple[int, ...], device_type: str) -> Axis:
+    """The axis of exactly these ranks; every one of them must call this."""
+    world = dist.group.WORLD
+    assert world is not None
+    if len(ranks) == world.size():
+        return Axis.of_group(world, device_type)
+    groups = world.__dict__.setdefault("_fsdp2_rank_sets", {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp2_owners")
+    return Axis.of_group(groups[ranks], device_type)
+
+
+def _device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())

@@ -1,0 +1,374 @@
+"""``use_full_params``: a step of whole matrices at their owners is the step of one process, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2.optim import full_params
+from tests.support.memory import LiveBytes
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of
+from tests.support.pool import POOL, on_ranks
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Lists of matrices as state, a count in the group, and state made at the first step, as others have it."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Precondition every gradient with the sums of its products."""
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["factors"] = [torch.eye(size) for size in p.shape]
+                    state["count"] = 0
+                    state["moment"] = torch.zeros_like(p)
+                state["count"] += 1
+                left, right = state["factors"]
+                left.add_(p.grad @ p.grad.T)
+                right.add_(p.grad.T @ p.grad)
+                state["moment"].lerp_(torch.linalg.solve(left, p.grad) @ right / group["steps"], 0.3)
+                p.sub_(state["moment"], alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "Muon": lambda params: torch.optim.Muon(params, lr=0.02),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
+    "Shampoo": lambda params: Shampoo(params, lr=0.02),
+}
+
+
+def stack() -> nn.Sequential:
+    """Return matrices of uneven sizes, one of fewer rows than ranks, equal for each call."""
+    torch.manual_seed(7)
+    sizes = [6, 14, 3, 10, 6]
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)))
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Make every layer a unit."""
+    for unit in (*module.children(), module):
+        fsdp2.fully_shard(unit, mesh=mesh, **options)
+    return module
+
+
+def rows(step: int) -> Tensor:
+    """Return the same input on every rank."""
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def set_gradients(module: nn.Module, reference: nn.Module, step: int) -> None:
+    """Run a backward of ``module`` and give the reference the same gradients, whole."""
+    module(rows(step)).square().sum().backward()
+    for sharded, plain in zip(module.parameters(), reference.parameters(), strict=True):
+        plain.grad = None if sharded.grad is None else sharded.grad.full_tensor()
+
+
+def train(module: Any, optimizer: Any, reference: Any, plain: Any, steps: Iterable[int] = range(4)) -> None:
+    """Take steps on both with equal gradients; the weights agree bit for bit after each."""
+    for step in steps:
+        set_gradients(module, reference, step)
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+        assert_equal(module.parameters(), reference.parameters())
+
+
+def assert_equal(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    """Assert that whole tensors are equal bit for bit."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(whole(one.detach()), whole(other.detach()))
+
+
+def whole(value: Any) -> Any:
+    """Return a DTensor's full tensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Assert that two state dicts hold the same whole values."""
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, entry in ours["state"].items():
+        assert entry.keys() == theirs["state"][key].keys()
+        for name, value in entry.items():
+            other = theirs["state"][key][name]
+            for a, b in zip(*(v if isinstance(v, list) else [v] for v in (value, other)), strict=True):
+                assert torch.equal(whole(a), whole(b)) if isinstance(a, Tensor) else a == b, name
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_one_process(rank, world, name):
+    """Uneven matrices, in one bucket and in several; state dicts are those of one process too, and load there."""
+    for bucket_mb in (64.0, 0.0005):
+        module, reference = shard(stack(), mesh_1d()), stack()
+        optimizer = OPTIMIZERS[name](module.parameters())
+        assert fsdp2.use_full_params(optimizer, bucket_mb=bucket_mb) is optimizer
+        plain = OPTIMIZERS[name](reference.parameters())
+        train(module, optimizer, reference, plain)
+        saved = optimizer.state_dict()
+        assert_same_state(saved, plain.state_dict())
+        for source in (saved, plain.state_dict()):
+            again = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+            again.load_state_dict(copy.deepcopy(source))
+            assert_same_state(again.state_dict(), saved)
+
+
+def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut layers over the second dimension of a mesh, by rows and by columns in turn."""
+    ways = [ColwiseParallel(), RowwiseParallel()] * 2
+    return parallelize_module(module, mesh, {str(i): way for i, way in enumerate(ways)})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("kind", ["hybrid", "tensor parallel", "columns", "offloaded"])
+def test_meshes(rank, world, name, kind):
+    """Copies on the replicate axis, pieces of pieces, and other cuts: the same steps."""
+    module, reference = stack(), stack()
+    if kind == "tensor parallel":
+        mesh = mesh_of(2, 2, names=("dp", "tp"))
+        module = shard(tensor_parallel(module, mesh["tp"]), mesh["dp"])
+    elif kind == "hybrid":
+        module = shard(module, mesh_2d())
+    elif kind == "columns":
+        module = shard(module, mesh_1d(), shard_placement_fn=lambda p: Shard(1))
+    else:
+        module = shard(module, mesh_1d(), offload_policy=fsdp2.CPUOffloadPolicy())
+    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+    plain = OPTIMIZERS[name](reference.parameters())
+    train(module, optimizer, reference, plain)
+    assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+
+def save(rank: int, world: int, path: str) -> None:
+    """Train two steps and save model and optimizer."""
+    module, reference = shard(stack(), mesh_1d()), stack()
+    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
+    train(module, optimizer, reference, OPTIMIZERS["Muon"](reference.parameters()), range(2))
+    state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
+    dcp.save(state, checkpoint_id=path)
+
+
+def resume(rank: int, world: int, path: str, with_torch: bool) -> None:
+    """Go on from there, ours or torch's optimizer on DTensors, as one process that never stopped."""
+    module, reference = shard(stack(), mesh_1d()), stack()
+    plain = OPTIMIZERS["Muon"](reference.parameters())
+    for step in range(2):
+        fresh = shard(copy.deepcopy(reference), mesh_1d())
+        set_gradients(fresh, reference, step)
+        plain.step()
+    optimizer = OPTIMIZERS["Muon"](module.parameters())
+    optimizer = optimizer if with_torch else fsdp2.use_full_params(optimizer)
+    state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(module, optimizer, state["optimizer"])
+    for one, other in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(one.detach()), other.detach())  # gradients were summed over other ranks
+    moments = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    for i in moments[1]:
+        torch.testing.assert_close(whole(moments[0][i]["momentum_buffer"]), moments[1][i]["momentum_buffer"])
+    if not with_torch:
+        with torch.no_grad():
+            for i, (one, other) in enumerate(zip(module.parameters(), reference.parameters(), strict=True)):
+                other.copy_(whole(one))
+                plain.state[other]["momentum_buffer"].copy_(whole(moments[0][i]["momentum_buffer"]))
+        train(module, optimizer, reference, plain, range(2, 4))
+
+
+@pytest.mark.parametrize("with_torch", [False, True], ids=["ours", "torch's"])
+def test_resume_on_fewer_ranks(tmp_path: Path, with_torch: bool) -> None:
+    """A checkpoint of four ranks goes on on two, also with torch's own optimizer on DTensors."""
+    POOL.run(4, save, {"path": str(tmp_path)}, 120.0)
+    POOL.run(2, resume, {"path": str(tmp_path), "with_torch": with_torch}, 120.0)
+
+
+@on_ranks(2)
+def test_what_a_training_loop_does_with_an_optimizer(rank, world):
+    """Groups, schedules, hooks, zero_grad and counts in a group work as before, and hooks run once a step."""
+    module, reference = shard(stack(), mesh_1d()), stack()
+    both = []
+    for model in (module, reference):
+        params = list(model.parameters())
+        optimizer = Shampoo(params[:3], lr=0.02)
+        if model is module:
+            fsdp2.use_full_params(optimizer, bucket_mb=0.0005)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        both.append((optimizer, schedule, params))
+    calls: list[str] = []
+    both[0][0].register_step_pre_hook(lambda *unused: calls.append("before"))
+    both[0][0].register_step_post_hook(lambda *unused: calls.append("after"))
+    for step in range(4):
+        set_gradients(module, reference, step)
+        for optimizer, schedule, params in both:
+            if step == 2:
+                optimizer.add_param_group({"params": params[3:], "lr": 0.1})
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        assert all(p.grad is None for group in both[0][0].param_groups for p in group["params"])
+        assert_equal(module.parameters(), reference.parameters())
+    assert calls == ["before", "after"] * 4
+    assert [g["steps"] for g in both[0][0].param_groups] == [g["steps"] for g in both[1][0].param_groups] == [4, 2]
+    assert both[0][0].param_groups[0]["params"][0] is next(module.parameters())
+
+
+@on_ranks(2)
+def test_parameters_without_gradient_are_left_alone(rank, world):
+    """As by the optimizer itself: no decay, no moment; and the next step finds other gradients."""
+    module, reference = shard(stack(), mesh_1d()), stack()
+    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
+    plain = OPTIMIZERS["Muon"](reference.parameters())
+    for step in range(3):
+        set_gradients(module, reference, step)
+        for model in (module, reference):
+            list(model.parameters())[step].grad = None
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+        assert_equal(module.parameters(), reference.parameters())
+
+
+@on_ranks(2)
+def test_a_gradient_on_one_rank_alone_is_refused_everywhere(rank, world):
+    """Every rank raises before anything is sent or changed, and the next step works."""
+    module = shard(stack(), mesh_1d())
+    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.named_parameters()))
+    module(rows(0)).sum().backward()
+    before = [p.detach().to_local().clone() for p in module.parameters()]
+    missing = module[1].weight
+    grad = missing.grad
+    if rank == 1:
+        missing.grad = None
+    with pytest.raises(RuntimeError, match=r"another gradient of 1\.weight.*Nothing was changed"):
+        optimizer.step()
+    assert all(torch.equal(a, p.detach().to_local()) for a, p in zip(before, module.parameters(), strict=True))
+    missing.grad = grad
+    optimizer.step()
+
+
+class Fails(torch.optim.Muon):
+    """Raises for one matrix, so at one rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Raise for a matrix of ten rows."""
+        if any(p.shape[0] == 10 for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError("ten rows")
+        return super().step(closure)
+
+
+@on_ranks(3)
+def test_an_error_at_one_owner_is_raised_everywhere(rank, world):
+    """The owner raises the optimizer's error, the others say which rank raised; nobody waits."""
+    module = shard(stack(), mesh_1d())
+    optimizer = fsdp2.use_full_params(Fails(module.parameters()))
+    module(rows(0)).sum().backward()
+    try:
+        optimizer.step()
+    except (ArithmeticError, RuntimeError) as error:
+        texts: list[Any] = [None] * world
+        dist.all_gather_object(texts, f"{type(error).__name__}: {error}")
+    assert sum(text.startswith("ArithmeticError: ten rows") for text in texts) == 1
+    assert sum("Fails raised on rank" in text for text in texts) == world - 1
+
+
+@on_ranks(2)
+def test_state_of_others_says_where_it_is(rank, world):
+    """The owner's is whole and plain; elsewhere the error names the owner."""
+    module = shard(stack(), mesh_1d())
+    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
+    module(rows(0)).sum().backward()
+    assert not optimizer.state
+    optimizer.step()
+    assert optimizer.state
+    held = [p for p in module.parameters() if p in optimizer.state]
+    assert 0 < len(held) < 4
+    for p in module.parameters():
+        if p in optimizer.state:
+            assert optimizer.state[p]["momentum_buffer"].shape == p.shape
+        else:
+            with pytest.raises(RuntimeError, match=f"held by its owner, rank {1 - rank}.*state_dict"):
+                optimizer.state[p]
+
+
+@on_ranks(2)
+def test_plain_parameters_are_stepped_on_every_rank(rank, world):
+    """Together with sharded ones in a group, and counted once."""
+    module, reference = shard(stack(), mesh_1d()), stack()
+    extra = [nn.Parameter(torch.full((3, 3), 2.0)) for _ in range(2)]
+    optimizer = fsdp2.use_full_params(Shampoo([*module.parameters(), extra[0]]))
+    plain = Shampoo([*reference.parameters(), extra[1]])
+    for step in range(3):
+        set_gradients(module, reference, step)
+        for p in extra:
+            p.grad = torch.eye(3) * (step + 1)
+        optimizer.step()
+        plain.step()
+        assert_equal([*module.parameters(), extra[0]], [*reference.parameters(), extra[1]])
+
+
+def test_what_is_refused():
+    """By class, by argument, and a closure at the step."""
+    weight = nn.Parameter(torch.randn(2, 2))
+    for optimizer, text in (
+        (torch.optim.LBFGS([weight]), "LBFGS.*closure"),
+        (torch.optim.SparseAdam([weight]), "SparseAdam.*sparse"),
+        (fsdp2.use_local_shards(torch.optim.SGD([weight], lr=1.0)), "use_local_shards was called"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fsdp2.use_full_params(optimizer)
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got list"):
+        fsdp2.use_full_params([weight])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_mb > 0, got 0"):
+        fsdp2.use_full_params(torch.optim.Muon([weight]), bucket_mb=0)
+    with pytest.raises(ValueError, match="got a closure, expected none"):
+        fsdp2.use_full_params(torch.optim.Muon([weight])).step(lambda: 1.0)
+    assert full_params.use_full_params is fsdp2.use_full_params
+
+
+@on_ranks(2)
+def test_memory_of_a_step_is_bounded_by_buckets(rank, world):
+    """Beside state, a step needs what travels of two buckets and what is computed with of one, not the whole model.
+
+    What is alive at once: whole gradients and parameters of a bucket (its size), what this rank sends and receives of
+    it and of the next one (each at most its size), what is on its way back of it and of the one before (half), and
+    Muon's own work on one matrix (six of it).
+    """
+    size, count = 64, 12
+    torch.manual_seed(0)
+    module = shard(nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count))), mesh_1d())
+    matrix = size * size * 4
+    optimizer = fsdp2.use_full_params(torch.optim.Muon(module.parameters()), bucket_mb=2 * matrix / (1 << 20))
+    module(torch.randn(2, size)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    module(torch.randn(2, size)).sum().backward()
+    live = LiveBytes(t for t in module.parameters())
+    with live:
+        before = live.now
+        optimizer.step()
+    bucket = 2 * matrix
+    assert live.peak - before <= bucket + 2 * 2 * bucket + 2 * bucket + 6 * matrix
+    assert live.peak - before < 2 * count * matrix

@@ -1,0 +1,128 @@
+"""Owners are balanced, and what travels is bounded: arithmetic, on a pretended world."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fsdp2
+from fsdp2.optim import full_params
+from fsdp2.optim.exchange import Layout
+from fsdp2.optim.owners import assign_owners, boxes_of, default_cost
+from fsdp2.optim.ownership import Ownership
+from fsdp2.weights.boxes import numel
+from tests.support.counting import Collectives
+from tests.support.fake import fake_mesh
+
+ROWS = (Shard(0),)
+SHAPES = [(48, 48), (48, 192), (192, 48)] * 8
+
+
+def sharded(mesh: Any, shapes: Any = SHAPES, placements: Any = ROWS) -> list[Any]:
+    """Return DTensor parameters with gradients."""
+    found = []
+    for shape in shapes:
+        param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None))
+        param.grad = torch.zeros_like(param)
+        found.append(param)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 64])
+def test_cost_is_even_or_the_largest_matrix(world):
+    """No owner has more than a tenth above the mean, or than one matrix where that is more."""
+    with fake_mesh(world) as mesh:
+        params = sharded(mesh)
+        owners = assign_owners(params, default_cost)
+        costs = [default_cost(p) for p in params]
+        load = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(world)]
+        assert max(load) <= max(1.1 * sum(load) / world, max(costs))
+        by_count = assign_owners(params, lambda p: 1.0)
+        counts = [by_count.count(rank) for rank in range(world)]
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    "placements", [(Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Shard(1), Shard(0))]
+)
+def test_boxes_make_the_whole(placements):
+    """Each element is in the box of every rank that has a copy, for cuts that leave ranks short."""
+    with fake_mesh(6, rank=4):
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+        (param,) = sharded(mesh, [(5, 4)], placements)
+        seen = torch.zeros(5, 4)
+        for box in boxes_of(param, "here"):
+            seen[tuple(slice(start, start + length) for start, length in box)] += 1
+        assert torch.equal(seen, torch.full((5, 4), 6.0 / pieces(placements)))
+
+
+def pieces(placements: Any) -> int:
+    """Return over how many ranks a tensor is cut."""
+    total = 1
+    for placement, size in zip(placements, (2, 3), strict=True):
+        total *= size if isinstance(placement, Shard) else 1
+    return total
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_bytes_collectives_and_buckets(world):
+    """A step sends at most three shards' worth, in two collectives a bucket and two more, within the bucket's size."""
+    with fake_mesh(world) as mesh:
+        params = sharded(mesh)
+        optimizer = fsdp2.use_full_params(torch.optim.Muon(params), bucket_mb=0.25)
+        with Collectives() as collectives:
+            optimizer.step()
+        assert 0 < sum(collectives.counts.values()) <= 2 * len(buckets(params, 1 << 18)) + 2
+        shard_bytes = sum(p.to_local().nbytes for p in params)
+        padding = 16 * 3 * len(params) * world
+        layouts = [layout for one in buckets(params, 1 << 18) for layout in (one.inward, one.outward)]
+        assert sum(layout.nbytes_sent for layout in layouts) <= 3 * shard_bytes + padding
+        for bucket in buckets(params, 1 << 18):
+            whole = sum(2 * owned.param.numel() * 4 for owned in bucket.owned if owned.mine)
+            assert whole <= 1 << 18
+
+
+def buckets(params: list[Any], limit: int) -> list[Any]:
+    """Return the buckets of a step."""
+    (ranks,) = Ownership(params, default_cost).sets
+    used = [(owned, torch.float32) for owned in ranks.owned]
+    return [full_params._plan_bucket(ranks, bucket) for bucket in ranks.buckets(used, limit)]
+
+
+def test_hybrid_sharding_sends_no_more():
+    """Each copy gets its piece back, and of the copies only one sends: three shards' worth at most as well."""
+    with fake_mesh(8, rank=5):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        params = sharded(mesh, placements=(Replicate(), Shard(0)))
+        shard_bytes = sum(p.to_local().nbytes for p in params)
+        sent = sum(one.inward.nbytes_sent + one.outward.nbytes_sent for one in buckets(params, 1 << 30))
+        assert sent <= 3 * shard_bytes + 16 * 3 * len(params) * 8
+
+
+def test_layouts_of_two_ranks_match():
+    """What one sends to the other is what that one expects, in size and order."""
+    found = {}
+    for rank in range(3):
+        with fake_mesh(3, rank=rank) as mesh:
+            (ranks,) = Ownership(sharded(mesh, [(5, 3), (2, 2), (7, 1)]), default_cost).sets
+            routes = [owned.route for owned in ranks.owned]
+            for inward in (True, False):
+                dtypes = [torch.float32, torch.bfloat16, torch.float32]
+                found[rank, inward] = Layout(routes, dtypes, ranks.axis, ranks.device, to_owner=inward)
+    for a, b in itertools.permutations(range(3), 2):
+        for inward in (True, False):
+            assert found[a, inward].send_sizes[b] == found[b, inward].receive_sizes[a]
+            sent = message(found[a, inward].sent, found[a, inward].send_sizes, b)
+            assert sent == message(found[b, inward].received, found[b, inward].receive_sizes, a)
+
+
+def message(slots: Any, sizes: list[int], peer: int) -> list[tuple[Any, ...]]:
+    """Return what travels to or from a rank: entry, box and place in the message."""
+    start, end = sum(sizes[:peer]), sum(sizes[: peer + 1])
+    return [(s.index, s.box, s.offset - start) for s in slots if start <= s.offset < end and numel(s.box)]

@@ -4,10 +4,10 @@
     def test_sum(rank, world):
         ...
 
-runs on every rank of a default process group of exactly 2, then 4, processes. Starting the processes costs seconds, a
-test costs milliseconds. The same processes serve every world size: ranks 0..world-1 take part. A test that fails on one
-rank while others wait, or that lasts longer than its limit, costs the pool its processes: each writes its stacks and
-ends, and the next test gets new ones. The processes talk over 127.0.0.1 only.
+runs on every rank of a default process group of exactly 2, then 4, processes, which serve one test after the other and
+every world size: ranks 0..world-1 take part. A test that fails on one rank while others wait, or that lasts longer than
+its limit, costs the pool its processes: each writes its stacks and ends, and the next test gets new ones. The processes
+talk over 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, connection
+from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.support import ROOT
+from tests.support import processes, worker
 from tests.support.worker import Job, Outcome
 
 LIMIT_SECONDS = 120.0
@@ -50,7 +49,7 @@ class RankError(AssertionError):
 class Rank:
     """One process of the pool as its parent sees it."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     connection: connection.Connection
     log: IO[bytes]
     read_from: int = 0
@@ -123,8 +122,8 @@ class Pool:
         """Describe a failure and make the pool usable again: a new group, and new processes if any rank hung."""
         ranks = self.ranks[: len(outcomes)]
         for rank, outcome in zip(ranks, outcomes, strict=True):
-            if outcome is None and rank.process.poll() is None:
-                rank.process.send_signal(signal.SIGUSR1)
+            if outcome is None and rank.process.is_alive() and rank.process.pid:
+                os.kill(rank.process.pid, signal.SIGUSR1)
         if any(outcome is None for outcome in outcomes):
             self.stop()
         lines = []
@@ -143,18 +142,8 @@ class Pool:
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
         parent_end, worker_end = Pipe()
-        log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
-        command = [sys.executable, "-m", "tests.support.worker"]
-        command += [str(number) for number in (index, worker_end.fileno(), self.store.port, os.getpid())]
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": loopback(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            pass_fds=[worker_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+        log = tempfile.NamedTemporaryFile()  # noqa: SIM115 (open as long as the process)
+        process = processes.start(worker.main, index, worker_end, self.store.port, log=log.name)
         worker_end.close()
         return Rank(process, parent_end, log)
 
@@ -163,11 +152,10 @@ class Pool:
         for rank in self.ranks:
             rank.connection.close()
         for rank in self.ranks:
-            try:
-                rank.process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
+            rank.process.join(END_SECONDS)
+            if rank.process.is_alive():
                 rank.process.kill()
-                rank.process.wait()
+                rank.process.join()
         self.ranks = []
         self.world = 0
 
@@ -175,11 +163,6 @@ class Pool:
         """End every process and the store; the pool can be used again."""
         self.stop()
         self.store = None
-
-
-def loopback() -> str:
-    """Return the name of the interface of 127.0.0.1."""
-    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 POOL = Pool()

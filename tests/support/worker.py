@@ -1,8 +1,8 @@
-"""One rank of the worker pool: ``python -m tests.support.worker RANK CONNECTION_FD STORE_PORT``.
+"""One rank of the worker pool.
 
 A worker reads jobs from its connection, keeps the default process group that the job asks for, runs the test function
-and answers with an ``Outcome``. It ends when the connection closes, and is killed by the kernel (Linux) when the parent
-dies while a test runs. SIGUSR1 makes it write every thread's stack to stderr and end.
+and answers with an ``Outcome``. It ends when the connection closes. The fork server ends with pytest, and
+the kernel (Linux) kills a worker with the fork server. SIGUSR1 makes it write every thread's stack to stderr and end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib
-import os
 import pickle
 import signal
 import sys
@@ -107,6 +106,7 @@ class Worker:
         deadline = time.monotonic() + 10.0
         while left := live_modules():  # the thread that answers other ranks may be looking at one
             if time.monotonic() < deadline:
+                time.sleep(0.05)
                 continue
             return Outcome(traceback=f"modules are still alive after the test: {left}")
         return Outcome(value=value)
@@ -133,23 +133,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(arguments: list[str]) -> None:
+def main(rank: int, connection: Connection, port: int) -> None:
     """Set this process up and serve."""
-    rank, descriptor, port, parent = (int(argument) for argument in arguments)
     die_with_parent()
-    if os.getppid() != parent:
-        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
-    torch.set_num_threads(1)
-    worker = Worker(rank, Connection(descriptor), port)
+    worker = Worker(rank, connection, port)
     live_modules()
     worker.serve()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    # Jobs are pickled as classes of the imported module, not of __main__.
-    importlib.import_module("tests.support.worker").main(sys.argv[1:])

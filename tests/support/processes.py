@@ -1,0 +1,54 @@
+"""New processes from a warm fork server: it has imported torch and what tests have in common, so that a process costs
+milliseconds where importing costs seconds.
+
+The server starts no thread and no process group, and ends with the process that uses it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+PRELOADED = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.testing",
+    "tests.support.worker",
+    "tests.support.fuzz",
+    "tests.support.report",
+)
+
+
+def start(target: Callable[..., None], *arguments: Any, log: str) -> ForkServerProcess:
+    """Start a process that runs ``target`` with picklable arguments, has no GPU, and writes to the file ``log``."""
+    context: ForkServerContext = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED])
+    process = context.Process(target=_run, args=(target, arguments, log), daemon=True)
+    process.start()
+    return process
+
+
+def _run(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:
+    # The server ends when nobody holds this descriptor any longer: it is pytest's alone.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback(), CUDA_VISIBLE_DEVICES="")
+    import torch
+
+    torch.set_num_threads(1)
+    target(*arguments)
+
+
+def loopback() -> str:
+    """Return the name of the interface of 127.0.0.1."""
+    return "lo0" if sys.platform == "darwin" else "lo"

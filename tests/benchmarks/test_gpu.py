@@ -48,6 +48,7 @@ def test_gpu_benchmark_without_a_gpu():
     assert "no CUDA device" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cpu_writes_no_gpu_report():
     """Figures of a CPU or of the tiny model are refused as a report."""
     done = gpu_benchmark("--device", "cpu", "--tiny", "--write")

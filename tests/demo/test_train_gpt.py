@@ -77,6 +77,7 @@ def test_a_run_shows_samples_a_table_and_a_picture(whole: Path, text: Path) -> N
     assert progress.text == str(text.resolve())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(whole: Path, tmp_path: Path, ranks: int) -> None:
     """Step 5 was saved by two processes; steps 6 to 10 on another number repeat those of the run that went on."""
@@ -93,6 +94,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(whole: Path, tmp_path:
     assert f"when saved by 2 processes, {second.held_out[0][1]:.4f} now on {ranks}" in ended.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_trains_and_resumes_by_itself(tmp_path: Path, text: Path) -> None:
     ended = run([EXAMPLES / "demo.py", *TINY, "--steps", 4, "--sample", 0, "--device", "cpu", "--text", text], tmp_path)
     assert ended.status == 0, ended.stderr
@@ -104,6 +106,7 @@ def test_the_demo_trains_and_resumes_by_itself(tmp_path: Path, text: Path) -> No
         assert words in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_harms_no_other_checkpoint(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
     command = [SCRIPT, *TINY, "--steps", 1000, "--save-every", 1, "--text", text, "--out", out]
@@ -124,6 +127,7 @@ def test_a_save_that_is_killed_harms_no_other_checkpoint(tmp_path: Path, text: P
 # --- bad input, as every rank sees it -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
     ended = torchrun(2, *TINY, "--text", tmp_path / "none.txt", "--out", tmp_path / "out")
     assert ended.status != 0
@@ -132,6 +136,7 @@ def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_bad_input_without_torchrun_is_all_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     ended = run([SCRIPT, *TINY, "--text", "empty.txt", "--out", "out"], tmp_path)
@@ -139,6 +144,7 @@ def test_bad_input_without_torchrun_is_all_that_is_said(tmp_path: Path) -> None:
     assert ended.status == 2 and ended.stdout == "" and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_by_every_rank(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     shard = tmp_path / "run" / "checkpoints" / "step-000010" / "__1_0.distcp"
@@ -148,24 +154,28 @@ def test_a_damaged_checkpoint_is_refused_by_every_rank(whole: Path, tmp_path: Pa
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_run_is_never_overwritten(whole: Path) -> None:
     before = snapshot(whole)
     refused_everywhere(2, "already holds a run", *TINY, "--out", whole)
     assert snapshot(whole) == before
 
 
+@pytest.mark.slow
 def test_more_ranks_than_the_batch_can_serve(tmp_path: Path) -> None:
     out = tmp_path / "out"
     refused_everywhere(2, "a batch of 3 .* over 2 processes; start 1, 3 of", *TINY, "--batch", 3, "--out", out)
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("keep me")
     refused_everywhere(2, "cannot write to the output folder", *TINY, "--out", tmp_path / "file" / "out")
     assert (tmp_path / "file").read_text() == "keep me"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to serve them")
 def test_more_ranks_than_gpus(tmp_path: Path) -> None:
     refused_everywhere(2, "this machine has no GPU", *TINY, "--device", "cuda", "--out", tmp_path / "out")

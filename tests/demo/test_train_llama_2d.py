@@ -61,6 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, flo
     return folder, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "options"), [(1, []), (2, ["--checkpointing", "--compile"])])
 def test_two_processes_go_on_from_what_four_saved(saved, tp, options):
     """The losses are those of the run that did not stop, on another mesh, recomputed and compiled."""
@@ -88,6 +89,7 @@ def test_bad_input_is_one_line(arguments, message):
     assert line.startswith("train_llama_2d.py: error: ") and message in line
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_one_line(saved, tmp_path):
     """What is missing is said; nothing is overwritten."""
     folder, _ = saved

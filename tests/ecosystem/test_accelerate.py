@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT, api
-from tests.support.pool import loopback
+from tests.support.processes import loopback
 
 MISSING = [name for name in ("accelerate", "transformers") if importlib.util.find_spec(name) is None]
 

@@ -145,6 +145,7 @@ def test_every_way(rank, world, way, reshard):
 
 
 @composes("compile", "SGD")
+@pytest.mark.slow
 @on_ranks(2, limit=240)
 @pytest.mark.parametrize("way", [in_place_before, wrapped_before])
 def test_inductor(rank, world, way):

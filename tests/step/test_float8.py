@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import ROOT, api
 from tests.support.parity import assert_parity, mesh_1d, shard_each
-from tests.support.pool import loopback, on_ranks
+from tests.support.pool import on_ranks
+from tests.support.processes import loopback
 
 if str(ROOT / "examples") not in sys.path:
     sys.path.append(str(ROOT / "examples"))  # in the processes of the pool, too
@@ -64,6 +65,7 @@ def test_full_weight_is_the_rounded_one(rank, world, rows):
         assert model[0].weight.to_local()._tensor.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_example():
     """It runs under torchrun; float8 sends half of what bfloat16 does, and the loss falls as far."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

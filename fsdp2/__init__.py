@@ -23,7 +23,7 @@ from fsdp2.policies import (
 from fsdp2.weights.broadcast import broadcast_from_rank0
 from fsdp2.weights.export import iter_full_params
 from fsdp2.weights.load import load_safetensors
-from fsdp2.weights.saving import save_safetensors
+from fsdp2.weights.save import save_safetensors
 from fsdp2.weights.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load
 from fsdp2.weights.state_dict.pieces import merge_local_state_dicts
 from fsdp2.weights.state_dict.settings import get_state_dict_type, set_state_dict_type, state_dict_type

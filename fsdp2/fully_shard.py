@@ -31,7 +31,7 @@ from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.module import FSDPModule
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, PolicyOf, policy_by_name
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree
+from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree, hook_group
 
 __all__ = ["fully_shard"]
 
@@ -227,7 +227,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
         given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
     )
     options = GroupOptions(policy_of(""), given["offload_policy"], _check_reshard(reshard, mesh))
-    return Unit(mesh, options, placement_fn, ignored, policy_of, frozenset(ignored_modules), replicated)
+    return Unit(mesh, options, placement_fn, ignored, policy_of, hook_group, frozenset(ignored_modules), replicated)
 
 
 def _check_set(given: dict[str, Any], name: str, kind: type) -> set[Any]:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch.fsdp import TorchShardPlacementResult
 from fsdp2._torch.tensors import local_tensor
-from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.build.collect import Found, Managed, collect, move_to
 from fsdp2.build.ties import find_ties, join_ties
 from fsdp2.engine.extension import has_extension
@@ -25,7 +24,6 @@ from fsdp2.optim.prebuilt import follow_parameters
 from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, policy_for
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 from fsdp2.sharding.spec import ShardedSpec
-from fsdp2.weights.state_dict.loading import ShardLoader
 
 __all__ = ["PlacementFn", "Unit"]
 
@@ -38,13 +36,17 @@ PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Li
 
 @dataclass(frozen=True)
 class Unit:
-    """The checked arguments of one call; makes the groups of its state, now and when parameters are added later."""
+    """The checked arguments of one call; makes the groups of its state, now and when parameters are added later.
+
+    ``hook_group`` lets the state dicts of a new group's modules see its shards.
+    """
 
     mesh: DataParallelMesh
     options: GroupOptions
     placement_fn: PlacementFn | None
     ignored: set[nn.Parameter]
     policy_of: Callable[[str], MixedPrecisionPolicy]
+    hook_group: Callable[[FSDPParamGroup], None]
     ignored_modules: frozenset[nn.Module] = frozenset()
     replicated: set[nn.Parameter] = field(default_factory=set)
     ignored_slots: set[Slot] = field(default_factory=set)
@@ -69,9 +71,7 @@ class Unit:
         for group in state.groups:
             if group in hooked:
                 continue
-            owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
-            loader = ShardLoader(group)
-            hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
+            self.hook_group(group)
 
     def place(self, params: Iterable[Found]) -> list[_Placed]:
         """Where ``params`` go and how they are cut; changes nothing.

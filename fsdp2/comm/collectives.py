@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ __all__ = [
     "chunks_in_flight",
     "exchange_bytes",
     "exchange_objects",
+    "gather_bytes",
     "prefers_all_to_all",
     "reduce_scatter",
-    "share_object",
+    "share_bytes",
     "wire_view",
 ]
 
@@ -214,28 +216,54 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: boo
     return _works(group_all_reduce(axis.group, [_real(tensor)], options), axis, async_op)
 
 
-def broadcast(tensor: torch.Tensor, axis: Axis) -> None:
-    """Replace ``tensor`` by that of the first rank of ``axis``."""
+def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> None:
+    """Replace ``tensor`` by that of rank ``source`` of ``axis``."""
     if axis.size > 1:
-        dist.broadcast(wire_view(tensor), group=axis.group, group_src=0)
+        dist.broadcast(wire_view(tensor), group=axis.group, group_src=source)
 
 
-def share_object(value: Any, axis: Axis, device: torch.device) -> Any:
-    """The ``value`` of the first rank of ``axis``, anything that can be pickled; ``device`` is one that it serves."""
+def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> bytes:
+    """The ``data`` of rank ``source`` of ``axis``; ``device`` is one that its backend serves.
+
+    torch's collectives for objects need numpy: without it one rank raises, and the others wait for ever.
+    """
     if axis.size == 1 or axis.backend == "fake":
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, group=axis.group, group_src=0, device=device)
-    return box[0]
+        return data
+    size = torch.tensor([len(data)], device=device)
+    broadcast(size, axis, source)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if axis.rank == source and data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    broadcast(buffer, axis, source)
+    return _to_bytes(buffer)
 
 
-def exchange_objects(value: Any, axis: Axis) -> list[Any]:
+def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
+    """The ``data`` of every rank of ``axis``, in rank order; ``device`` is one that its backend serves."""
+    if axis.size == 1 or axis.backend == "fake":
+        return [data] * axis.size
+    size = torch.tensor([len(data)], device=device)
+    sizes = torch.empty(axis.size, dtype=torch.int64, device=device)
+    all_gather([sizes], [size], axis, async_op=False)
+    lengths = sizes.tolist()
+    row = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=device)
+    if data:
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = torch.empty(axis.size, len(row), dtype=torch.uint8, device=device)
+    all_gather([rows.view(-1)], [row], axis, async_op=False)
+    return [_to_bytes(rows[rank, :length]) for rank, length in enumerate(lengths)]
+
+
+def exchange_objects(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     """The ``value`` of every rank of ``axis``, in rank order, anything that can be pickled."""
-    if axis.size == 1 or axis.backend == "fake":
-        return [value] * axis.size
-    values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
-    return values
+    return [pickle.loads(data) for data in gather_bytes(pickle.dumps(value), axis, device)]
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    data = bytearray(tensor.numel())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
+    return bytes(data)
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:

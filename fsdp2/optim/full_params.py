@@ -286,7 +286,7 @@ class _FullParams:
                     "Resume from a checkpoint"
                 )
             if changed and not failed:
-                for theirs in exchange_objects(groups.changed, ranks.axis):
+                for theirs in exchange_objects(groups.changed, ranks.axis, ranks.device):
                     for index, options in theirs.items():
                         self._optimizer.param_groups[index].update(options)
         if error is not None:

@@ -68,7 +68,7 @@ def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultd
     for ranks in ownership.sets:
         mine = {i: _describe(state[owned.param], owned) for i, owned in enumerate(ranks.owned) if owned.param in state}
         described: dict[int, Any] = {}
-        for theirs in exchange_objects(mine, ranks.axis):
+        for theirs in exchange_objects(mine, ranks.axis, ranks.device):
             described.update(theirs)
         found: dict[int, dict[int, torch.Tensor]] = {i: {} for i in described}
         for pieces in _pieces(described, ranks):

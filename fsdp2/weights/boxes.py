@@ -1,4 +1,4 @@
-"""Boxes of tensors and how they are packed into buckets: integers only, the same on every rank."""
+"""Boxes of tensors: which of them this rank holds, what two have in common, and how blocks are packed into buckets."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
+from fsdp2._torch.tensors import DTensorSpec
+from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import align
+from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["Box", "Entry", "Part", "beyond", "blocks", "buckets", "intersect", "narrow", "numel", "whole", "within"]
+__all__ = [
+    "Box",
+    "Entry",
+    "Part",
+    "beyond",
+    "blocks",
+    "box_of",
+    "box_on_mesh",
+    "buckets",
+    "copy_common",
+    "intersect",
+    "narrow",
+    "numel",
+    "whole",
+    "within",
+]
 
 Box = tuple[tuple[int, int], ...]
 """(start, length) of each dimension."""
@@ -78,6 +97,47 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
     return tensor
+
+
+def copy_common(source: torch.Tensor, at: Box, target: torch.Tensor, to: Box) -> None:
+    """Copy what ``source``, which is the box ``at`` of a tensor, and ``target``, the box ``to``, have in common."""
+    common = intersect(at, to)
+    if common is not None:
+        narrow(target, within(common, to)).copy_(narrow(source, within(common, at)))
+
+
+def box_of(spec: ShardedSpec, name: str) -> Box:
+    """What this rank holds of a managed parameter, or of anything cut like it."""
+    layout, meta = spec.layout, None if spec.full is None else spec.full.tensor_meta
+    if spec.full is None or meta is None:
+        box = whole(layout.shape)
+    else:
+        box = box_on_mesh(spec.full, tuple(meta.shape), name)
+    if layout.dim is None:
+        return box
+    start, length = layout.bounds(spec.rank)
+    return (*box[: layout.dim], (box[layout.dim][0] + start, length), *box[layout.dim + 1 :])
+
+
+def box_on_mesh(spec: DTensorSpec, shape: tuple[int, ...], name: str) -> Box:
+    """What this rank holds of a DTensor of ``shape``.
+
+    Raises:
+        NotImplementedError: that is no box, or this rank is not on the mesh.
+    """
+    here, box = spec.mesh.get_coordinate(), list(whole(shape))
+    for i, placement in enumerate(spec.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard or here is None:
+            raise NotImplementedError(
+                f"{name}: its pieces are no boxes; got a DTensor placed as {spec.placements} on {spec.mesh}, expected "
+                "Shard and Replicate alone, on a mesh with this rank; redistribute it first"
+            )
+        start, length = box[placement.dim]
+        first, held = ShardLayout((length,), (1,), 0, spec.mesh.size(i)).bounds(here[i])
+        box[placement.dim] = (start + first, held)
+    return tuple(box)
 
 
 def blocks(box: Box, limit: int) -> Iterator[Box]:

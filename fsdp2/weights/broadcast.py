@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2.weights.boxes import Entry, Part, narrow
 from fsdp2.weights.matching import Loaded, Match, check_ties, match, partly_loaded
 from fsdp2.weights.materialize import materialize, warn_of_meta_buffers
-from fsdp2.weights.places import Place, Places, find_places, ranks_of
+from fsdp2.weights.names import clean_name
+from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.state_dict.names import clean_name
+from fsdp2.weights.select import Place, Selection, ranks_of, select
 from fsdp2.weights.transfer import broadcast_entries, bucket_bytes
 
 __all__ = ["broadcast_from_rank0"]
@@ -38,7 +39,12 @@ class _Offer:
 
 
 def broadcast_from_rank0(
-    model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True, bucket_mb: float = 64.0
+    model: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    strict: bool = True,
+    bucket_mb: float = 64.0,
+    progress: Progress = False,
 ) -> Loaded:
     """Load the full weights that rank 0 alone holds into ``model``, sharded or not; what could not be matched.
 
@@ -52,6 +58,8 @@ def broadcast_from_rank0(
             Elsewhere None or {}; anything else is not looked at.
         strict: Refuse missing and unexpected keys.
         bucket_mb: The size of the bucket in MiB; rank 0's counts.
+        progress: True shows a bar (of the package tqdm) on rank 0, a function is called there with the bytes that are
+            through and those that there are.
 
     Returns:
         ``(missing_keys, unexpected_keys)``, empty with ``strict``.
@@ -64,30 +72,28 @@ def broadcast_from_rank0(
     rank 0 reads its tensors, which say so.
     """
     ranks = ranks_of(model, managed=True) or Ranks.world()
-    places, offer, problem = Places([], [], {}, []), None, None
-    try:
-        places = find_places(model, _WHERE)
-        places.check_idle(_WHERE)
-        if ranks.first:
-            offer = _make_offer(places, state_dict, strict, bucket_mb)
-    except Exception as error:
-        problem = error
-    offer = ranks.share(offer)
-    matched = None
-    if problem is None and offer is not None:
-        try:
-            matched = match(places, offer.given, offer.extras, strict=strict, where=_WHERE)
-        except Exception as error:
-            problem = error
-    ranks.agree(problem)
-    assert matched is not None and offer is not None
-    _load(places, matched, offer, state_dict, ranks)
-    warn_of_meta_buffers(places, _WHERE)
+    with contextlib.ExitStack() as stack:
+        with ranks.agreed():
+            selection = select(model, _WHERE)
+            selection.check(_WHERE, idle=True)
+            made = _make_offer(selection, state_dict, strict, bucket_mb) if ranks.first else None
+        offer: _Offer = ranks.share(made)
+        with ranks.agreed():
+            matched = match(selection, offer.given, offer.extras, strict=strict, where=_WHERE)
+            total = sum(entry.nbytes for entry in offer.entries)
+            moved = stack.enter_context(showing(progress, _WHERE, total, here=ranks.first))
+        with ranks.agreed():
+            for group in selection.groups:
+                group.before_load()
+            materialize([place for place, _ in matched.values], ranks.device)
+        with ranks.agreed(partly_loaded(_WHERE)), torch.no_grad():
+            _load(selection, matched, offer, state_dict, ranks, moved)
+    warn_of_meta_buffers(selection, _WHERE)
     return Loaded(matched.loaded.missing_keys, list(dict.fromkeys(offer.unexpected + matched.loaded.unexpected_keys)))
 
 
-def _make_offer(places: Places, state_dict: Any, strict: bool, bucket_mb: float) -> _Offer:
-    """What ``state_dict`` has for this rank's ``places``, checked against them."""
+def _make_offer(selection: Selection, state_dict: Any, strict: bool, bucket_mb: float) -> _Offer:
+    """What ``state_dict`` has for this rank's ``selection``, checked against them."""
     limit = bucket_bytes(bucket_mb)
     if not isinstance(state_dict, Mapping):
         raise TypeError(
@@ -95,15 +101,14 @@ def _make_offer(places: Places, state_dict: Any, strict: bool, bucket_mb: float)
             "full state dict of the plain model there"
         )
     keys = {clean_name(key): key for key in state_dict}
-    extras = {name: state_dict[key] for name, key in keys.items() if name in places.extras}
-    pickle.dumps(extras)  # what cannot travel must not fail when others already wait for it
-    known = places.by_name
+    extras = {name: state_dict[key] for name, key in keys.items() if name in selection.extras}
+    known = selection.by_name
     given = {
         name: _entry(state_dict[key], key) if name in known else Entry((), torch.float32)  # its name alone matters
         for name, key in keys.items()
         if name not in extras
     }
-    matched = match(places, given, extras, strict=strict, where=_WHERE)
+    matched = match(selection, given, extras, strict=strict, where=_WHERE)
     if strict:
         check_ties(matched, lambda name, box: narrow(state_dict[keys[name]].detach(), box), limit, _WHERE)
     offer = _Offer([], [], {}, {}, extras, matched.loaded.unexpected_keys, limit)
@@ -128,17 +133,15 @@ def _entry(value: Any, key: str) -> Entry:
     return Entry(tuple(value.shape), value.dtype)
 
 
-@torch.no_grad()
-def _load(places: Places, matched: Match, offer: _Offer, state_dict: Any, ranks: Ranks) -> None:
-    """Send what was offered and put it in its places."""
-    problem = None
-    try:
-        for group in places.groups:
-            group.before_load()
-        materialize([place for place, _ in matched.values], ranks.device)
-    except Exception as error:
-        problem = error
-    ranks.agree(problem)
+def _load(
+    selection: Selection,
+    matched: Match,
+    offer: _Offer,
+    state_dict: Any,
+    ranks: Ranks,
+    moved: Callable[[int], None],
+) -> None:
+    """Send what was offered and put it in its selection."""
     targets: dict[int, list[Place]] = {}
     for place, names in matched.values:
         targets.setdefault(offer.names[names[-1]], []).append(place)
@@ -149,13 +152,12 @@ def _load(places: Places, matched: Match, offer: _Offer, state_dict: Any, ranks:
     def drain(part: Part, view: torch.Tensor) -> None:
         for place in targets.get(part.index, ()):
             place.write(part.box, view, last=part.last)
+        moved(part.nbytes)
 
-    problem = broadcast_entries(offer.entries, ranks, offer.limit, fill, drain)
     try:
-        for group in places.groups:
+        broadcast_entries(offer.entries, ranks, offer.limit, fill, drain)
+    finally:
+        for group in selection.groups:
             group.after_load()
-        for name in matched.extras:
-            places.extras[name].set_extra_state(offer.extras[name])
-    except Exception as error:
-        problem = problem or error
-    ranks.agree(partly_loaded(problem, _WHERE))
+    for name in matched.extras:
+        selection.extras[name].set_extra_state(offer.extras[name])

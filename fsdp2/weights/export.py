@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp2.engine.param import FSDPParam
-from fsdp2.weights.gather import Source, gather_in_order
-from fsdp2.weights.selection import Selection, agree, select
+from fsdp2.weights.ranks import Ranks
+from fsdp2.weights.select import Place, Selection, ranks_of, select
+from fsdp2.weights.whole import Source, check_gatherable, gather_whole
 
 __all__ = ["iter_full_params"]
 
@@ -45,8 +44,7 @@ def iter_full_params(
         RuntimeError: parameters on the meta device, or shown by ``summon_full_params``.
         NotImplementedError: a tensor subclass with an all-gather extension whose elements cannot be found.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"iter_full_params: expected an nn.Module, got {module!r}")
+    selection = select(module, "iter_full_params")
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
         raise TypeError(f"iter_full_params: bucket_mb must be a number of MiB, got {bucket_mb!r}")
     if not bucket_mb > 0:
@@ -54,44 +52,30 @@ def iter_full_params(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"iter_full_params: dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     where = None if device is None else torch.device(device)
-    selection = select(module)
-    selection.refuse_lent("iter_full_params")
-    return _iterate(_entries(module, selection), selection, int(bucket_mb * 2**20), dtype, where)
-
-
-def _entries(module: nn.Module, selection: Selection) -> list[tuple[str, FSDPParam | torch.Tensor]]:
-    """Every parameter with its name: the managed ones, and tensors that nobody manages."""
-    slots = [(slot, param) for param in selection.params for slot in param.slots]
-    managed = {slot.module._parameters.get(slot.name): param for slot, param in slots}
-    return [(name, managed.get(shown, shown)) for name, shown in module.named_parameters()]
+    selection.refuse_summoned("iter_full_params")
+    return _iterate(module, selection, int(bucket_mb * 2**20), dtype, where)
 
 
 def _iterate(
-    entries: list[tuple[str, FSDPParam | torch.Tensor]],
-    selection: Selection,
-    bucket_bytes: int,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
+    module: nn.Module, selection: Selection, bucket_bytes: int, dtype: torch.dtype | None, device: torch.device | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    agree(selection)
-    sources = [
-        Source(entry, selection.params[entry], dtype=dtype if entry.dtype.is_floating_point else None)
-        for _, entry in entries
-        if isinstance(entry, FSDPParam)
-    ]
-    gathered = gather_in_order(sources, bucket_bytes // 2)  # the other half is what the bucket is received into
-    for name, entry in entries:
-        yield name, _moved(next(gathered), device) if isinstance(entry, FSDPParam) else _copy(entry, dtype, device)
+    check_gatherable(selection, ranks_of(module, managed=True) or Ranks.alone(torch.device("cpu")))
+    shown = {id(owner._parameters.get(name)): place for place in selection.places for owner, name in place.slots}
+    named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
+    sources = [_source(place, dtype if place.tensor.is_floating_point() else None) for _, place in named]
+    gathered = gather_whole(sources, bucket_bytes // 2)  # the other half is what the bucket is received into
+    for name, _ in named:
+        yield name, _moved(next(gathered), device)
 
 
-def _moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def _source(place: Place, dtype: torch.dtype | None) -> Source:
+    if place.param is None or place.group is None:
+        return Source(place.tensor.detach(), dtype=dtype)
+    piece = place.param.data
+    assert piece is not None  # just checked
+    return Source.of(piece, place.param, place.group, dtype)
+
+
+def _moved(tensor: torch.Tensor | None, device: torch.device | None) -> torch.Tensor:
+    assert tensor is not None
     return tensor if device is None else tensor.to(device)
-
-
-@torch.no_grad()
-def _copy(param: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None) -> torch.Tensor:
-    """A parameter that is not managed; a DTensor in full."""
-    whole = param.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    return whole.to(device=device, dtype=dtype if whole.is_floating_point() else None, copy=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp2.weights.boxes import Entry, blocks, whole
-from fsdp2.weights.places import Place, Places
+from fsdp2.weights.select import Place, Selection
 
 __all__ = ["Loaded", "Match", "check_ties", "match", "partly_loaded"]
 
@@ -28,22 +28,24 @@ class Match(NamedTuple):
     loaded: Loaded
 
 
-def match(places: Places, given: Mapping[str, Entry], extras: Collection[str], *, strict: bool, where: str) -> Match:
-    """What ``given`` and ``extras`` (names of extra states) have for ``places``.
+def match(
+    selection: Selection, given: Mapping[str, Entry], extras: Collection[str], *, strict: bool, where: str
+) -> Match:
+    """What ``given`` and ``extras`` (names of extra states) have for ``selection``.
 
     Raises:
         RuntimeError: a shape or the kind of a dtype differs; with ``strict`` also where names do.
     """
     values, missing = [], []
-    for place in places.found:
+    for place in selection.places:
         keys = [name for name in place.names if name in given]
         if keys:
             values.append((place, keys))
         else:
             missing.append(place.name)
-    missing += [name for name in places.extras if name not in extras]
-    known = places.by_name
-    unexpected = [key for key in given if key not in known] + [key for key in extras if key not in places.extras]
+    missing += [name for name in selection.extras if name not in extras]
+    known = selection.by_name
+    unexpected = [key for key in given if key not in known] + [key for key in extras if key not in selection.extras]
     problems = []
     if strict and missing:
         problems.append(f"Missing key(s): {', '.join(map(repr, missing))}")
@@ -59,7 +61,7 @@ def match(places: Places, given: Mapping[str, Entry], extras: Collection[str], *
     if problems:
         hint = "; strict=False passes over missing and unexpected keys" if strict and (missing or unexpected) else ""
         raise RuntimeError(f"{where}: " + "\n  ".join([*problems, f"nothing was loaded{hint}"]))
-    return Match(values, [name for name in places.extras if name in extras], Loaded(missing, unexpected))
+    return Match(values, [name for name in selection.extras if name in extras], Loaded(missing, unexpected))
 
 
 Reader = Callable[[str, tuple[tuple[int, int], ...]], torch.Tensor]
@@ -93,13 +95,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
-def partly_loaded(problem: Exception | None, where: str) -> Exception | None:
-    """``problem``, which came when values were already moving, as an error that says so."""
-    if problem is None:
-        return None
-    error = RuntimeError(
-        f"{where}: loading broke off, the module is partly loaded; got {type(problem).__name__}: {problem}; load "
-        "it anew"
-    )
-    error.__cause__ = problem
-    return error
+def partly_loaded(where: str) -> Callable[[Exception], Exception]:
+    """What makes of a problem that came when values were already moving an error that says so."""
+
+    def explain(problem: Exception) -> Exception:
+        error = RuntimeError(
+            f"{where}: loading broke off, the module is partly loaded; got {type(problem).__name__}: {problem}; load "
+            "it anew"
+        )
+        error.__cause__ = problem
+        return error
+
+    return explain

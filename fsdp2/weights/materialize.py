@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor, python_attributes
 from fsdp2.engine.param import Slot
-from fsdp2.weights.places import Place, Places
+from fsdp2.weights.select import Place, Selection
 
 __all__ = ["materialize", "warn_of_meta_buffers"]
 
@@ -49,9 +49,9 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
         group.adopt_shards()
 
 
-def warn_of_meta_buffers(places: Places, where: str) -> None:
+def warn_of_meta_buffers(selection: Selection, where: str) -> None:
     """Warn of non-persistent buffers on the meta device, which no checkpoint holds."""
-    names = [place.name for place in places.left_out if place.local.is_meta]
+    names = [place.name for place in selection.left_out if place.local.is_meta]
     if names:
         warnings.warn(
             f"{where}: non-persistent buffers are still on the meta device: {names}; no checkpoint holds them, compute "

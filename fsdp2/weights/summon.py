@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,9 +13,10 @@ from fsdp2._torch.autograd import graph_task_id
 from fsdp2.engine.lending import lend, take_back
 from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.param import FSDPParam, stand_in
-from fsdp2.engine.unit import FSDPState
-from fsdp2.weights.gather import Source, gather_in_order
-from fsdp2.weights.selection import Selection, agree, select
+from fsdp2.engine.unit import FSDPState, live_states
+from fsdp2.weights.ranks import Ranks
+from fsdp2.weights.select import Selection, ranks_of, select
+from fsdp2.weights.whole import Source, check_gatherable, check_same, gather_whole
 
 __all__ = ["summon_full_params"]
 
@@ -48,7 +48,7 @@ def summon_full_params(
         writeback: Copy each rank's pieces of what is shown at the end of the block into its shards; replicas take
             their own. Otherwise changes are lost. Changed ``requires_grad`` is kept or lost alike. Nothing is written
             if the block raises.
-        rank0_only: Only the lowest rank of a parameter's mesh shows it in full; others show shards.
+        rank0_only: Only the first rank (the lowest of the module's largest mesh) shows full ones; others show shards.
         offload_to_cpu: What is shown lies on the CPU, whatever the mesh's device.
         with_grads: Show full ``.grad`` as well, where there is a reduced one; None stays None. With ``writeback`` they
             follow changes too. Gradients that no backward has reduced yet are neither shown nor lost.
@@ -64,15 +64,19 @@ def summon_full_params(
             "summon_full_params: writeback=True with rank0_only=True is not supported: other ranks would not see the "
             "changes; pass writeback=False, or leave rank0_only out"
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"summon_full_params: expected an nn.Module, got {module!r}")
-    selection = select(module, recurse=recurse)
-    _check_outside(selection)
-    agree(selection, with_grads=with_grads)
-    summoned = _Summoned(selection, rank0_only=rank0_only, offload=offload_to_cpu)
+    ranks = ranks_of(module, managed=True) or Ranks.alone(torch.device("cpu"))
+    with ranks.agreed():
+        selection = select(module, "summon_full_params", recurse=recurse)
+        _check_outside(selection)
+    check_gatherable(selection, ranks)
+    values, gradients = _sources(selection), _sources(selection, gradients=True) if with_grads else {}
+    named = {f"{selection.managed[param].name}.grad": source for param, source in gradients.items()}
+    check_same(named, selection.groups, ranks)
+    shows = ranks.first or not rank0_only
+    summoned = _Summoned(selection, _states(module, selection, recurse), shows, rank0_only, offload_to_cpu)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            summoned.start(with_grads)
+            summoned.start(values, gradients)
         yield
         if writeback:
             summoned.read(with_grads)
@@ -83,56 +87,74 @@ def summon_full_params(
 
 def _check_outside(selection: Selection) -> None:
     """Refuse where full parameters are in use, or shown already."""
-    selection.refuse_lent("summon_full_params")
+    selection.refuse_summoned("summon_full_params")
     inside = graph_task_id() != -1
-    for param, group in selection.params.items():
+    for group, params in selection.groups.items():
         entered = group.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD)
         if inside or entered or group.root.forward_root is not None:
             raise RuntimeError(
-                f"{selection.names[param]}: summon_full_params cannot unshard parameters during forward/backward; "
-                "expected outside of both. Call it before or after; if an earlier forward or backward raised, call "
-                "reset_iter_state() on the root module first"
+                f"{selection.managed[params[0]].name}: summon_full_params cannot unshard parameters during "
+                "forward/backward; expected outside of both. Call it before or after; if an earlier one raised, "
+                "call reset_iter_state() on the root module first"
             )
+
+
+def _states(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDPState]:
+    """The states that drive the groups of ``selection``, and those without parameters whose modules are in it."""
+    groups, inside = selection.groups, set(module.modules()) if recurse else set()
+    return [
+        state
+        for state in live_states()
+        if any(group in groups for group in state.groups) or (not state.groups and not inside.isdisjoint(state.modules))
+    ]
+
+
+def _sources(selection: Selection, *, gradients: bool = False) -> dict[FSDPParam, Source]:
+    """What to gather of each parameter: its elements, or its gradient where it has one."""
+    sources = {}
+    for param, place in selection.managed.items():
+        piece = param.gradient if gradients else param.data
+        if piece is not None and place.group is not None:
+            sources[param] = Source.of(piece, param, place.group)
+    return sources
 
 
 class _Summoned:
     """One block: what is shown, what is to be written, and how it ends."""
 
-    def __init__(self, selection: Selection, *, rank0_only: bool, offload: bool) -> None:
+    def __init__(
+        self, selection: Selection, states: list[FSDPState], shows: bool, rank0_only: bool, offload: bool
+    ) -> None:
         self.selection = selection
+        self.shows = shows  # on this rank
         self.rank0_only = rank0_only
         self.offload = offload
         self.shown: dict[FSDPParam, nn.Parameter] = {}
         self.values: dict[FSDPParam, torch.Tensor] = {}
         self.gradients: dict[FSDPParam, torch.Tensor | None] = {}
         self.trainable: dict[FSDPParam, bool] = {}
-        self._before = {state: state.summoned for state in selection.states}
+        self._before = {state: state.summoned for state in states}
 
-    def start(self, with_grads: bool) -> None:
+    def start(self, values: dict[FSDPParam, Source], gradients: dict[FSDPParam, Source]) -> None:
         """Gather and show; ranks that show nothing take part and keep nothing."""
         for group, params in self.selection.groups.items():
             lend(group, params)
-        for state in self.selection.states:
+        for state in self._before:
             state.summoned = self._why_no_forward(state)
-        sources: list[Source] = []
-        for param, group in self.selection.params.items():
-            sources.append(Source(param, group))
-            if with_grads and param.gradient is not None:
-                sources.append(Source(param, group, gradient=True))
-        largest = max((source.nbytes for source in sources), default=0)
-        tensors = gather_in_order(sources, largest)
-        values: dict[FSDPParam, torch.Tensor] = {}
-        grads: dict[FSDPParam, torch.Tensor] = {}
-        for source in sources:
-            tensor = next(tensors)
-            if self._shows(source.param):
-                kept = grads if source.gradient else values
-                kept[source.param] = tensor.cpu() if self.offload else tensor
-            del tensor  # or it would be alive while the next one is gathered
-        for param, value in values.items():
-            self.shown[param] = shown = stand_in(param, value, grads.get(param))
+        sources = [found[param] for param in self.selection.managed for found in (values, gradients) if param in found]
+        tensors = gather_whole(sources, max((source.nbytes for source in sources), default=0), keep=self.shows)
+        for param in self.selection.managed:
+            value = self._kept(tensors) if param in values else None
+            grad = self._kept(tensors) if param in gradients else None
+            if value is not None:
+                self.shown[param] = stand_in(param, value, grad)
+        for param, shown in self.shown.items():
             for slot in param.slots:
                 slot.show(shown)
+
+    def _kept(self, tensors: Iterator[torch.Tensor | None]) -> torch.Tensor | None:
+        tensor = next(tensors)
+        return tensor.cpu() if tensor is not None and self.offload else tensor
 
     def read(self, with_grads: bool) -> None:
         """Note what is shown now; it is written when the block has ended.
@@ -143,13 +165,13 @@ class _Summoned:
         for param, shown in self.shown.items():
             places = [slot.module._parameters.get(slot.name) for slot in param.slots]
             now = next((found for found in places if found is not shown), shown)  # one that was replaced has the say
-            shape = _shape(param)
+            shape = self.selection.managed[param].shape
             if now is None or isinstance(now, DTensor) or tuple(now.shape) != shape:
                 self.values.clear()
                 got = "nothing" if now is None else f"a {type(now).__name__} of shape {tuple(now.shape)}"
                 raise RuntimeError(
-                    f"{self.selection.names[param]}: cannot be written back; the module shows {got}, expected a plain "
-                    f"tensor of shape {shape}. Change values in place, or pass writeback=False"
+                    f"{self.selection.managed[param].name}: cannot be written back; the module shows {got}, expected a "
+                    f"plain tensor of shape {shape}. Change values in place, or pass writeback=False"
                 )
             self.values[param] = now
         if with_grads:
@@ -172,23 +194,13 @@ class _Summoned:
         for shown in self.shown.values():
             shown.__dict__.pop("_fsdp2_managed", None)
 
-    def _shows(self, param: FSDPParam) -> bool:
-        """Whether this rank is one that shows ``param`` in full."""
-        return not self.rank0_only or dist.get_rank() == int(param.spec.dtensor.mesh.mesh.min())
-
     def _why_no_forward(self, state: FSDPState) -> str:
         """Why ``state`` cannot compute with what is shown; "" if it can."""
         params = [param for group in state.groups for param in group.params]
         if self.rank0_only:
             return "rank0_only shows full parameters on one rank"
-        if any(param not in self.selection.params for param in params):
+        if any(param not in self.selection.managed for param in params):
             return "only some of its parameters are shown in full; summon the whole unit"
         if any(param.spec.full is not None for param in params):
             return "its tensor-parallel parameters are shown as plain tensors"
         return "its parameters are shown on the CPU" if self.offload and state.device.type != "cpu" else ""
-
-
-def _shape(param: FSDPParam) -> tuple[int, ...]:
-    """The shape of the plain parameter."""
-    meta = param.spec.dtensor.tensor_meta
-    return tuple(param.spec.layout.shape if meta is None else meta.shape)

@@ -10,8 +10,8 @@ from torch import nn
 from fsdp2.weights.boxes import Entry, Part, beyond
 from fsdp2.weights.matching import partly_loaded
 from fsdp2.weights.materialize import materialize
-from fsdp2.weights.places import Place, Places, find_places, ranks_of
 from fsdp2.weights.ranks import Ranks, device_of
+from fsdp2.weights.select import Place, Selection, ranks_of, select
 from fsdp2.weights.transfer import broadcast_entries, bucket_bytes, sum_entries
 
 __all__ = ["sync_module_states"]
@@ -40,33 +40,24 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
         ValueError: ``bucket_mb`` is not a positive number.
     """
     ranks = ranks_of(module, managed=True) or Ranks.world()
-    places, problem, limit = Places([], [], {}, []), None, 0
-    try:
+    with ranks.agreed():
         limit = bucket_bytes(bucket_mb)
-        places = find_places(module, _WHERE)
-        places.check_idle(_WHERE)
-    except Exception as error:
-        problem = error
-    work = _sort(places)
+        selection = select(module, _WHERE)
+        selection.check(_WHERE, idle=True)
+        work = _sort(selection)
     offered: _Offer = ranks.share(work.offer())
-    try:
-        if problem is None:
-            work.check(offered, ranks)
-    except Exception as error:
-        problem = error
-    ranks.agree(problem)
-    try:
-        for group in places.groups:
+    with ranks.agreed():
+        work.check(offered, ranks)
+    with ranks.agreed():
+        for group in selection.groups:
             group.before_load()
         work.materialize(offered)
-    except Exception as error:
-        problem = error
-    ranks.agree(problem)
-    with torch.no_grad():
-        problem = work.move(offered, ranks, limit)
-    for group in places.groups:
-        group.after_load()
-    ranks.agree(partly_loaded(problem, _WHERE))
+    try:
+        with torch.no_grad():
+            work.move(offered, ranks, limit)
+    finally:
+        for group in selection.groups:
+            group.after_load()
 
 
 @dataclass
@@ -109,7 +100,7 @@ class _Work:
                 "rank, expected the same; build the same module on every rank"
             )
         empty = [names[0] for names, _, device in offered.plain if device == "meta"]
-        empty += [place.name for place in self.managed if place.is_first_copy and place.local.is_meta]
+        empty += [place.name for place in self.managed if place.copies.first and place.local.is_meta]
         empty += [place.name for place in self.parallel if place.speaks_for_all(ranks) and place.local.is_meta]
         if empty:
             raise RuntimeError(
@@ -126,8 +117,8 @@ class _Work:
             materialize([place], device_of(place.mesh.device_type))  # type: ignore[union-attr]  # it has one
         materialize(self.managed, torch.device("cpu"))
 
-    def move(self, offered: _Offer, ranks: Ranks, limit: int) -> Exception | None:
-        """Copy everything; the first error."""
+    def move(self, offered: _Offer, ranks: Ranks, limit: int) -> None:
+        """Copy everything: plain tensors, then those of tensor parallelism, then shards."""
         by_name = {name: place for place in self.plain for name in place.names}
         targets = [list(dict.fromkeys(by_name[name] for name in names)) for names, _, _ in offered.plain]
 
@@ -135,53 +126,52 @@ class _Work:
             for target in targets[part.index]:
                 target.write(part.box, view, last=part.last)
 
-        problem = broadcast_entries(
-            [entry for _, entry, _ in offered.plain],
-            ranks,
-            limit,
-            lambda part, view: targets[part.index][0].read(part.box, view),
-            drain,
-        )
-
         def fill(part: Part, view: torch.Tensor) -> None:
             place = self.parallel[part.index]
             if place.speaks_for_all(ranks):
                 place.read(part.box, view)
 
-        found = sum_entries(
-            [_entry(place) for place in self.parallel],
-            ranks,
-            limit,
-            fill,
-            lambda part, view: self.parallel[part.index].write(part.box, view, last=part.last),
-        )
-        return problem or found or self._move_shards(limit)
-
-    def _move_shards(self, limit: int) -> Exception | None:
-        """Along each set of axes that copies lie on, those of the first rank."""
-        by_axes: dict[tuple[object, ...], list[Place]] = {}
+        with ranks.agreed(partly_loaded(_WHERE)):
+            broadcast_entries(
+                [entry for _, entry, _ in offered.plain],
+                ranks,
+                limit,
+                lambda part, view: targets[part.index][0].read(part.box, view),
+                drain,
+            )
+        with ranks.agreed(partly_loaded(_WHERE)):
+            sum_entries(
+                [_entry(place) for place in self.parallel],
+                ranks,
+                limit,
+                fill,
+                lambda part, view: self.parallel[part.index].write(part.box, view, last=part.last),
+            )
+        by_copies: dict[tuple[object, ...], list[Place]] = {}
         for place in self.managed:
-            by_axes.setdefault(tuple(id(axis.group) for axis in place.copies), []).append(place)
-        problem = None
-        for places in by_axes.values():
-            axes, mesh = places[0].copies, places[0].mesh
-            if not axes or mesh is None:
-                continue
-
-            def fill(part: Part, view: torch.Tensor, places: list[Place] = places) -> None:
-                places[part.index].read(beyond(part.box, places[part.index].box), view)
-
-            def drain(part: Part, view: torch.Tensor, places: list[Place] = places) -> None:
-                places[part.index].write(beyond(part.box, places[part.index].box), view, last=part.last)
-
-            entries = [Entry(tuple(length for _, length in place.box), place.dtype) for place in places]
-            found = broadcast_entries(entries, Ranks(axes, device_of(mesh.device_type)), limit, fill, drain)
-            problem = problem or found
-        return problem
+            by_copies.setdefault(tuple(id(axis.group) for axis, _ in place.copies.lines), []).append(place)
+        for places in by_copies.values():
+            with ranks.agreed(partly_loaded(_WHERE)):
+                _copy_shards(places, limit)
 
 
-def _sort(places: Places) -> _Work:
-    everything = places.found + places.left_out
+def _copy_shards(places: list[Place], limit: int) -> None:
+    """Make the boxes of ``places``, which the same ranks have copies of, those of the first of these ranks."""
+    if not places[0].copies.lines:
+        return
+
+    def fill(part: Part, view: torch.Tensor) -> None:
+        places[part.index].read(beyond(part.box, places[part.index].box), view)
+
+    def drain(part: Part, view: torch.Tensor) -> None:
+        places[part.index].write(beyond(part.box, places[part.index].box), view, last=part.last)
+
+    entries = [Entry(tuple(length for _, length in place.box), place.dtype) for place in places]
+    broadcast_entries(entries, places[0].copies, limit, fill, drain)
+
+
+def _sort(selection: Selection) -> _Work:
+    everything = selection.places + selection.left_out
     plain = [place for place in everything if place.mesh is None]
     parallel = [place for place in everything if place.param is None and place.mesh is not None]
     return _Work(plain, parallel, [place for place in everything if place.param is not None])

@@ -27,52 +27,41 @@ def bucket_bytes(bucket_mb: float) -> int:
     return max(int(bucket_mb * 2**20) // ALIGN_BYTES, 1) * ALIGN_BYTES
 
 
-def broadcast_entries(
-    entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch
-) -> Exception | None:
-    """Let the first rank ``fill`` all blocks of ``entries`` and every rank ``drain`` them; the first error of either.
+def broadcast_entries(entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch) -> None:
+    """Let the first rank ``fill`` all blocks of ``entries``, and every rank ``drain`` them.
 
-    An error does not stop the transfer, since the other ranks go on with it.
+    The first error of either is raised when all blocks have travelled: the other ranks go on with the transfer.
     """
-
-    def move(parts: list[tuple[Part, torch.Tensor]], buffer: torch.Tensor) -> Exception | None:
-        problem = _touch(fill, parts) if ranks.first else None
-        ranks.broadcast(buffer)
-        return problem or _touch(drain, parts)
-
-    return _each_bucket(entries, ranks, limit, move)
+    _each_bucket(entries, ranks, limit, fill if ranks.first else None, drain, summed=False)
 
 
-def sum_entries(entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch) -> Exception | None:
+def sum_entries(entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch) -> None:
     """Join blocks that every rank ``fill``s with what it holds of them (each element on one rank) and ``drain`` them.
 
     Bytes are added to zeros, which changes none of them. Errors as in ``broadcast_entries``.
     """
-
-    def move(parts: list[tuple[Part, torch.Tensor]], buffer: torch.Tensor) -> Exception | None:
-        buffer.zero_()
-        problem = _touch(fill, parts)
-        ranks.sum(buffer.view(torch.int64))
-        return problem or _touch(drain, parts)
-
-    return _each_bucket(entries, ranks, limit, move)
+    _each_bucket(entries, ranks, limit, fill, drain, summed=True)
 
 
 def _each_bucket(
-    entries: Sequence[Entry],
-    ranks: Ranks,
-    limit: int,
-    move: Callable[[list[tuple[Part, torch.Tensor]], torch.Tensor], Exception | None],
-) -> Exception | None:
-    problem = None
+    entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch | None, drain: Touch, *, summed: bool
+) -> None:
+    problem: Exception | None = None
     size = min(limit, sum(align(entry.nbytes) for entry in entries))
     buffer = torch.empty(size, dtype=torch.uint8, device=ranks.device)
     for parts in buckets(entries, limit):
         views = [(part, _view(buffer, part, entries[part.index])) for part in parts]
-        used = align(parts[-1].offset + parts[-1].nbytes)
-        found = move(views, buffer[:used])
-        problem = problem or found
-    return problem
+        used = buffer[: align(parts[-1].offset + parts[-1].nbytes)]
+        if summed:
+            used.zero_()
+        problem = problem or _touch(fill, views)
+        if summed:
+            ranks.sum(used.view(torch.int64))
+        else:
+            ranks.broadcast(used)
+        problem = problem or _touch(drain, views)
+    if problem is not None:
+        raise problem
 
 
 def _view(buffer: torch.Tensor, part: Part, entry: Entry) -> torch.Tensor:
@@ -80,10 +69,11 @@ def _view(buffer: torch.Tensor, part: Part, entry: Entry) -> torch.Tensor:
     return flat.view([length for _, length in part.box])
 
 
-def _touch(function: Touch, parts: list[tuple[Part, torch.Tensor]]) -> Exception | None:
+def _touch(function: Touch | None, parts: list[tuple[Part, torch.Tensor]]) -> Exception | None:
     try:
-        for part, view in parts:
-            function(part, view)
-    except Exception as error:  # raised on every rank, once all are through
+        if function is not None:
+            for part, view in parts:
+                function(part, view)
+    except Exception as error:  # raised once all blocks have travelled
         return error
     return None

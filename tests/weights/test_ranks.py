@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.sharding.mesh import Axis
 from fsdp2.weights.ranks import Ranks, device_of
 from tests.support.parity import mesh_1d, mesh_2d, mesh_of
 from tests.support.pool import on_ranks
@@ -21,7 +20,7 @@ CPU = torch.device("cpu")
 def by_dimension() -> Ranks:
     """Return all four ranks as those of a mesh of two dimensions."""
     mesh = mesh_2d("a", "b")
-    return Ranks((Axis.of(mesh, 0), Axis.of(mesh, 1)), CPU)
+    return Ranks.along(mesh, (0, 1))
 
 
 @on_ranks(1, 2, 4)
@@ -72,10 +71,10 @@ def test_alone():
 def test_which_ranks_of_several_meshes(rank, world):
     """The largest mesh counts; one of all ranks is the default process group."""
     small, large = mesh_2d("a", "b")["b"], mesh_1d()
-    assert Ranks.of([small, large]).axes[0].size == 4
+    assert Ranks.of([small, large]).lines[0][0].size == 4
     some = Ranks.of([small])
     assert (some.size, some.first, some.first_rank) == (2, rank % 2 == 0, rank // 2 * 2)
-    assert Ranks.of([mesh_of(1, 4, names=("one", "four"))["one"]]).axes == ()
+    assert Ranks.of([mesh_of(1, 4, names=("one", "four"))["one"]]).lines == ()
 
 
 @on_ranks(4)

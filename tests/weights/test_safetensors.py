@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp2
-from fsdp2.weights import files
+from fsdp2.weights import safetensors as files
 from tests.step.test_extensions import of_halves
 from tests.support.cases import CASES
 from tests.support.memory import LiveBytes

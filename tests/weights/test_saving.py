@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp2
-from fsdp2.weights import saving
+from fsdp2.weights import save
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
 from tests.weights.models import (
@@ -44,18 +44,14 @@ def test_interrupted_saves(rank, world, size, moment):
         fsdp2.broadcast_from_rank0(module, values_of(plain("mlp"), seed=4))
         calls = iter(range(1000))
         name = {"header": "write_header", "rename": "os.replace"}.get(moment, "write_tensor")
-        original = {"header": saving.write_header, "rename": saving.os.replace}.get(moment, saving.write_tensor)
+        original = {"header": save.write_header, "rename": save.os.replace}.get(moment, save.write_tensor)
 
         def fail(*args):
             if next(calls) >= (0 if moment in ("header", "tensor") else 3 if moment == "late" else bool(size)):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return original(*args)
 
-        with (
-            mock.patch.object(saving, name, fail)
-            if moment != "rename"
-            else mock.patch.object(saving.os, "replace", fail)
-        ):
+        with mock.patch.object(save, name, fail) if moment != "rename" else mock.patch.object(save.os, "replace", fail):
             with pytest.raises(OSError, match="No space left"):
                 fsdp2.save_safetensors(module, folder, size)
         dist.barrier()
@@ -72,7 +68,7 @@ def test_a_full_disk(rank, world):
     with shared_folder() as folder:
         module = sharded("mlp", meta=False)
         before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-        full = mock.patch.object(saving, "open", lambda *_: open("/dev/full", "wb"), create=True)  # noqa: SIM115
+        full = mock.patch.object(save, "open", lambda *_: open("/dev/full", "wb"), create=True)  # noqa: SIM115
         for size in (None, 200):
             with full, pytest.raises(OSError, match="No space left"):
                 fsdp2.save_safetensors(module, folder, size)

@@ -1,122 +1,92 @@
-"""Between a shard and the whole tensor: gathered by communication, cut without any."""
+"""What the values of a state dict become under a setting: whole tensors, shards or pieces."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor
-from fsdp2.comm.collectives import all_gather, wire_view
-from fsdp2.engine.unit import FSDPState
-from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.spec import ShardedSpec
+from fsdp2._torch.tensors import local_tensor
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.weights.ranks import Ranks
+from fsdp2.weights.select import Managed
+from fsdp2.weights.state_dict.pieces import piece_of
+from fsdp2.weights.whole import Source, check_same, gather_whole
 
-__all__ = ["cut_full", "distribute_locally", "full_of", "gather_full", "is_first_rank", "lies_like", "widest_mesh"]
+__all__ = ["Converter", "Item"]
 
 
-@torch.no_grad()
-def gather_full(local: torch.Tensor, spec: ShardedSpec, mesh: DataParallelMesh, *, keep: bool) -> torch.Tensor | None:
-    """The whole tensor, in memory of its own, of which ``local`` is this rank's piece; every rank must call it.
+class Item(NamedTuple):
+    """A value by its name, and the managed parameter that it is (``is_parameter``) or is cut like."""
 
-    The dtype is that of ``local``, the device the mesh's. Where it is not to be kept it is None; every rank holds the
-    gathered pieces for a moment all the same.
+    value: Any
+    name: str
+    managed: Managed | None = None
+    is_parameter: bool = False
+
+
+class Converter:
+    """Makes of the values of one state dict what a setting asks for.
+
+    A parameter with several names is gathered once and stays shared. Where a rank does not ask for whole tensors
+    (``rank0_only``) none outlives the gather of its bucket, which is no larger than the largest tensor. ``groups`` are
+    those that the values may belong to.
     """
-    if type(local) is not torch.Tensor:  # a subclass knows best what travels
-        full = full_of(spec.shard_as(local))
-    elif local.is_meta:
-        shape = spec.layout.shape if spec.dtensor.tensor_meta is None else spec.dtensor.tensor_meta.shape
-        full = torch.empty(shape, dtype=local.dtype, device="meta")
-    else:
-        full = _gather_layout(local, spec, mesh)
-        if spec.full is not None:
-            full = spec.wrap_full(full).full_tensor()  # type: ignore[attr-defined]  # a DTensor
-    return _own(full, local) if keep else None
+
+    def __init__(self, kind: StateDictType, config: Any, groups: Collection[FSDPParamGroup], ranks: Ranks) -> None:
+        self.kind = kind
+        self.offload = config.offload_to_cpu
+        self.groups = groups
+        self.ranks = ranks
+        self.keeps = not getattr(config, "rank0_only", False) or ranks.first
+        self._copies: dict[object, torch.Tensor] = {}
+
+    def __call__(self, items: Sequence[Item]) -> list[Any]:
+        """The values of ``items`` as asked for, in order."""
+        if self.kind is not StateDictType.FULL_STATE_DICT:
+            return [self._part(item) for item in items]
+        keys = [item.managed[0] if item.is_parameter and item.managed else i for i, item in enumerate(items)]
+        sources: dict[object, Source] = {}
+        names: dict[str, Source] = {}
+        for key, item in zip(keys, items):
+            if isinstance(item.value, DTensor) and key not in sources:
+                sources[key] = names[item.name] = _source(item)
+        check_same(names, self.groups, self.ranks)
+        limit = max((source.nbytes for source in sources.values()), default=0)
+        tensors = gather_whole(list(sources.values()), limit, keep=self.keeps)
+        whole = {key: self._kept(tensors) for key in sources}
+        return [whole[key] if key in sources else self._copy(item.value) for key, item in zip(keys, items)]
+
+    def _kept(self, tensors: Any) -> torch.Tensor | None:
+        full = next(tensors)
+        return full.cpu() if full is not None and self.offload else full
+
+    def _part(self, item: Item) -> Any:
+        value = item.value
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.cpu() if self.offload else value
+        if self.kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
+            return piece_of(value, None if item.managed is None else item.managed[0].spec, item.name)
+        return value
+
+    def _copy(self, value: Any) -> Any:
+        """A copy that later training does not change; the same one for tensors that share their memory."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach()
+        if value.is_meta or not value.numel():
+            return value
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if self.keeps and key not in self._copies:
+            self._copies[key] = value.cpu() if self.offload and value.device.type != "cpu" else value.clone()
+        return self._copies.get(key)
 
 
-def _gather_layout(local: torch.Tensor, spec: ShardedSpec, mesh: DataParallelMesh) -> torch.Tensor:
-    layout, ranks = spec.layout, mesh.shard.size
-    if layout.dim is None or ranks == 1 or not layout.numel:
-        return local.to(mesh.device)
-    slot = layout.slot_numel
-    row = _row(local, spec, slot, mesh.device)
-    rows = torch.empty(ranks * slot, dtype=local.dtype, device=mesh.device)
-    all_gather([wire_view(rows)], [wire_view(row)], mesh.shard, async_op=False)
-    if layout.rank_major:
-        return rows.as_strided(layout.shape, layout.stride)
-    full = torch.empty_strided(layout.shape, layout.stride, dtype=local.dtype, device=mesh.device)
-    for rank in range(ranks):
-        piece = rows.as_strided(layout.shard_shape(rank), layout.shard_stride(rank), rank * slot)
-        full.narrow(layout.dim, *layout.bounds(rank)).copy_(piece)
-    return full
-
-
-def _row(local: torch.Tensor, spec: ShardedSpec, slot: int, device: torch.device) -> torch.Tensor:
-    """``local`` as this rank sends it: 1D, in the full tensor's memory order, padded to ``slot`` elements."""
-    dense = local.stride() == tuple(spec.shard_stride) and local.device == device
-    if dense and spec.shard_numel == slot:
-        return local.as_strided((slot,), (1,))
-    row = torch.empty(slot, dtype=local.dtype, device=device)
-    row[spec.shard_numel :].zero_()
-    row[: spec.shard_numel].as_strided(spec.shard_shape, spec.shard_stride).copy_(local)
-    return row
-
-
-@torch.no_grad()
-def full_of(value: DTensor) -> torch.Tensor:
-    """The whole tensor of any DTensor, in memory of its own; every rank of its mesh must call it."""
-    device, local = value.device_mesh.device_type, local_tensor(value)
-    if local.device.type not in (device, "meta"):  # what was offloaded cannot be sent
-        local = local.to(device)
-    sent = dtensor_from_local(local.detach(), dtensor_spec(value))
-    return _own(sent.full_tensor(), local)
-
-
-def _own(full: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``full``, copied if it shares memory with the shard ``local`` or drags padding along."""
-    if full.is_meta or not full.numel():
-        return full
-    exact = full.untyped_storage().nbytes() == full.nbytes
-    return full if exact and full.data_ptr() != local.data_ptr() else full.clone()
-
-
-def cut_full(full: torch.Tensor, spec: ShardedSpec) -> torch.Tensor:
-    """This rank's piece of the whole tensor ``full``, without communication: a view where no dimension is cut twice."""
-    full = full.detach()
-    if spec.full is not None:
-        full = local_tensor(distribute_locally(full, spec.full.mesh, spec.full.placements))
-    return spec.cut(full)
-
-
-def distribute_locally(full: torch.Tensor, mesh: DeviceMesh, placements: tuple) -> DTensor:
-    """A DTensor of ``full``, which every rank has: each keeps its own piece, nothing is sent."""
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
-
-
-def lies_like(value: DTensor, param: DTensor) -> bool:
-    """Whether the pieces of ``value`` are those of ``param``."""
-    mine, other = dtensor_spec(param), dtensor_spec(value)
-    same = mine.mesh is other.mesh or mine.mesh == other.mesh
-    return same and mine.placements == other.placements and value.shape == param.shape
-
-
-def widest_mesh(states: list[FSDPState]) -> DeviceMesh | None:
-    """The mesh with the most ranks that a parameter lies on, tensor parallelism included; the first of several."""
-    meshes = {
-        id(param.spec.dtensor.mesh): param.spec.dtensor.mesh
-        for state in states
-        for group in state.groups
-        for param in group.params
-    }
-    return max(meshes.values(), key=lambda mesh: math.prod(mesh.shape), default=None)
-
-
-def is_first_rank(states: list[FSDPState]) -> bool:
-    """Whether this process is the "rank 0" of ``rank0_only``: the first of the model's widest mesh."""
-    mesh = widest_mesh(states)
-    if mesh is None:
-        return not dist.is_initialized() or dist.get_rank() == 0
-    return not any(mesh.get_coordinate() or ())
+def _source(item: Item) -> Source:
+    if item.managed is None:
+        return Source(item.value)
+    return Source.of(local_tensor(item.value).detach(), *item.managed)

@@ -10,17 +10,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.modules import loads_as_torch_does
+from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
-from fsdp2.weights.state_dict.convert import cut_full, distribute_locally, full_of, lies_like
-from fsdp2.weights.state_dict.names import CHECKPOINTED, COMPILED, clean_name
-from fsdp2.weights.state_dict.pieces import is_piece, offset_of
+from fsdp2.weights.boxes import box_of
+from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
+from fsdp2.weights.state_dict.pieces import is_own_piece, is_piece
+from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, whole_of
 
-__all__ = ["ShardLoader", "after_load_tree", "before_load_tree"]
+__all__ = ["after_load_tree", "before_load_tree", "hook_group"]
 
 
-class ShardLoader:
+def hook_group(group: FSDPParamGroup) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of the modules that show parameters of ``group`` see its shards."""
+    owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+    loader = _ShardLoader(group)
+    hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
+
+
+class _ShardLoader:
     """Loads the parameters of one group."""
 
     def __init__(self, group: FSDPParamGroup) -> None:
@@ -51,15 +60,15 @@ class ShardLoader:
                 raise RuntimeError(f"Error in loading state_dict: {problem}")
             local = value["piece"].detach()
         elif isinstance(value, DTensor):
-            if lies_like(value, sharded) or value.shape != sharded.shape:
+            if is_cut_like(value, sharded) or value.shape != sharded.shape:
                 return value
-            local = cut_full(full_of(value), param.spec)
+            local = cut(whole_of(value), param.spec)
         elif isinstance(value, torch.Tensor):
             if sharded.ndim == 0 and tuple(value.shape) == (1,):  # as torch loads what very old versions saved
                 value = value[0]
             if value.shape != sharded.shape:
                 return value
-            local = cut_full(value, param.spec)
+            local = cut(value, param.spec)
         else:
             return value
         return param.spec.shard_as(self._own(local, param) if assign else local)
@@ -89,15 +98,14 @@ class ShardLoader:
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:
     """What is wrong with a piece that is loaded into ``param``; nothing if it is this rank's."""
     assert param.sharded is not None
-    shape, local = tuple(value["shape"]), tuple(value["piece"].shape)
-    if shape != tuple(param.sharded.shape):
+    shape, expected = tuple(value["shape"]), tuple(param.sharded.shape)
+    if shape != expected:
         return _mismatch(key, torch.Size(shape), param.sharded.shape)
-    offset = offset_of(param.spec, key)
-    if local == tuple(param.spec.shard_shape) and (tuple(value["offset"]) == offset or not value["piece"].numel()):
+    if is_own_piece(value, expected, param.spec, key):
         return ""
     return (
-        f"{key} is the piece of shape {local} at {tuple(value['offset'])}, this rank holds the one of shape "
-        f"{tuple(param.spec.shard_shape)} at {offset}. To load the local state dicts of other ranks or of another "
+        f"{key} is the piece of shape {tuple(value['piece'].shape)} at {tuple(value['offset'])}, this rank holds the "
+        f"box {box_of(param.spec, key)} of (start, length). To load the local state dicts of other ranks or of another "
         "number of ranks, pass fsdp2.merge_local_state_dicts(the list of all of them)"
     )
 

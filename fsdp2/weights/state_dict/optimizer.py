@@ -5,25 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import pytree
-from fsdp2.engine.index import managed_slots, states_below
+from fsdp2._torch.tensors import local_tensor, pytree
+from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
-from fsdp2.engine.unit import FSDPState
 from fsdp2.optim.prebuilt import repair
-from fsdp2.weights.state_dict.convert import cut_full, distribute_locally, full_of, lies_like, widest_mesh
-from fsdp2.weights.state_dict.first_rank import from_first_rank
-from fsdp2.weights.state_dict.names import Managed, clean_name, parameter_names
-from fsdp2.weights.state_dict.pieces import is_piece, offset_of
-from fsdp2.weights.state_dict.saving import Converter
+from fsdp2.weights.boxes import Box, Entry, box_of
+from fsdp2.weights.names import clean_name
+from fsdp2.weights.ranks import Ranks
+from fsdp2.weights.select import Managed, Place, ranks_of, select
+from fsdp2.weights.state_dict.convert import Converter, Item
+from fsdp2.weights.state_dict.from_first_rank import from_first_rank
+from fsdp2.weights.state_dict.pieces import is_own_piece, is_piece
 from fsdp2.weights.state_dict.settings import get_state_dict_type
+from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, whole_of
 
 __all__ = ["optim_state_dict", "optim_state_dict_to_load"]
 
@@ -33,9 +35,8 @@ class _Parameters:
     """A model's parameters as its optimizer knows them."""
 
     settings: StateDictSettings
-    states: list[FSDPState]
-    names: dict[torch.Tensor, list[str]]
-    managed: Mapping[Any, Managed]
+    ranks: Ranks
+    places: dict[Any, Place]
 
     @classmethod
     def of(cls, where: str, model: nn.Module, optim: torch.optim.Optimizer) -> _Parameters:
@@ -48,35 +49,37 @@ class _Parameters:
         if not isinstance(model, nn.Module) or not isinstance(optim, torch.optim.Optimizer):
             raise TypeError(f"{where}: expected a module and its optimizer, got {type(model)} and {type(optim)}")
         repair(optim)
-        states = states_below(model)
-        slots = managed_slots(states)
-        shards = {param.sharded: (param, group) for param, group in slots.values() if param.sharded is not None}
-        found = cls(get_state_dict_type(model), states, parameter_names(model, slots), shards)
+        places = {place.tensor: place for place in select(model, where).places}
         for number, group in enumerate(optim.param_groups):
             for param in group["params"]:
-                if param not in found.names:
+                if param not in places:
                     raise ValueError(
                         f"{where}: a parameter of shape {tuple(param.shape)} in group {number} of the optimizer is no "
                         f"parameter of {type(model).__name__}; pass the model whose parameters the optimizer was given"
                     )
-        return found
+        return cls(get_state_dict_type(model), ranks_of(model, managed=True) or Ranks.world(), places)
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """All ranks of the model."""
-        return widest_mesh(self.states)
+    def managed(self, param: torch.Tensor | None) -> Managed | None:
+        """``param`` as its group manages it."""
+        place = None if param is None else self.places.get(param)
+        return None if place is None or place.param is None or place.group is None else (place.param, place.group)
 
-    def keep(self, value: torch.Tensor, name: str | None) -> torch.Tensor:
-        """What this rank keeps of a tensor of the state of ``name``: its piece, if it is cut like the parameter."""
-        param = next((param for param, names in self.names.items() if name in names), None)
-        managed = None if param is None else self.managed.get(param)
-        if managed is None or value.shape != param.shape or not value.ndim:  # type: ignore[union-attr]  # a tensor
-            return value
-        return _shard(cut_full(value, managed[0].spec), managed[0])
+    def target(self, entry: Entry, name: str) -> tuple[torch.Tensor, torch.Tensor, Box] | None:
+        """Memory for this rank's piece of a tensor of the state of ``name``, if it is cut like the parameter."""
+        param = self._by_name.get(name)
+        managed = self.managed(param)
+        if param is None or managed is None or entry.shape != tuple(param.shape) or not entry.shape:
+            return None
+        shard = _empty_shard(managed[0], entry.dtype)
+        return shard, local_tensor(shard), box_of(managed[0].spec, name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, torch.Tensor]:
+        return {name: param for param, place in self.places.items() for name in place.names}
 
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
         """The first name of each parameter of a group."""
-        return [self.names[param][0] for param in group["params"]]
+        return [self.places[param].name for param in group["params"]]
 
 
 def optim_state_dict(
@@ -99,13 +102,20 @@ def optim_state_dict(
     """
     known = _Parameters.of("optim_state_dict", model, optim)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    convert = Converter(known.settings.state_dict_type, known.settings.optim_state_dict_config, known.states)
+    config, groups = known.settings.optim_state_dict_config, groups_below(model)
+    convert = Converter(known.settings.state_dict_type, config, groups, known.ranks)
     by_key = dict(_keys(optim, given))
-    result: dict[str, Any] = {"state": {}}
+    names, items, trees = [], [], []
     for key, state in given["state"].items():
         param = by_key.get(key)
-        name = key if param is None else known.names[param][0]
-        result["state"][name] = _map(lambda value, p=param, n=name: convert(value, _alike(value, p, known), n), state)
+        name = key if param is None else known.places[param].name
+        leaves, tree = pytree.tree_flatten(state, is_leaf=is_piece)
+        names.append(name)
+        trees.append(tree)
+        items += [Item(leaf, f"{name}: state {i}", _alike(leaf, param, known)) for i, leaf in enumerate(leaves)]
+    values = iter(convert(items))
+    converted = [pytree.tree_unflatten([next(values) for _ in range(tree.num_leaves)], tree) for tree in trees]
+    result: dict[str, Any] = {"state": dict(zip(names, converted))}
     if "param_groups" in given:
         result["param_groups"] = [
             {**saved, "params": known.names_of(group)}
@@ -125,10 +135,9 @@ def _map(convert: Any, state: Any) -> Any:
 
 def _alike(value: Any, param: torch.Tensor | None, known: _Parameters) -> Managed | None:
     """The managed parameter that ``value``, of the state of ``param``, is cut like."""
-    managed = None if param is None else known.managed.get(param)
-    if managed is None or not isinstance(value, DTensor) or not lies_like(value, param):  # type: ignore[arg-type]  # both are
+    if not isinstance(value, DTensor) or not isinstance(param, DTensor) or not is_cut_like(value, param):
         return None
-    return managed
+    return known.managed(param)
 
 
 def _keys(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -170,19 +179,19 @@ def optim_state_dict_to_load(
     known = _Parameters.of("optim_state_dict_to_load", model, optim)
     config = known.settings.optim_state_dict_config
     saved: Any = optim_state_dict
-    sent = bool(getattr(config, "rank0_only", False)) and known.mesh is not None and known.mesh.size() > 1
-    if known.mesh is not None and sent:
-        saved = from_first_rank(saved, known.mesh, known.keep)
+    sent = bool(getattr(config, "rank0_only", False)) and known.ranks.size > 1
+    if sent:
+        saved = from_first_rank(saved, known.ranks, known.target)
     if not isinstance(saved, Mapping) or "state" not in saved:
         raise TypeError(f"optim_state_dict_to_load: expected a dictionary with 'state', got {type(saved).__name__}")
     states = {clean_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()}
     result: dict[str, Any] = {"state": {}}
     for index, param in enumerate(dict.fromkeys(p for group in optim.param_groups for p in group["params"])):
-        names = known.names[param]
+        names = known.places[param].names
         name = next((name for name in names if name in states), None)
         if name is not None:
             key = names[0] if is_named_optimizer else index
-            result["state"][key] = _state_to_load(states.pop(name), param, known.managed.get(param), name, sent)
+            result["state"][key] = _state_to_load(states.pop(name), param, known.managed(param), name, sent)
     result["state"].update(_of_nobody(states, known))
     if "param_groups" in saved:
         result["param_groups"] = _groups_to_load(optim, saved["param_groups"], known, is_named_optimizer)
@@ -193,7 +202,7 @@ def optim_state_dict_to_load(
 
 def _of_nobody(states: Mapping[Any, Any], known: _Parameters) -> dict[Any, Any]:
     """State that belongs to no parameter: it is passed on as it is, with a warning where it may have been meant to."""
-    names = {name for all_names in known.names.values() for name in all_names}
+    names = {name for place in known.places.values() for name in place.names}
     others = {key: value for key, value in states.items() if key not in names}
     lost = [key for key, value in others.items() if isinstance(key, str) and isinstance(value, Mapping)]
     if lost:
@@ -224,35 +233,40 @@ def _value_to_load(value: Any, param: torch.Tensor, managed: Managed | None, whe
         return _piece_to_load(value, managed, where)
     value = value.detach()
     if not isinstance(param, DTensor):
-        whole = full_of(value) if isinstance(value, DTensor) else value.clone()
+        whole = whole_of(value) if isinstance(value, DTensor) else value.clone()
         _check_shape(whole, param, where)
         return whole
     if isinstance(value, DTensor):
-        if lies_like(value, param):
+        if is_cut_like(value, param):
             return value.clone()
-        value = full_of(value)
+        value = whole_of(value)
     if value.shape != param.shape or counter:
         _check_shape(value, param, where)
         return value.clone()
     if managed is None:
         return distribute_locally(value.to(param.device), param.device_mesh, param.placements).clone()
-    return _shard(cut_full(value, managed[0].spec), managed[0])
+    return _shard(cut(value, managed[0].spec), managed[0])
 
 
 def _shard(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
+    """A copy of ``local`` as the shard of something cut like ``param``."""
+    shard = _empty_shard(param, local.dtype)
+    local_tensor(shard).copy_(local)
+    return shard
+
+
+def _empty_shard(param: FSDPParam, dtype: torch.dtype) -> DTensor:
     spec = param.spec
-    own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=local.dtype, device=param.local.device)
-    return spec.shard_as(own.copy_(local))
+    return spec.shard_as(
+        torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=dtype, device=param.local.device)
+    )
 
 
 def _piece_to_load(value: Mapping[str, Any], managed: Managed | None, where: str) -> torch.Tensor:
     local = value["piece"].detach()
-    if managed is not None:
-        spec, whole = managed[0].spec, managed[0].sharded
-        right = tuple(value["offset"]) == offset_of(spec, where) or not local.numel()
-        if whole is not None and tuple(value["shape"]) == tuple(whole.shape) and right:
-            if tuple(local.shape) == tuple(spec.shard_shape):
-                return _shard(local, managed[0])
+    if managed is not None and managed[0].sharded is not None:
+        if is_own_piece(value, tuple(managed[0].sharded.shape), managed[0].spec, where):
+            return _shard(local, managed[0])
     raise ValueError(
         f"{where} is the piece of shape {tuple(local.shape)} at {tuple(value['offset'])} of {tuple(value['shape'])}, "
         "which is not this rank's; pass fsdp2.merge_local_state_dicts(the list of all ranks' state dicts)"
@@ -278,7 +292,7 @@ def _groups_to_load(
     for number, group in enumerate(optim.param_groups):
         homes: dict[int, str] = {}
         for param in group["params"]:
-            for name in known.names[param]:
+            for name in known.places[param].names:
                 if name in group_of:
                     homes.setdefault(group_of[name], name)
         if not homes and not group["params"] and len(saved) == len(optim.param_groups):

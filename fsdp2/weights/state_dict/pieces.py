@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import DTensorSpec, dtensor_spec, local_tensor
-from fsdp2.sharding.layout import ShardLayout
+from fsdp2._torch.tensors import dtensor_spec, local_tensor
 from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.weights.boxes import box_of, box_on_mesh, narrow
 
-__all__ = ["is_piece", "merge_local_state_dicts", "offset_of", "piece_of"]
+__all__ = ["is_own_piece", "is_piece", "merge_local_state_dicts", "piece_of"]
 
 _KEYS = {"piece", "shape", "offset"}
 
@@ -31,38 +31,17 @@ def is_piece(value: object) -> bool:
 
 def piece_of(value: DTensor, spec: ShardedSpec | None, name: str) -> dict[str, Any]:
     """The piece of ``value``, whose local tensor it shares; ``spec`` is that of a managed parameter cut alike."""
-    shape = tuple(value.shape)
-    offset = _offset_on_mesh(dtensor_spec(value), shape, name) if spec is None else offset_of(spec, name)
-    return {"piece": local_tensor(value).detach(), "shape": shape, "offset": offset}
+    box = box_on_mesh(dtensor_spec(value), tuple(value.shape), name) if spec is None else box_of(spec, name)
+    offset = tuple(start for start, _ in box)
+    return {"piece": local_tensor(value).detach(), "shape": tuple(value.shape), "offset": offset}
 
 
-def offset_of(spec: ShardedSpec, name: str) -> tuple[int, ...]:
-    """Where this rank's piece of a managed parameter starts in the whole parameter."""
-    layout = spec.layout
-    if spec.full is None or spec.full.tensor_meta is None:
-        offset = [0] * len(layout.shape)
-    else:
-        offset = list(_offset_on_mesh(spec.full, tuple(spec.full.tensor_meta.shape), name))
-    if layout.dim is not None:
-        offset[layout.dim] += layout.bounds(spec.rank)[0]
-    return tuple(offset)
-
-
-def _offset_on_mesh(spec: DTensorSpec, shape: tuple[int, ...], name: str) -> tuple[int, ...]:
-    offset, size = [0] * len(shape), list(shape)
-    coordinate = spec.mesh.get_coordinate() or ()
-    for i, (at, placement) in enumerate(zip(coordinate, spec.placements)):
-        if type(placement) is Shard:
-            layout = ShardLayout(tuple(size), tuple(size), placement.dim, spec.mesh.size(i))
-            start, length = layout.bounds(at)
-            offset[placement.dim] += start
-            size[placement.dim] = length
-        elif not isinstance(placement, Replicate):
-            raise NotImplementedError(
-                f"{name}: a local state dict holds boxes, got a DTensor placed as {spec.placements}; use "
-                "StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT"
-            )
-    return tuple(offset)
+def is_own_piece(value: Mapping[str, Any], shape: tuple[int, ...], spec: ShardedSpec, name: str) -> bool:
+    """Whether the piece ``value`` is the one this rank holds of a parameter of ``shape``."""
+    box, piece = box_of(spec, name), value["piece"]
+    starts, lengths = tuple(start for start, _ in box), tuple(length for _, length in box)
+    right = tuple(value["offset"]) == starts or not piece.numel()
+    return right and (tuple(value["shape"]), tuple(piece.shape)) == (shape, lengths)
 
 
 def merge_local_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -122,10 +101,7 @@ def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
             )
         if not tensor.numel() or filled.get(offset) == tuple(tensor.shape):
             continue  # an empty piece, or a replica
-        box = full
-        for dim, (start, length) in enumerate(zip(offset, tensor.shape)):
-            box = box.narrow(dim, start, length)
-        box.copy_(tensor)
+        narrow(full, tuple(zip(offset, tensor.shape))).copy_(tensor)
         filled[offset] = tuple(tensor.shape)
     covered = sum(math.prod(size) for size in filled.values())
     if covered != full.numel():

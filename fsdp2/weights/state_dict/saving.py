@@ -8,78 +8,19 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictSettings, StateDictType
+from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import local_tensor
-from fsdp2.engine.index import managed_slots, states_below
+from fsdp2.engine.index import groups_below, managed_slots
 from fsdp2.engine.param import Slot
-from fsdp2.engine.unit import FSDPState
-from fsdp2.weights.state_dict.convert import full_of, gather_full, is_first_rank
-from fsdp2.weights.state_dict.names import Managed, clean_name
-from fsdp2.weights.state_dict.pieces import piece_of
+from fsdp2.engine.unit import live_states
+from fsdp2.weights.names import clean_name
+from fsdp2.weights.ranks import Ranks
+from fsdp2.weights.select import Managed, ranks_of
+from fsdp2.weights.state_dict.convert import Converter, Item
 
-__all__ = ["Converter", "Saver", "forget_running_call"]
-
-
-class Converter:
-    """Makes of the values of one state dict what a setting asks for.
-
-    Parameters go one by one, so that only one full tensor exists beside those that are kept; on ranks that do not
-    ask for full tensors (``rank0_only``) none is. A parameter with several names is gathered once and stays shared.
-    """
-
-    def __init__(self, kind: StateDictType, config: Any, states: list[FSDPState]) -> None:
-        self.kind = kind
-        self.offload = config.offload_to_cpu
-        self.rank0_only = getattr(config, "rank0_only", False)
-        self.keeps = not self.rank0_only or is_first_rank(states)
-        self._full: dict[object, torch.Tensor | None] = {}
-        self._copies: dict[object, torch.Tensor] = {}
-
-    def __call__(self, value: Any, managed: Managed | None, name: str) -> Any:
-        """``value`` as asked for; ``managed`` is the parameter it is, or is cut like."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if self.kind is StateDictType.FULL_STATE_DICT:
-            return self._whole(value, managed)
-        value = value.cpu() if self.offload else value
-        if self.kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
-            return piece_of(value, None if managed is None else managed[0].spec, name)
-        return value
-
-    @torch.no_grad()
-    def _whole(self, value: torch.Tensor, managed: Managed | None) -> torch.Tensor | None:
-        if not isinstance(value, DTensor):
-            return self._copy(value.detach()) if self.keeps else None
-        if managed is None:
-            return self._kept(full_of(value))
-        param, group = managed
-        return self._kept(gather_full(local_tensor(value).detach(), param.spec, group.mesh, keep=self.keeps))
-
-    def parameter(self, value: Any, managed: Managed, name: str) -> Any:
-        """``value`` as asked for, where it is the parameter itself: several names share one tensor."""
-        if self.kind is not StateDictType.FULL_STATE_DICT:
-            return self(value, managed, name)
-        if managed[0] not in self._full:
-            self._full[managed[0]] = self._whole(value, managed)
-        return self._full[managed[0]]
-
-    def _kept(self, full: torch.Tensor | None) -> torch.Tensor | None:
-        if full is None or not self.keeps:
-            return None
-        return full.cpu() if self.offload else full
-
-    def _copy(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy that later training does not change; the same one for tensors that share their memory."""
-        if value.is_meta or not value.numel():
-            return value
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-        if key not in self._copies:
-            self._copies[key] = value.cpu() if self.offload and value.device.type != "cpu" else value.clone()
-        return self._copies[key]
+__all__ = ["Saver", "forget_running_call"]
 
 
 @dataclass
@@ -96,7 +37,6 @@ class _Call:
     """One call of ``state_dict``: the modules it is inside of, and what they have saved."""
 
     slots: dict[Slot, Managed]
-    states: list[FSDPState]
     skipped: bool
     inside: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
     found: dict[int, _Found] = field(default_factory=dict)
@@ -130,13 +70,12 @@ class Saver:
     the order of their keys, which is the same on every rank.
     """
 
-    def __init__(self, settings: StateDictSettings | None, states: list[FSDPState]) -> None:
+    def __init__(self, settings: StateDictSettings | None) -> None:
         self.settings = settings
-        self.states = states
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Saver:
         """Copies of modules start without a setting."""
-        return Saver(None, [])
+        return Saver(None)
 
     def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Note that ``state_dict`` has come to ``module``."""
@@ -146,8 +85,7 @@ class Saver:
         if call is not None:
             call.leave_to(module, prefix)
         if call is None or not call.inside:
-            states = list(dict.fromkeys([*states_below(module), *self.states]))
-            call = _running.call = _Call(managed_slots(states), states, _called_by_checkpointing())
+            call = _running.call = _Call(managed_slots(live_states()), _called_by_checkpointing())
         call.inside.append((weakref.ref(module), prefix))
 
     def after_save(self, module: nn.Module, destination: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -166,32 +104,29 @@ class Saver:
         if not call.inside:
             _running.call = None
             if not call.skipped:
-                self._convert(call, destination, prefix)
+                self._convert(module, call, destination, prefix)
 
-    def _convert(self, call: _Call, destination: dict[str, Any], prefix: str) -> None:
-        converters: dict[Saver, Converter] = {}
-
-        def converter(saver: Saver) -> Converter:
-            if saver not in converters:
-                assert saver.settings is not None
-                converters[saver] = Converter(
-                    saver.settings.state_dict_type, saver.settings.state_dict_config, call.states
-                )
-            return converters[saver]
-
-        converted: dict[str, Any] = {}
-        for key in [key for key in destination if key.startswith(prefix)]:
+    def _convert(self, module: nn.Module, call: _Call, destination: dict[str, Any], prefix: str) -> None:
+        """Make of everything that was saved what the setting of its module asks for, one setting after the other."""
+        groups, ranks = groups_below(module), ranks_of(module, managed=True) or Ranks.world()
+        keys = [key for key in destination if key.startswith(prefix)]
+        by_saver: dict[Saver, dict[str, Item]] = {self: {}}
+        for key in keys:
             value = destination.pop(key)
             found = call.found.get(id(value))
-            if found is None:
-                convert = converter(self)
-                new = convert(value, None, key)
-            else:
-                convert = converter(found.saver)
-                new = convert.parameter(value, found.managed, key)
-            if convert.keeps and converter(self).keeps:
-                converted[prefix + clean_name(key[len(prefix) :])] = new
-        destination.update(converted)
+            saver, managed = (self, None) if found is None else (found.saver, found.managed)
+            by_saver.setdefault(saver, {})[key] = Item(value, key, managed, managed is not None)
+        converted: dict[str, Any] = {}
+        keeps = True
+        for saver, items in by_saver.items():
+            assert saver.settings is not None
+            convert = Converter(saver.settings.state_dict_type, saver.settings.state_dict_config, groups, ranks)
+            values = zip(items, convert(list(items.values())))
+            keeps = keeps and (convert.keeps or saver is not self)
+            converted.update(values if convert.keeps else ())
+        for key in keys if keeps else ():
+            if key in converted:
+                destination[prefix + clean_name(key[len(prefix) :])] = converted[key]
         _clean_metadata(destination, prefix)
 
 

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2.autograd.hooks import hook_loading, hook_saving
-from fsdp2.engine.index import states_below
 from fsdp2.engine.unit import get_state
 from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree
 from fsdp2.weights.state_dict.saving import Saver, forget_running_call
@@ -152,7 +151,7 @@ def _check(module: Any, kind: Any, config: Any, optim_config: Any) -> StateDictS
 
 
 def _install(module: nn.Module, settings: StateDictSettings) -> None:
-    saver = Saver(settings, states_below(module))
+    saver = Saver(settings)
     for submodule in module.modules():
         _take_back(submodule)
         _put(submodule, saver, submodule is module)

@@ -21,7 +21,7 @@ from fsdp2.comm.collectives import (
     exchange_objects,
     prefers_all_to_all,
     reduce_scatter,
-    share_object,
+    share_bytes,
     wire_view,
 )
 from fsdp2.sharding.mesh import Axis
@@ -67,7 +67,8 @@ def test_one_rank_tells_itself() -> None:
     tensor = torch.ones(3)
     broadcast(tensor, ALONE)
     assert tensor.tolist() == [1.0] * 3
-    assert share_object("mine", ALONE, tensor.device) == "mine" and exchange_objects("mine", ALONE) == ["mine"]
+    assert share_bytes(b"mine", ALONE, 0, tensor.device) == b"mine"
+    assert exchange_objects("mine", ALONE, tensor.device) == ["mine"]
 
 
 # ---- what travels ----
@@ -166,8 +167,8 @@ def test_without_data_everybody_says_the_same() -> None:
     with fake_mesh((2,)) as mesh:
         axis = Axis.of(mesh, 0)
         broadcast(torch.ones(2, dtype=torch.bool), axis)
-        assert share_object("mine", axis, torch.device("cpu")) == "mine"
-        assert exchange_objects("mine", axis) == ["mine"] * 2
+        assert share_bytes(b"mine", axis, 0, torch.device("cpu")) == b"mine"
+        assert exchange_objects("mine", axis, torch.device("cpu")) == ["mine"] * 2
 
 
 def test_a_broadcast_comes_from_the_first_rank_of_the_axis_as_bytes_if_need_be() -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fsdp2.weights.state_dict.names import clean_name, parameter_names
+from fsdp2.weights.names import clean_name
+from fsdp2.weights.select import select
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,6 @@ def test_whole_parts_are_left_out(name: str, clean: str) -> None:
 def test_every_name_of_a_parameter_is_found_in_order() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.compile(checkpoint_wrapper(nn.Linear(2, 2, bias=False))))
     model.append(model[0])
-    names = parameter_names(model, {})
-    assert list(names.values()) == [["0.weight", "2.weight"], ["0.bias", "2.bias"], ["1.weight"]]
-    assert all(one is two for one, two in zip(names, model.parameters()))
+    places = select(model, "test").places
+    assert [place.names for place in places] == [["0.weight", "2.weight"], ["0.bias", "2.bias"], ["1.weight"]]
+    assert all(place.tensor is param for place, param in zip(places, model.parameters()))

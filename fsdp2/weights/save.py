@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -14,10 +15,11 @@ from typing import IO
 import torch
 from torch import nn
 
-from fsdp2.weights.boxes import Entry, Part, whole
-from fsdp2.weights.files import INDEX, dtype_names, write_header, write_tensor
-from fsdp2.weights.places import Place, Places, find_places, ranks_of
+from fsdp2.weights.boxes import Entry, Part
+from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
+from fsdp2.weights.safetensors import INDEX, dtype_names, write_header, write_tensor
+from fsdp2.weights.select import Place, Selection, ranks_of, select
 from fsdp2.weights.transfer import bucket_bytes, sum_entries
 
 __all__ = ["save_safetensors"]
@@ -34,6 +36,7 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     bucket_mb: float = 64.0,
+    progress: Progress = False,
 ) -> None:
     """Write the full parameters and persistent buffers of ``model``, sharded or not, as safetensors files.
 
@@ -53,6 +56,8 @@ def save_safetensors(
             ``name.safetensors.index.json``. Default: 5 GB in a folder, no limit for a file.
         dtype: What floating-point values are written as. Default: as they are.
         bucket_mb: The size of the bucket in MiB.
+        progress: True shows a bar (of the package tqdm) on rank 0, a function is called there with the bytes that are
+            through and those that there are.
 
     Raises:
         OSError: rank 0 cannot write.
@@ -63,21 +68,20 @@ def save_safetensors(
     Errors are raised on every rank.
     """
     ranks = ranks_of(model) or Ranks.alone(torch.device("cpu"))
-    problem, plan, limit = None, _Plan([], [], Path(), ""), 16
-    try:
-        limit = bucket_bytes(bucket_mb)
-        plan = _make_plan(find_places(model, _WHERE), Path(path), max_shard_bytes, dtype)
-    except Exception as error:
-        problem = error
-    ranks.agree(problem)
-    written = _Written(plan)
-    try:
-        ranks.agree(_write(plan, written, ranks, limit))
-        if ranks.first:
-            problem = written.commit()
-        ranks.agree(problem)
-    finally:
-        written.discard()
+    with contextlib.ExitStack() as stack:
+        with ranks.agreed():
+            limit = bucket_bytes(bucket_mb)
+            selection = select(model, _WHERE)
+            selection.check(_WHERE, idle=False)
+            plan = _make_plan(selection, Path(path), max_shard_bytes, dtype)
+            moved = stack.enter_context(showing(progress, _WHERE, plan.nbytes, here=ranks.first))
+        written = _Written(plan)
+        stack.callback(written.discard)
+        for number in range(len(plan.files)):
+            _write(plan, number, written, ranks, limit, moved)
+        with ranks.agreed():
+            if ranks.first:
+                written.commit()
 
 
 @dataclass
@@ -89,8 +93,13 @@ class _Plan:
     folder: Path
     stem: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as written."""
+        return sum(entry.nbytes for entries in self.entries for entry in entries)
 
-def _make_plan(places: Places, path: Path, max_shard_bytes: int | None, dtype: torch.dtype | None) -> _Plan:
+
+def _make_plan(selection: Selection, path: Path, max_shard_bytes: int | None, dtype: torch.dtype | None) -> _Plan:
     """Which places go into which file.
 
     Raises:
@@ -105,8 +114,12 @@ def _make_plan(places: Places, path: Path, max_shard_bytes: int | None, dtype: t
         raise TypeError(f"{_WHERE}: dtype must be a floating-point torch.dtype, got {dtype!r}")
     folder, stem = (path.parent, path.name.removesuffix(".safetensors")) if one_file else (path, "model")
     entries = {}
-    for place in _with_extras(places):
-        _check(place)
+    for place in _with_extras(selection):
+        if place.local.is_meta:
+            raise RuntimeError(
+                f"{_WHERE}: {place.name} has no values; got the meta device, expected memory; load or initialise it "
+                "first"
+            )
         as_written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
         if as_written not in dtype_names():
             raise NotImplementedError(
@@ -126,52 +139,41 @@ def _make_plan(places: Places, path: Path, max_shard_bytes: int | None, dtype: t
     return _Plan(files, [[entries[place] for place in file] for file in files], folder, stem)
 
 
-def _with_extras(places: Places) -> list[Place]:
+def _with_extras(selection: Selection) -> list[Place]:
     """All places, and extra states as such."""
-    extras: dict[int, Place] = {}
-    for name, module in places.extras.items():
+    extras = []
+    for name, module in selection.extras.items():
         value = module.get_extra_state()
         if not isinstance(value, torch.Tensor):
             raise NotImplementedError(
                 f"{_WHERE}: {name} is extra state of {type(module).__name__}; got a {type(value).__name__}, expected a "
                 "tensor, all that safetensors files can hold; save it by torch.save or distributed checkpointing"
             )
-        extras[len(extras)] = Place([name], [], value.detach(), tuple(value.shape), whole(value.shape))
-    return [*places.found, *extras.values()]
+        extras.append(Place([name], value.detach()))
+    return [*selection.places, *extras]
 
 
-def _check(place: Place) -> None:
-    if place.local.is_meta:
-        raise RuntimeError(
-            f"{_WHERE}: {place.name} has no values; got the meta device, expected memory; load or initialise it first"
-        )
+def _write(plan: _Plan, number: int, written: _Written, ranks: Ranks, limit: int, moved: Callable[[int], None]) -> None:
+    """Write a file under another name."""
+    places, entries = plan.files[number], plan.entries[number]
+    with ranks.agreed():
+        file = written.start(number) if ranks.first else None
+        if file is not None:
+            write_header(file, [(place.name, entry) for place, entry in zip(places, entries)])
 
+    def fill(part: Part, view: torch.Tensor) -> None:
+        place = places[part.index]
+        if place.speaks_for_all(ranks):
+            place.read(part.box, view)
 
-@torch.no_grad()
-def _write(plan: _Plan, written: _Written, ranks: Ranks, limit: int) -> Exception | None:
-    """Write every file under another name; the first error of this rank, which goes on for the others' sake."""
-    problem: Exception | None = None
-    for number, (places, entries) in enumerate(zip(plan.files, plan.entries)):
-        file: IO[bytes] | None = None
-        if ranks.first and problem is None:
-            try:
-                file = written.start(number)
-                write_header(file, [(place.name, entry) for place, entry in zip(places, entries)])
-            except Exception as error:
-                problem = error
+    def drain(part: Part, view: torch.Tensor) -> None:
+        if file is not None:
+            write_tensor(file, view)
+            moved(part.nbytes)
 
-        def fill(part: Part, view: torch.Tensor, places: list[Place] = places) -> None:
-            place = places[part.index]
-            if place.speaks_for_all(ranks):
-                place.read(part.box, view)
-
-        def drain(part: Part, view: torch.Tensor, file: IO[bytes] | None = file) -> None:
-            if file is not None:
-                write_tensor(file, view)
-
-        found = sum_entries(entries, ranks, limit, fill, drain)
-        problem = problem or found or written.finish()
-    return problem
+    with ranks.agreed(), torch.no_grad():
+        sum_entries(entries, ranks, limit, fill, drain)
+        written.finish()
 
 
 class _Written:
@@ -191,46 +193,35 @@ class _Written:
         self._file = open(path, "xb")  # noqa: SIM115 (closed by finish)
         return self._file
 
-    def finish(self) -> Exception | None:
+    def finish(self) -> None:
         """Bring the file that was started to the disk."""
         file, self._file = self._file, None
-        if file is None:
-            return None
-        try:
+        if file is not None:
             with file:
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            return error
-        return None
 
-    def commit(self) -> Exception | None:
+    def commit(self) -> None:
         """Give the files their names, in an order in which either the earlier ones or the new ones can be loaded."""
         folder, stem = self.plan.folder, self.plan.stem
         index, single = folder / f"{stem}{INDEX}", folder / f"{stem}.safetensors"
-        try:
-            old = [folder / name for name in _files_of(index)]
-            if len(self.plan.files) == 1:
-                names = [single.name]
-                self._rename(0, single)
-                obsolete = [index, *old]
-            else:
-                names = self._free_names()
-                for number, name in enumerate(names):
-                    self._rename(number, folder / name)
-                self.start("index").write(self._index(names).encode())
-                problem = self.finish()
-                if problem is not None:
-                    return problem
-                self._rename(-1, index)
-                obsolete = [single, *old]
-            self.partial.clear()
-            for path in obsolete:
-                if path.name not in names:
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            return error
-        return None
+        old = [folder / name for name in _files_of(index)]
+        if len(self.plan.files) == 1:
+            names = [single.name]
+            self._rename(0, single)
+            obsolete = [index, *old]
+        else:
+            names = self._free_names()
+            for number, name in enumerate(names):
+                self._rename(number, folder / name)
+            self.start("index").write(self._index(names).encode())
+            self.finish()
+            self._rename(-1, index)
+            obsolete = [single, *old]
+        self.partial.clear()
+        for path in obsolete:
+            if path.name not in names:
+                path.unlink(missing_ok=True)
 
     def _rename(self, number: int, path: Path) -> None:
         os.replace(self.partial[number], path)
@@ -249,13 +240,15 @@ class _Written:
     def _index(self, names: list[str]) -> str:
         """The index of a model split over files of these names."""
         plan = self.plan
-        size = sum(entry.nbytes for entries in plan.entries for entry in entries)
         files = {place.name: name for places, name in zip(plan.files, names) for place in places}
-        return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}, indent=2)
+        return json.dumps(
+            {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(files.items()))}, indent=2
+        )
 
     def discard(self) -> None:
         """Remove what did not get its name."""
-        self.finish()
+        with contextlib.suppress(OSError):
+            self.finish()
         for path in self.partial:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp2.weights.boxes import Box, Entry
-from fsdp2.weights.state_dict.names import clean_name
+from fsdp2.weights.names import clean_name
 
 __all__ = ["INDEX", "WeightFiles", "dtype_names", "write_header", "write_tensor"]
 

@@ -1,0 +1,270 @@
+"""The tensors of a module: what each is called, which group manages it, and which box of it this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from fsdp2._torch.autograd import graph_task_id
+from fsdp2._torch.modules import non_persistent_buffers
+from fsdp2._torch.tensors import dtensor_spec, local_tensor
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import groups_below, managed_slots
+from fsdp2.engine.lifecycle import Phase, Residency
+from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.engine.unit import get_state, live_states
+from fsdp2.weights.boxes import Box, box_of, box_on_mesh, copy_common, whole
+from fsdp2.weights.names import clean_name
+from fsdp2.weights.ranks import Ranks
+
+__all__ = ["Managed", "Place", "Selection", "ranks_of", "select"]
+
+Managed = tuple[FSDPParam, FSDPParamGroup]
+
+
+@dataclass(eq=False)
+class Place:
+    """A parameter or buffer by all its names, the slots that show it, and the group that manages it, if one does.
+
+    ``tensor`` is the shard of a managed parameter, whatever the module shows at the moment.
+    """
+
+    names: list[str]
+    tensor: torch.Tensor
+    param: FSDPParam | None = None
+    group: FSDPParamGroup | None = None
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    _staged: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it is kept in."""
+        return self.tensor.dtype if self.param is None else self.param.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds, as a plain tensor."""
+        if self.param is not None:
+            return self.param.local
+        return local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh it lies on; None for a plain tensor."""
+        tensor = self.tensor if self.param is None else self.param.sharded
+        return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+    @cached_property
+    def box(self) -> Box:
+        """Where in the whole tensor ``local`` lies.
+
+        Raises:
+            NotImplementedError: it is a DTensor placed in a way whose pieces are no boxes.
+        """
+        if self.param is not None:
+            return box_of(self.param.spec, self.name)
+        if isinstance(self.tensor, DTensor):
+            return box_on_mesh(dtensor_spec(self.tensor), self.shape, self.name)
+        return whole(self.shape)
+
+    @cached_property
+    def copies(self) -> Ranks:
+        """The ranks of its mesh that hold the same box."""
+        tensor: Any = self.tensor if self.param is None else self.param.sharded
+        dims = (dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
+        return Ranks.along(tensor.device_mesh, dims)
+
+    def speaks_for_all(self, ranks: Ranks) -> bool:
+        """Whether this rank's box is the one to take, of its copies and where it lies on fewer than all ``ranks``."""
+        if self.mesh is None:
+            return ranks.first
+        return self.copies.first and bool((self.mesh.mesh == ranks.first_rank).any())
+
+    def read(self, box: Box, target: torch.Tensor) -> None:
+        """Copy to ``target``, which is ``box`` of the whole tensor, what this rank holds of it."""
+        copy_common(self.local.detach(), self.box, target, box)
+
+    def write(self, box: Box, source: torch.Tensor, *, last: bool) -> None:
+        """Take from ``source``, which is ``box`` of the whole tensor, what this rank holds of it.
+
+        A tensor subclass gets its values at once, with the ``last`` block.
+        """
+        local = self.local.detach()
+        if type(local) is torch.Tensor:
+            copy_common(source, box, local, self.box)
+            return
+        if self._staged is None:
+            shape = [length for _, length in self.box]
+            self._staged = torch.zeros(shape, dtype=self.dtype, device=local.device)
+        copy_common(source, box, self._staged, self.box)
+        if last:
+            local.copy_(self._staged)
+            self._staged = None
+
+
+@dataclass
+class Selection:
+    """The parameters and persistent buffers of a module, in the order of its state dict.
+
+    ``extras`` are the modules with extra state, by its name; ``left_out`` the non-persistent buffers.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    left_out: list[Place] = field(default_factory=list)
+    extras: dict[str, nn.Module] = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> dict[str, Place]:
+        """The places under each of their names."""
+        return {name: place for place in self.places for name in place.names}
+
+    @cached_property
+    def managed(self) -> dict[FSDPParam, Place]:
+        """The places of managed parameters."""
+        return {place.param: place for place in self.places if place.param is not None}
+
+    @cached_property
+    def groups(self) -> dict[FSDPParamGroup, list[FSDPParam]]:
+        """The managed parameters of each group."""
+        groups: dict[FSDPParamGroup, list[FSDPParam]] = {}
+        for param, place in self.managed.items():
+            assert place.group is not None
+            groups.setdefault(place.group, []).append(param)
+        return groups
+
+    def refuse_summoned(self, what: str) -> None:
+        """Raise RuntimeError if ``summon_full_params`` shows one of the parameters."""
+        for param, place in self.managed.items():
+            if place.group is not None and param in place.group.lifecycle.lent:
+                raise RuntimeError(
+                    f"{place.name}: {what}, but summon_full_params already shows it; expected parameters that are not "
+                    "summoned. Leave that context first"
+                )
+
+    def check(self, where: str, *, idle: bool) -> None:
+        """Raise where whole values cannot be read or written.
+
+        Raises:
+            ValueError: a parameter does not know its shape yet.
+            RuntimeError: ``summon_full_params`` shows parameters, one is of no group, or with ``idle`` a forward or
+                backward is going on, which would continue with other values than it began with.
+            NotImplementedError: a DTensor parameter is placed in a way whose pieces are no boxes.
+        """
+        for group in self.groups:
+            if group.lifecycle.lent:
+                group.lifecycle.refuse_lent(where)
+            if idle:
+                _check_idle(group, where)
+        for place in self.places + self.left_out:
+            if isinstance(place.tensor, (UninitializedBuffer, UninitializedParameter)):
+                raise ValueError(
+                    f"{where}: {place.name} is uninitialized; got a lazy parameter, expected one with a shape; run a "
+                    "forward first"
+                )
+            if place.param is None and is_managed_tensor(place.tensor):
+                raise RuntimeError(
+                    f"{where}: {place.name} is a parameter of a sharded module that is no longer reachable from here; "
+                    "got no group for it, expected one; pass the module that was given to fully_shard"
+                )
+            assert place.box is not None
+
+
+def _check_idle(group: FSDPParamGroup, where: str) -> None:
+    running = group.root.forward_root
+    if running is not None and len(running.modules) == 1:  # of several the rest may never come
+        got = "a forward"
+    elif graph_task_id() != -1 or group.lifecycle.phase is Phase.BACKWARD:
+        got = "a backward"
+    else:
+        return
+    raise RuntimeError(
+        f"{where}: the parameters of {group.name or 'the root'} are in use; got {got} that is going on or raised, "
+        "expected none; call it between iterations, and reset_iter_state() on the root first if one raised"
+    )
+
+
+def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
+    """The tensors of ``module``, which may be sharded, hold sharded modules, or be neither.
+
+    Without ``recurse`` not those of units below it. Shards that were replaced on their modules since (loaded, moved or
+    cast) are taken in first.
+
+    Raises:
+        TypeError: ``module`` is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
+    for group in groups_below(module):
+        if group.lifecycle.residency is Residency.SHARDED and not group.lifecycle.lent:
+            group.adopt_shards()
+    slots = managed_slots(live_states())
+    shown = {id(t): own for own in slots.values() for t in (own[0].sharded, own[0].full, own[0].subgroup)}
+    places: dict[int, Place] = {}
+    left_out: dict[int, Place] = {}
+    extras: dict[str, nn.Module] = {}
+    for prefix, inner in _modules(module, recurse):
+        skipped = non_persistent_buffers(inner)
+        for name, tensor, is_buffer in _own_tensors(inner):
+            managed = slots.get(Slot(inner, name)) or shown.get(id(tensor))
+            kept = tensor if managed is None or managed[0].sharded is None else managed[0].sharded
+            into = left_out if is_buffer and name in skipped else places
+            place = into.setdefault(id(kept), Place([], kept, *(managed or ())))
+            place.names.append(clean_name(f"{prefix}.{name}" if prefix else name))
+            place.slots.append((inner, name))
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            extras[clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")] = inner
+    return Selection(list(places.values()), list(left_out.values()), extras)
+
+
+def _modules(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Module]]:
+    """``module`` and those below it under all their names; without ``recurse`` not those of other units."""
+    if recurse:
+        return module.named_modules(remove_duplicate=False)
+    own = get_state(module)
+
+    def visit(inner: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        yield name, inner
+        for key, child in inner.named_children():
+            if get_state(child) in (None, own):
+                yield from visit(child, f"{name}.{key}" if name else key)
+
+    return visit(module, "")
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield name, param, False
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        yield name, buffer, True
+
+
+def ranks_of(model: object, *, managed: bool = False) -> Ranks | None:
+    """The ranks ``model`` is spread over: those of the largest mesh of its sharded parameters. None where it is not.
+
+    Where nothing is sharded, those of tensor parallelism count, except with ``managed``.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    tensors: list[Any] = [param.sharded for group in groups_below(model) for param in group.params]
+    if not tensors and not managed:
+        tensors = list(model.parameters())
+    return Ranks.of([tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)])

@@ -1,0 +1,303 @@
+"""Whole tensors from shards, outside a step: in order, in bounded memory; small neighbours travel together."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2._torch.tensors import AsyncCollectiveTensor, dtensor_from_local, dtensor_spec, foreach_copy, local_tensor
+from fsdp2.comm.collectives import all_gather, gather_bytes, wire_view
+from fsdp2.comm.pieces import piece_pairs
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.param import FSDPParam
+from fsdp2.sharding.layout import ShardLayout
+from fsdp2.sharding.mesh import Axis, DataParallelMesh
+from fsdp2.sharding.packing import align
+from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.weights.ranks import Ranks
+from fsdp2.weights.select import Selection
+
+__all__ = [
+    "Source",
+    "check_gatherable",
+    "check_same",
+    "cut",
+    "distribute_locally",
+    "gather_whole",
+    "is_cut_like",
+    "whole_of",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A tensor to gather: this rank's ``piece``, cut over ``mesh`` as ``spec`` says, or a DTensor of any other kind.
+
+    It is sent and returned in ``dtype``, by default its own.
+    """
+
+    piece: torch.Tensor
+    spec: ShardedSpec | None = None
+    mesh: DataParallelMesh | None = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls, piece: torch.Tensor, param: FSDPParam, group: FSDPParamGroup, dtype: torch.dtype | None = None
+    ) -> Source:
+        """``piece`` is cut like ``param`` of ``group``; a subclass gathers itself."""
+        if type(piece) is not torch.Tensor:
+            return cls(param.spec.shard_as(piece), dtype=dtype)
+        return cls(piece, param.spec, group.mesh, dtype)
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype it is sent and returned in."""
+        return self.dtype or self.piece.dtype
+
+    @property
+    def cut_over(self) -> Axis | None:
+        """The ranks that hold the other pieces; None where this one has all of it, or is a DTensor of another kind."""
+        if self.spec is None or self.mesh is None:
+            return None
+        layout = self.spec.layout
+        return None if layout.dim is None or layout.ranks == 1 or not layout.numel else self.mesh.shard
+
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks to gather from; None for values that do not exist."""
+        return None if self.piece.is_meta else self.cut_over
+
+    @property
+    def layout(self) -> ShardLayout:
+        """How it is cut."""
+        assert self.spec is not None
+        return self.spec.layout
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one rank sends."""
+        return self.layout.slot_numel * self.wire_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """What a gather of it takes, padding included, and the rest that tensor parallelism holds elsewhere."""
+        if self.spec is None:
+            return self.piece.numel() * self.wire_dtype.itemsize
+        meta = self.spec.dtensor.tensor_meta
+        whole = 0 if self.spec.full is None or meta is None else math.prod(meta.shape)
+        ranks = 1 if self.axis is None else self.layout.ranks
+        return max(ranks * self.slot_bytes, whole * self.wire_dtype.itemsize)
+
+
+def check_gatherable(selection: Selection, ranks: Ranks) -> None:
+    """Refuse on every rank what cannot be gathered on one, before anything is sent.
+
+    Raises:
+        RuntimeError: parameters are on the meta device.
+        NotImplementedError: a tensor subclass keeps its elements where only itself can find them.
+    """
+    with ranks.agreed():
+        for param, place in selection.managed.items():
+            if param.local.is_meta:
+                raise RuntimeError(
+                    f"{place.name}: got a shard on the meta device, expected values. Materialize it first: "
+                    "module.to_empty(device=...) and load or initialize it"
+                )
+            if param.data is None:
+                raise NotImplementedError(
+                    f"{place.name}: its shard is a {type(param.local).__name__} that does not keep its elements in one "
+                    "tensor of the same shape and dtype; expected one that does, or a plain tensor. module.unshard() "
+                    "shows what forward computes with"
+                )
+
+
+def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ranks: Ranks) -> None:
+    """Refuse on every rank to gather what differs between the ranks that hold its pieces, before anything is sent.
+
+    ``groups`` are all those that the tensors may belong to, the same on every rank.
+
+    Raises:
+        RuntimeError: a tensor is there, or on the meta device, on some of them only.
+    """
+    by_axis: dict[Axis, list[str]] = {group.mesh.shard: [] for group in groups if group.mesh.shard.size > 1}
+    for name, source in named.items():
+        if source.cut_over is not None:
+            kind = f"{source.wire_dtype}{' on the meta device' if source.piece.is_meta else ''}"
+            by_axis[source.cut_over].append(f"{name} ({kind}, {tuple(source.layout.shape)})")
+    problem = None
+    for axis, mine in by_axis.items():
+        digest = hashlib.sha256("\n".join(mine).encode()).digest()
+        if len(set(gather_bytes(digest, axis, ranks.device))) == 1:
+            continue
+        everybodys = [row.decode().split("\n") for row in gather_bytes("\n".join(mine).encode(), axis, ranks.device)]
+        for entry in dict.fromkeys(entry for entries in everybodys for entry in entries if entry):
+            having = [rank for rank, entries in enumerate(everybodys) if entry in entries]
+            if len(having) < axis.size:
+                problem = problem or RuntimeError(
+                    f"{entry}: to be gathered on ranks {having} of its shard axis, not on the others; expected the "
+                    "same on all of them. Make parameters, gradients and states equal on every rank first"
+                )
+    ranks.agree(problem)
+
+
+def gather_whole(sources: Sequence[Source], bucket_bytes: int, *, keep: bool = True) -> Iterator[torch.Tensor | None]:
+    """The whole, plain tensor of each source, in memory of its own; None where this rank does not ``keep`` it.
+
+    Those with one axis that are together no larger than ``bucket_bytes`` make one collective. All ranks must iterate in
+    step. Nothing is in flight whenever a tensor is handed out, so the iteration may be left at any point.
+    """
+    buckets = _plan(sources, bucket_bytes)
+    gathered: dict[int, torch.Tensor | None] = {}
+    for i, source in enumerate(sources):
+        if i in buckets:
+            gathered.update(zip(buckets[i], _gather([sources[j] for j in buckets[i]], keep)))
+        yield _complete(source, gathered.pop(i, None), keep)
+
+
+def _plan(sources: Sequence[Source], bucket_bytes: int) -> dict[int, list[int]]:
+    """Which sources travel together, by the first of them.
+
+    What others of another axis have in between makes no difference: not all ranks of an axis need have that.
+    """
+    buckets: dict[int, list[int]] = {}
+    filling: dict[Axis, tuple[list[int], int]] = {}
+    for i, source in enumerate(sources):
+        if source.axis is None:
+            continue
+        bucket, size = filling.get(source.axis, ([], 0))
+        if not bucket or size + source.nbytes > bucket_bytes:
+            bucket, size = buckets.setdefault(i, []), 0
+        bucket.append(i)
+        filling[source.axis] = bucket, size + source.nbytes
+    return buckets
+
+
+@torch.no_grad()
+def _complete(source: Source, full: torch.Tensor | None, keep: bool) -> torch.Tensor | None:
+    """``full``, gathered, or what this rank has of ``source`` already, without tensor parallelism."""
+    piece, spec = source.piece, source.spec
+    if isinstance(piece, DTensor):
+        full = whole_of(piece)
+    elif spec is None:
+        full = piece.clone()
+    elif piece.is_meta:
+        full = torch.empty(tuple(spec.dtensor.shape), dtype=piece.dtype, device="meta")
+    elif source.axis is None:
+        full = _empty(source).copy_(piece)
+    if full is not None and spec is not None and spec.full is not None and not piece.is_meta:
+        full = _exact(spec.to_plain(full))
+    return full.to(source.wire_dtype) if keep and full is not None else None
+
+
+def _empty(source: Source) -> torch.Tensor:
+    layout, mesh = source.layout, source.mesh
+    assert mesh is not None
+    return torch.empty_strided(layout.shape, layout.stride, dtype=source.wire_dtype, device=mesh.device)
+
+
+@torch.no_grad()
+def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
+    """What every data-parallel rank computes with, in order; None for what nobody needs here."""
+    if len(sources) == 1 and sources[0].layout.rank_major:
+        return [_gather_in_place(sources[0])]
+    return _gather_packed(sources, keep)
+
+
+def _write(slot: torch.Tensor, source: Source) -> None:
+    """Put this rank's piece into ``slot``, cast; what the slot has in excess of it is never read."""
+    spec = source.spec
+    assert spec is not None
+    slot[: spec.shard_numel].as_strided(spec.shard_shape, spec.shard_stride).copy_(source.piece)
+
+
+def _gather_in_place(source: Source) -> torch.Tensor:
+    """The pieces in rank order are the tensor's memory; only padding costs a copy."""
+    layout, axis, mesh = source.layout, source.axis, source.mesh
+    assert axis is not None and mesh is not None
+    flat = torch.empty(axis.size * layout.slot_numel, dtype=source.wire_dtype, device=mesh.device)
+    slot = flat[axis.rank * layout.slot_numel : (axis.rank + 1) * layout.slot_numel]
+    _write(slot, source)
+    all_gather([wire_view(flat)], [wire_view(slot)], axis, async_op=False)
+    if flat.numel() > layout.numel:
+        flat = flat[: layout.numel].clone()
+    return flat.as_strided(layout.shape, layout.stride)
+
+
+def _gather_packed(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
+    """One row of bytes from each rank, with every tensor's slot in it."""
+    axis, mesh = sources[0].axis, sources[0].mesh
+    assert axis is not None and mesh is not None
+    offsets, end = [], 0
+    for source in sources:
+        offsets.append(end)
+        end += align(source.slot_bytes)
+    rows = torch.empty(axis.size, end, dtype=torch.uint8, device=mesh.device)
+    slots = [
+        rows[:, offset : offset + source.slot_bytes].view(source.wire_dtype) for source, offset in zip(sources, offsets)
+    ]
+    for source, slot in zip(sources, slots):
+        _write(slot[axis.rank], source)
+    all_gather([rows.view(-1)], [rows[axis.rank]], axis, async_op=False)
+    fulls: list[torch.Tensor | None] = []
+    targets, pieces = [], []
+    for source, slot in zip(sources, slots):
+        if not keep and (source.spec is None or source.spec.full is None):
+            fulls.append(None)
+            continue
+        full = _empty(source)
+        fulls.append(full)
+        for target, piece in piece_pairs(full, slot, source.layout):
+            targets.append(target)
+            pieces.append(piece)
+    if targets:
+        foreach_copy(targets, pieces)
+    return fulls
+
+
+@torch.no_grad()
+def whole_of(value: DTensor) -> torch.Tensor:
+    """The whole tensor of any DTensor, in memory of its own; every rank of its mesh must call it."""
+    device, local = value.device_mesh.device_type, local_tensor(value)
+    if local.device.type not in (device, "meta"):  # what was offloaded cannot be sent
+        local = local.to(device)
+    full = dtensor_from_local(local.detach(), dtensor_spec(value)).full_tensor()
+    full = full.wait() if isinstance(full, AsyncCollectiveTensor) else full
+    shares = not full.is_meta and full.numel() and full.data_ptr() == local_tensor(value).data_ptr()
+    return full.clone() if shares else _exact(full)
+
+
+def _exact(full: torch.Tensor) -> torch.Tensor:
+    """``full``, copied if it drags padding along."""
+    if full.is_meta or not full.numel() or full.untyped_storage().nbytes() == full.nbytes:
+        return full
+    return full.clone()
+
+
+# ---- the way back, without communication ----
+
+
+def cut(full: torch.Tensor, spec: ShardedSpec) -> torch.Tensor:
+    """This rank's piece of the whole tensor ``full``: a view where no dimension is cut twice."""
+    full = full.detach()
+    if spec.full is not None:
+        full = local_tensor(distribute_locally(full, spec.full.mesh, spec.full.placements))
+    return spec.cut(full)
+
+
+def distribute_locally(full: torch.Tensor, mesh: DeviceMesh, placements: tuple) -> DTensor:
+    """A DTensor of ``full``, which every rank has: each keeps its own piece, nothing is sent."""
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def is_cut_like(value: DTensor, param: DTensor) -> bool:
+    """Whether the pieces of ``value`` are those of ``param``."""
+    mine, other = dtensor_spec(param), dtensor_spec(value)
+    same = mine.mesh is other.mesh or mine.mesh == other.mesh
+    return same and mine.placements == other.placements and value.shape == param.shape

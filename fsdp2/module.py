@@ -323,9 +323,11 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             direct_param_bytes: Full parameters of this size or more are gathered straight into their place, by a
-                collective of their own (default 1 MiB). A huge value packs everything.
+                collective of their own (default 1 MiB, but 32 KiB per rank where backends coalesce them). A huge value
+                packs everything. NCCL gathers the sixteen largest of a unit so, at most.
             direct_group_bytes: Only in units of this size or more (default 8 MiB).
-            chunk_bytes: Gradients are reduced in chunks of an eighth of the unit, but of at least this (default 1 MiB).
+            chunk_bytes: Gradients are reduced in chunks of an eighth of the unit, on more than 64 ranks in fewer; each
+                has at least this (default 1 MiB).
             exchange_bytes: Chunks of this size or more, in the reduce dtype, travel in the dtype of computation by an
                 all-to-all and are summed in float32 (default: 256 KiB on gloo, whose own is slow; elsewhere never).
             recurse: For all units below this module, too.

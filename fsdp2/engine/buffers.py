@@ -206,7 +206,7 @@ class ShardStore:
 
     def _start_anew(self, plain: list[FSDPParam], items: list[Item], device: torch.device) -> None:
         self._plain, self._items = plain, items
-        self._plan = plan_flat(items, self._sizes(self.options))
+        self._plan = plan_flat(items, self._sizes(self.options), coalesced=self.mesh.shard.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins else flat
         self._full = self._gather = self._subgroup = None

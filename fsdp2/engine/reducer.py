@@ -64,7 +64,9 @@ class GroupGradients:
         reduced = [i for i, param in enumerate(params) if param.requires_grad or param.has_gradient]
         keys = self._keys(reduced)
         nbytes = [params[i].spec.layout.numel * key[0].itemsize for i, key in zip(reduced, keys)]
-        plan = plan_chunks(keys, nbytes, self._group.options.chunk_sizes)
+        mesh = self._group.mesh
+        ranks = max(mesh.shard.size, mesh.replicate.size)
+        plan = plan_chunks(keys, nbytes, self._group.options.chunk_sizes, ranks)
         self._plan = plan = ChunkPlan(
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),

@@ -38,7 +38,8 @@ class SubgroupShards:
         self.axis = Axis.of(regroup(mesh.mesh, mesh.mesh.ndim, size), 1)
         specs = [param.spec.on_subgroup(mesh, size) for param in params]
         kept = [replace(item, layout=spec.layout, dtype=item.wire_dtype) for item, spec in zip(gather.items, specs)]
-        plan = replace(plan_flat(kept, sizes), full_offset=places.full_offset, full_bytes=places.full_bytes)
+        plan = plan_flat(kept, sizes, coalesced=self.axis.coalesces)
+        plan = replace(plan, full_offset=places.full_offset, full_bytes=places.full_bytes)
         self._flat = Buffer(plan.shard_bytes, full.bytes.device)
         self.gather = GatherBuffers(kept, plan, self._flat.bytes, size, full)
         self._specs, self._pieces, self._sources = specs, [], []

@@ -60,6 +60,11 @@ class Axis:
         """Whether it is NCCL that communicates; torch 2.15 has it under several names."""
         return self.backend in _NCCL
 
+    @property
+    def coalesces(self) -> bool:
+        """Whether several gathers are one launch; gloo runs them beside each other instead."""
+        return self.backend != "gloo"
+
     def with_own_group(self) -> Axis:
         """The same ranks, in the same order, with a process group of their own; every rank of the axis must call it."""
         assert self.group is not None

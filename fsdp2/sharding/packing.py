@@ -32,6 +32,14 @@ __all__ = [
 ALIGN_BYTES = 16
 # cuBLASLt chooses its kernels by alignments of up to so many bytes.
 _FULL_ALIGN_BYTES = 256
+# From here on a collective of its own costs less than the copy that it saves. NCCL spreads the collectives of a launch
+# over its channels: with more than so many they queue up, and what is small on a rank pays its latency alone.
+_DIRECT_BYTES = 1 << 20
+_DIRECT_BYTES_PER_RANK = 32 << 10
+_COALESCED = 16
+# A unit's gradients leave in this many chunks at most, and in fewer on more ranks, where each costs more latency: the
+# product stays below the second number, from which on a unit leaves at once.
+_CHUNKS, _CHUNKS_TIMES_RANKS = 8, 512
 
 
 @dataclass(frozen=True)
@@ -39,12 +47,12 @@ class TransferSizes:
     """From which sizes on bytes move in another way.
 
     A parameter of ``direct_param_bytes`` (full, as sent) or more in a group of ``direct_group_bytes`` or more is
-    gathered by a collective of its own. Gradients are reduced in chunks of about an eighth of the group, but of at
-    least ``chunk_bytes``. Chunks of ``exchange_bytes`` or more are sent to each rank directly and summed there in
-    float32; None leaves that to what suits the backend.
+    gathered by a collective of its own. Gradients are reduced in chunks of about an eighth of the group, or a larger
+    part on more than 64 ranks, but of at least ``chunk_bytes``. Chunks of ``exchange_bytes`` or more are sent to each
+    rank directly and summed there in float32. None leaves it to what suits the backend and the ranks.
     """
 
-    direct_param_bytes: int = 1 << 20
+    direct_param_bytes: int | None = None
     direct_group_bytes: int = 8 << 20
     chunk_bytes: int = 1 << 20
     exchange_bytes: int | None = None
@@ -121,20 +129,34 @@ def _slot_numel(item: Item) -> int:
     return align(item.layout.slot_numel, max(ALIGN_BYTES // smaller, 1))
 
 
-def _gathered_in_place(item: Item, group_bytes: int, sizes: TransferSizes) -> bool:
-    layout = item.layout
-    if item.must_pack or layout.dim is None or not layout.rank_major or not layout.numel:
-        return False
-    if layout.ranks == 1:
-        return True
-    aligned = layout.slot_numel * item.wire_dtype.itemsize % ALIGN_BYTES == 0
-    return aligned and group_bytes >= sizes.direct_group_bytes and item.full_bytes >= sizes.direct_param_bytes
+def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
+    """Which parameters get a collective of their own. On a single rank that is a copy, and only a matter of layout."""
+
+    def movable(item: Item) -> bool:
+        layout = item.layout
+        return not item.must_pack and layout.dim is not None and layout.rank_major and layout.numel > 0
+
+    ranks = items[0].layout.ranks if items else 1
+    found = [i for i, item in enumerate(items) if movable(item)]
+    if ranks == 1:
+        return found
+    least = sizes.direct_param_bytes
+    if least is None:
+        least = max(_DIRECT_BYTES, ranks * _DIRECT_BYTES_PER_RANK if coalesced else 0)
+    if sum(item.full_bytes for item in items) < sizes.direct_group_bytes:
+        return []
+    found = [i for i in found if items[i].full_bytes >= least]
+    found = [i for i in found if items[i].layout.slot_numel * items[i].wire_dtype.itemsize % ALIGN_BYTES == 0]
+    most = _COALESCED if coalesced else len(found)
+    return sorted(sorted(found, key=lambda i: -items[i].full_bytes)[:most])
 
 
-def plan_flat(items: Sequence[Item], sizes: TransferSizes) -> FlatPlan:
-    """Lay out a group's parameters in its shard, wire and full buffers."""
-    group_bytes = sum(item.full_bytes for item in items)
-    direct = [i for i, item in enumerate(items) if _gathered_in_place(item, group_bytes, sizes)]
+def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = False) -> FlatPlan:
+    """Lay out a group's parameters in its shard, wire and full buffers.
+
+    Where the collectives of a gather are ``coalesced`` into one launch they are few, and none is small on a rank.
+    """
+    direct = _gathered_in_place(items, sizes, coalesced=coalesced)
     # An empty parameter takes no part: there is nothing to send and nothing to allocate.
     packed = [i for i in range(len(items)) if i not in set(direct) and items[i].layout.numel]
 
@@ -193,13 +215,14 @@ class ChunkPlan:
         return self.streamed + self.rest
 
 
-def plan_chunks(keys: Sequence[object], nbytes: Sequence[int], sizes: TransferSizes) -> ChunkPlan:
-    """Which gradients are reduced together, as indices into ``keys``.
+def plan_chunks(keys: Sequence[object], nbytes: Sequence[int], sizes: TransferSizes, ranks: int = 1) -> ChunkPlan:
+    """Which gradients are reduced together over ``ranks`` ranks, as indices into ``keys``.
 
     Gradients of one chunk share their key (dtypes). Large ones are streamed, the last parameter leading because
     backward finishes it first. The small rest makes one chunk per key.
     """
-    chunk_bytes = max(sum(nbytes) // 8, sizes.chunk_bytes)
+    chunks = min(_CHUNKS, max(_CHUNKS_TIMES_RANKS // ranks, 1))
+    chunk_bytes = max(sum(nbytes) // chunks, sizes.chunk_bytes)
     large = [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
     rest = [i for i in range(len(keys)) if i not in set(large)]
     streamed: list[tuple[int, ...]] = []

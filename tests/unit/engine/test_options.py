@@ -22,7 +22,7 @@ def test_the_defaults_are_those_of_torch() -> None:
     assert options.unshard_in_backward
     assert options.reduce_gradients and options.all_reduce_gradients and not options.reduce_unused
     assert options.divide_factor is None and not options.force_sum
-    assert options.sizes == TransferSizes(1 << 20, 8 << 20, 1 << 20)
+    assert options.sizes == TransferSizes(None, 8 << 20, 1 << 20)
     assert (options.all_gather, options.reduce_scatter, options.all_reduce_hook) == (None, None, None)
 
 

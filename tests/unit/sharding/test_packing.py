@@ -122,7 +122,7 @@ def test_only_large_aligned_rank_major_pieces_go_straight_to_their_place(
     for i, item in enumerate(items):
         layout = item.layout
         movable = not item.must_pack and layout.dim is not None and layout.rank_major and layout.numel > 0
-        large = item.full_bytes >= sizes.direct_param_bytes and group >= sizes.direct_group_bytes
+        large = item.full_bytes >= (sizes.direct_param_bytes or 0) and group >= sizes.direct_group_bytes
         aligned = layout.slot_numel * item.wire_dtype.itemsize % 16 == 0
         assert (i in direct) == (movable and (layout.ranks == 1 or (large and aligned)))
 
@@ -137,6 +137,18 @@ def test_the_default_sizes_pack_small_groups_and_small_parameters() -> None:
     assert plan_flat([big, small], TransferSizes()).direct == ()  # 4 MiB: not worth several collectives
     assert plan_flat([big, small, big], TransferSizes()).direct == (0, 2)
     assert plan_flat([big, small, big], TransferSizes(direct_group_bytes=1 << 62)).direct == ()
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_coalesced_gathers_are_few_and_large_on_every_rank(ranks: int) -> None:
+    """Hundreds of experts of a few megabytes each had a collective each, of 4 KiB per rank on many ranks."""
+    experts = [linear(rows, 1024, ranks) for rows in (ranks * 8, ranks * 32, ranks * 64) for _ in range(40)]
+    assert len(plan_flat(experts, TransferSizes()).direct) == (80 if ranks == 8 else 120)
+    largest = tuple(range(80, 96))
+    assert plan_flat(experts, TransferSizes(), coalesced=True).direct == largest
+    assert plan_flat(experts, ALL_DIRECT, coalesced=True).direct == largest
+    small = [linear(ranks * 7, 1024, ranks)] * 64
+    assert plan_flat(small, TransferSizes(), coalesced=True).direct == ()
 
 
 def test_an_empty_group_needs_no_bytes() -> None:
@@ -207,6 +219,13 @@ def test_a_transformer_block_streams_its_matrices_last_one_first() -> None:
     plan = plan_chunks(["bf16"] * 6, nbytes, TransferSizes())
     assert [[names[i] for i in chunk] for chunk in plan.streamed] == [["down"], ["up"], ["proj", "qkv"]]
     assert [[names[i] for i in chunk] for chunk in plan.rest] == [["norm1", "norm2"]]
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(8, 5), (64, 5), (128, 4), (256, 2), (512, 1), (1024, 1), (4096, 1)])
+def test_chunks_grow_with_the_ranks_until_a_unit_leaves_at_once(ranks: int, chunks: int) -> None:
+    """Each costs latency in proportion to the ranks, which at 1024 is a quarter of a layer's backward."""
+    block = [mebi << 20 for mebi in (32, 8, 8, 32, 112, 112, 112)] + [8 << 10] * 2
+    assert len(plan_chunks(["bf16"] * 9, block, TransferSizes(), ranks).chunks) == chunks
 
 
 def test_nothing_to_reduce_is_no_chunk() -> None:

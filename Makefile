@@ -13,7 +13,7 @@ ARGS ?=
 WORKERS := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint bench fix clean
+.PHONY: help demo test test-all check lint bench docs fix clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
@@ -39,6 +39,10 @@ lint: $(STAMP)
 bench: $(STAMP) ## every benchmark beside torch's fully_shard, one table (about 6 minutes)
 	@$(PY) benchmarks/run.py $(ARGS)
 
+docs: .venv-docs/.installed ## build the documentation site into site/
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 fix: $(STAMP) ## let ruff repair and format the code
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
@@ -46,6 +50,12 @@ fix: $(STAMP) ## let ruff repair and format the code
 clean: ## remove the virtual environment and caches, keep runs/
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	@echo "setting up .venv-docs"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/pip install -qq --disable-pip-version-check -c constraints.txt mkdocs-material "mkdocstrings[python]"
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; say which one: make PYTHON=python3.12")'

@@ -26,7 +26,8 @@ late, which is what overlaps them with compute there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
@@ -37,7 +38,7 @@ import torch.distributed as dist
 
 from fsdp2.comm.watch import HostWork
 
-__all__ = ["ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Retained"]
+__all__ = ["ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Retained", "simulated_streams"]
 
 T = TypeVar("T")
 
@@ -66,8 +67,26 @@ class Done:
 _HOST_DONE = Done()
 
 
+_simulated: list[Any] = []
+
+
+@contextmanager
+def simulated_streams(module: Any) -> Iterator[None]:
+    """Make the lanes of the block on streams of ``module``, which has what ``torch.cuda`` has, whatever the device.
+
+    With None they are those of a CPU.
+    """
+    _simulated.append(module)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
 def _device_module(device: torch.device) -> Any:
     """Where the streams of ``device`` come from; None on a CPU, which has none."""
+    if _simulated:
+        return _simulated[-1]
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 

@@ -200,7 +200,7 @@ class ShardStore:
                 )
             for i, (param, piece) in enumerate(plain):
                 view = self._view(i)
-                if view.data_ptr() != piece.data_ptr() or not view.numel():
+                if _without_memory(view) or view.data_ptr() != piece.data_ptr() or not view.numel():
                     view.copy_(piece)
                 self._set(param, view)
 
@@ -215,10 +215,14 @@ class ShardStore:
         """The shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
 
         It starts at its storage's beginning and ends at its end, so that copying, saving and pickling take it alone.
+        A fake tensor's storage has no parts; there it is a view.
         """
         assert self._flat is not None and self._plan is not None
         spec, dtype, start = self._plain[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
-        storage = self._flat.untyped_storage()[start : start + spec.shard_numel * dtype.itemsize]
+        end = start + spec.shard_numel * dtype.itemsize
+        if _without_memory(self._flat):
+            return self._flat[start:end].view(dtype).as_strided(spec.shard_shape, spec.shard_stride).data
+        storage = self._flat.untyped_storage()[start:end]
         shard = torch.empty(0, dtype=dtype, device=self._flat.device)
         return shard.set_(storage, 0, spec.shard_shape, spec.shard_stride)
 
@@ -260,6 +264,11 @@ class ShardStore:
             with torch.inference_mode(False), torch.no_grad():
                 self._subgroup = SubgroupShards(self._plain, gather, self._fulls, self.mesh, size, sizes)
         return self._subgroup
+
+
+def _without_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a fake one, which has a device and a size alone."""
+    return tensor.untyped_storage().device.type == "meta"
 
 
 def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:

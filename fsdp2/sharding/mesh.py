@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order
 from fsdp2.policies import DataParallelMeshDims
 
-__all__ = ["Axis", "DataParallelMesh", "default_mesh", "regroup"]
+__all__ = ["Axis", "DataParallelMesh", "default_mesh", "regroup", "simulated_backend"]
 
 
 # A group sorts its ranks unless this says otherwise; gradients cut for one order must not be sent in another.
@@ -73,8 +74,23 @@ class Axis:
         return replace(self, group=group)
 
 
+_simulated: list[str] = []
+
+
+@contextmanager
+def simulated_backend(name: str) -> Iterator[None]:
+    """Treat process groups that send nothing as if their backend were ``name`` in the block."""
+    _simulated.append(name)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that serves ``device_type``: the configuration reads "gloo" or "cpu:gloo,cuda:nccl"."""
+    if _simulated:
+        return _simulated[-1]
     config = dist.get_backend_config(group)
     by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
     return by_device.get(device_type, config)

@@ -20,8 +20,9 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from tests.step import test_streams
 from tests.support import api
+from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh
-from tests.support.nccl import strict_nccl
+from tests.support.nccl import NAMES, strict_nccl
 from tests.support.oracle import TRANSFERS
 
 pytestmark = api.fsdp2_only
@@ -127,6 +128,18 @@ def test_hybrid(transfer, dtype):
         if TRANSFERS[transfer]:
             model.set_transfer_sizes(**TRANSFERS[transfer])  # type: ignore[operator]
         train(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_of_nccl(name):
+    """The same code runs whatever the process group calls its NCCL."""
+    with strict_nccl(name), fake_mesh(16) as mesh:
+        model = Units(2880, torch.bfloat16)
+        sharded(model, mesh, [model.norm, model.gate])
+        model.set_transfer_sizes(**TRANSFERS["direct"])  # type: ignore[operator]
+        with Collectives() as seen:
+            model(torch.randint(VOCABULARY, (1, 3)))
+        assert seen.gathers == 3  # one coalesced launch for a unit
 
 
 ON_THE_HOST = [program for program in test_streams.PROGRAMS if program is not test_streams.captured]

@@ -21,14 +21,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.support.api import torch_since
-from tests.unit import test_torch_collectives, test_torch_helpers, test_torch_optimizers
+from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
 from tests.unit.meshes import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import PROBED, probes
 
 
 def test_every_symbol_has_a_probe() -> None:
-    assert test_torch_collectives and test_torch_helpers and test_torch_optimizers  # have their parts of the probes
+    assert (
+        test_torch_collectives and test_torch_helpers and test_torch_optimizers and test_torch_forecast
+    )  # have their parts of the probes
     assert sorted(PROBED) == sorted(vars(_torch))
 
 

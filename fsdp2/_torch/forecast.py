@@ -1,0 +1,64 @@
+"""Private torch names that a forecast needs: fake tensors, dispatch modes, and what operators say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Operators of process groups return a work in a box; this is one that is done. They name groups or put them in a box.
+from torch._C._distributed_c10d import FakeWork, _resolve_process_group
+
+# Tensors without memory that know their shape, dtype and device: a model of any size fits.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# A process group that sends nothing is made from a store that holds nothing.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Sees each operator that runs, also in backward.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
+    "FakeStore",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "finished_work",
+    "operator_arguments",
+    "operator_returns",
+    "storage_key",
+    "unboxed_group",
+]
+
+# torch's counter of floating-point operations leaves a CPU's attention out, which fake tensors come to.
+CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def operator_arguments(func: Any) -> Any:
+    """The arguments of an operator's schema: their names, and whether one is written or viewed."""
+    return func._schema.arguments
+
+
+def operator_returns(func: Any) -> Any:
+    """What an operator's schema says that it returns."""
+    return func._schema.returns
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share if and only if they share their memory, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def finished_work() -> Any:
+    """What an operator returns for a collective that is done."""
+    return FakeWork().boxed()
+
+
+def unboxed_group(group: Any) -> dist.ProcessGroup:
+    """The process group of an operator's argument: a box, or for functional collectives its name."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]

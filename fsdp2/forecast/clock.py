@@ -1,0 +1,262 @@
+"""Streams without a device, on which time passes as a cost model says.
+
+``Clock`` is a dispatch mode: what runs under it is put on pretended streams, one kernel behind the other, and a
+collective waits for the one before it on its communicator. The order of kernels, events and waits is that of the real
+program; the host takes no time. Collectives move nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp2._torch.forecast import (
+    TorchDispatchMode,
+    finished_work,
+    operator_arguments,
+    operator_returns,
+    storage_key,
+    unboxed_group,
+)
+from fsdp2.forecast.cost import H100, Hardware, nbytes_of, tensors_in
+
+__all__ = ["Clock", "Event", "Exposed", "Span", "Stream", "lane_names"]
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or collective on a lane; ``nbytes`` and ``group`` (its size) are a collective's."""
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+    unit: str
+    nbytes: int = 0
+    ranks: int = 0
+    group: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """A time in which compute had to wait, and the unit that was running."""
+
+    begin: float
+    end: float
+    unit: str
+
+
+class Event:
+    """When a stream will have come to a point."""
+
+    def __init__(self, clock: Clock, time: float = 0.0, **unused: Any) -> None:
+        self._clock, self.time = clock, time
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """Take the time of ``stream``, by default the present one."""
+        self.time = (stream or self._clock.current_stream()).time
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let ``stream`` wait, by default the present one."""
+        (stream or self._clock.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait, and so everything it starts later."""
+        self._clock.host = max(self._clock.host, self.time)
+
+    def query(self) -> bool:
+        """Whether it is over; the host never looks before."""
+        return True
+
+
+class Stream:
+    """A queue of kernels; ``time`` is when the last of them ends."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self._clock, self.name, self.time = clock, name, 0.0
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event behind all that was put on the stream."""
+        return (event or Event(self._clock)).record(self)
+
+    def wait_event(self, event: Event | None) -> None:
+        """Let what comes next run behind ``event``."""
+        if event is not None and event.time > self.time:
+            if self.name == COMPUTE:
+                self._clock.exposed.append(Exposed(self.time, event.time, self._clock.unit))
+            self.time = event.time
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let what comes next run behind all that was put on ``stream``."""
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.record_event().synchronize()
+
+
+class Clock(TorchDispatchMode):
+    """Streams with clocks for everything that runs under it; also the device module that makes them."""
+
+    def __init__(self, hardware: Hardware = H100) -> None:
+        super().__init__()
+        self.hardware = hardware
+        self.compute = Stream(self, COMPUTE)
+        self.streams = [self.compute]
+        self.spans: list[Span] = []
+        self.exposed: list[Exposed] = []
+        self.unit = ""
+        self.host = 0.0
+        self.Stream, self.Event = self._new_stream, self._new_event  # as torch.cuda calls them
+        self._current = [self.compute]
+        self._free: dict[str, float] = {}  # when each communicator has done what it was given
+        self._ready: dict[int, float] = {}  # by storage: when a functional collective has filled it
+
+    # ---- what torch.cuda has ----
+
+    def _new_stream(self, device: Any = None, priority: int = 0, **unused: Any) -> Stream:
+        self.streams.append(Stream(self, f"stream {len(self.streams)}"))
+        return self.streams[-1]
+
+    def _new_event(self, **unused: Any) -> Event:
+        return Event(self)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """The stream that kernels are put on."""
+        return self._current[-1]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Put kernels on ``stream``."""
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    # ---- one step ----
+
+    def begin(self) -> float:
+        """Let all streams come together, forget what was before, and return the time."""
+        now = max(self.host, *(stream.time for stream in self.streams))
+        for stream in self.streams:
+            stream.time = now
+        self.spans.clear()
+        self.exposed.clear()
+        return now
+
+    @property
+    def now(self) -> float:
+        """When everything that was started has ended."""
+        return max(self.host, *(stream.time for stream in self.streams))
+
+    # ---- kernels ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and let its time pass."""
+        kwargs = kwargs or {}
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented  # the kernels that they come to are what counts
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            self._functional(func, args, out)
+        elif not _is_free(func):
+            self._run(COMPUTE, self.hardware.kernel_seconds(func, args, kwargs, out))
+        return out
+
+    def _run(self, kind: str, seconds: float) -> None:
+        stream = self._current[-1]
+        begin = max(stream.time, self.host)
+        stream.time = begin + seconds
+        if seconds:
+            self.spans.append(Span(stream.name, kind, begin, stream.time, self.unit))
+
+    def _communicate(self, kind: str, nbytes: int, group: dist.ProcessGroup, lane: str, ready: float) -> float:
+        """Put one collective behind the others of ``group``, and return when it ends."""
+        factor = 2 if kind == "all_reduce" else 1
+        seconds = self.hardware.collective_seconds(factor * nbytes, dist.get_process_group_ranks(group))
+        name = group.group_name
+        begin = max(ready, self.host, self._free.get(name, 0.0))
+        self._free[name] = begin + seconds
+        span = Span(lane, kind, begin, begin + seconds, self.unit, nbytes, group.size(), name)
+        self.spans.append(span)
+        return span.end
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A collective of a process group: what would be sent is counted, nothing is."""
+        named = {argument.name: value for argument, value in zip(operator_arguments(func), args)} | kwargs
+        group = unboxed_group(named["process_group"])
+        name = func.overloadpacket.__name__
+        kind = _KINDS.get(name, name.strip("_"))
+        whole = args[1] if kind == "reduce_scatter" else args[0]
+        stream = self._current[-1]
+        nbytes = sum(map(nbytes_of, tensors_in(whole)))
+        stream.time = self._communicate(kind, nbytes, group, stream.name, stream.time)
+        outputs = [finished_work() if "Work" in str(value.type) else args[0] for value in operator_returns(func)]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _functional(self, func: Any, args: Any, out: Any) -> None:
+        """A functional collective runs beside compute until somebody waits for it."""
+        name, stream = func.overloadpacket.__name__, self._current[-1]
+        keys = [storage_key(tensor) for tensor in tensors_in(args if name == "wait_tensor" else out)]
+        if name == "wait_tensor":
+            stream.wait_event(Event(self, max((self._ready.pop(key, 0.0) for key in keys), default=0.0)))
+            return
+        group = unboxed_group(args[-1])
+        kind = next(kind for part, kind in _FUNCTIONAL.items() if name.startswith(part))
+        nbytes = sum(map(nbytes_of, tensors_in(args if kind == "reduce_scatter" else out)))
+        end = self._communicate(kind, nbytes, group, f"group of {group.size()}", stream.time)
+        self._ready.update(dict.fromkeys(keys, end))
+
+
+def lane_names(spans: list[Span]) -> dict[str, str]:
+    """For each lane of ``spans`` what it is for, by the collectives on it."""
+    names: dict[str, str] = {}
+    for span in spans:
+        purpose = _PURPOSES.get(span.kind)
+        if purpose is not None and span.lane != COMPUTE:
+            names[span.lane] = purpose
+    return {span.lane: names.get(span.lane, COMPUTE if span.lane == COMPUTE else "copies") for span in spans}
+
+
+_PURPOSES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "reduce", "all_reduce": "replicate"}
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+}
+_FUNCTIONAL = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def _is_free(func: Any) -> bool:
+    """Whether ``func`` only answers a question, or makes a view or a tensor without content."""
+    if func.namespace == "prim" or func.overloadpacket.__name__.startswith(("empty", "new_empty", "_unsafe_view")):
+        return True
+    infos = [argument.alias_info for argument in operator_arguments(func)]
+    return any(info is not None and not info.is_write for info in infos)

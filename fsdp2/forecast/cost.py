@@ -1,0 +1,136 @@
+"""How long kernels and collectives take on a stated machine. An estimate: orders are real, times are a model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fsdp2._torch.forecast import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
+
+__all__ = ["H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective among ``ranks`` costs: seconds before the first byte arrives, bytes a second after that."""
+
+    ranks: int
+    seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine.
+
+    A kernel takes as long as its arithmetic or its memory traffic, whichever is longer. A collective takes its link's
+    latency and the bytes that cross a rank's link; between the sizes of ``links`` both are interpolated. A group with
+    fewer than all ranks of a node shares the node's network with other groups, and so has ``network_bytes_per_second``
+    for each of its ranks there. Host time, contention for multiprocessors and congestion are left out.
+    """
+
+    name: str = "h100"
+    flops_per_second: float = 450e12
+    """Of matrix products with elements of two bytes; others in proportion to their size."""
+    memory_bytes_per_second: float = 2.4e12
+    ranks_per_node: int = 8
+    network_bytes_per_second: float = 37.5e9
+    """Of one rank, to other nodes."""
+    links: tuple[Link, ...] = (
+        Link(8, 35e-6, 360e9),
+        Link(64, 0.3e-3, 300e9),
+        Link(256, 1.2e-3, 300e9),
+        Link(1024, 4e-3, 300e9),
+    )
+
+    def __str__(self) -> str:
+        """Every constant, one to a line."""
+        lines = [f"{field.name} = {getattr(self, field.name)!r}" for field in fields(self) if field.name != "links"]
+        lines += [
+            f"{link.ranks} ranks: {link.seconds * 1e3:g} ms, {link.bytes_per_second:g} B/s" for link in self.links
+        ]
+        return "\n".join(lines)
+
+    def link(self, ranks: int) -> Link:
+        """Latency and bandwidth of a group of that size, interpolated on a logarithmic scale."""
+        below = [link for link in self.links if link.ranks <= ranks]
+        above = [link for link in self.links if link.ranks >= ranks]
+        if not below or not above:
+            nearest = (below or above[:1])[-1]
+            return Link(ranks, nearest.seconds * ranks / nearest.ranks, nearest.bytes_per_second)
+        low, high = below[-1], above[0]
+        part = 0.0 if low is high else math.log(ranks / low.ranks) / math.log(high.ranks / low.ranks)
+
+        def between(first: float, second: float) -> float:
+            return first ** (1 - part) * second**part
+
+        return Link(ranks, between(low.seconds, high.seconds), between(low.bytes_per_second, high.bytes_per_second))
+
+    def collective_seconds(self, nbytes: float, ranks: Sequence[int]) -> float:
+        """How long ``ranks`` (of the whole job) need to send ``nbytes`` around, each its part."""
+        size = len(ranks)
+        if size < 2:
+            return 0.0
+        link = self.link(size)
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        speed = link.bytes_per_second
+        if nodes > 1:
+            speed = min(speed, self.network_bytes_per_second * size / nodes)
+        return link.seconds + nbytes * (size - 1) / size / speed
+
+    def kernel_seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        """How long one operator takes."""
+        touched = [*tensors_in((args, kwargs)), *tensors_in(out)]
+        if not touched:
+            return 0.0
+        flops = _flops(func)
+        seconds = sum(map(nbytes_of, touched)) / self.memory_bytes_per_second
+        if flops is None:
+            return seconds
+        rate = self.flops_per_second * 2 / max(touched[0].itemsize, 1)
+        return max(seconds, flops(*args, **kwargs, out_val=out) / rate)
+
+
+H100 = Hardware()
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of lists, tuples and mappings, however deep."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for one in value for tensor in tensors_in(one)]
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of the elements that ``tensor`` has, those that are expanded counted once."""
+    numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride()) if stride)
+    return numel * tensor.itemsize if tensor.numel() else 0
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+# What torch's own counter leaves out.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    CPU_ATTENTION: _attention,
+    CPU_ATTENTION_BACKWARD: _attention_backward,
+}
+
+
+def _flops(func: Any) -> Callable[..., int] | None:
+    packet = func.overloadpacket
+    return _FLOPS.get(packet) or flop_registry.get(packet)

@@ -1,0 +1,1 @@
+"""Forecasts: what they predict against what runs."""

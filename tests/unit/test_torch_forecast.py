@@ -1,0 +1,59 @@
+"""What a forecast leans on of torch's fake tensors and operators still means what fsdp2 takes it to mean."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tests.unit.meshes import fake_mesh
+from tests.unit.probing import PRIVATE as _torch
+from tests.unit.probing import probes
+
+
+@probes("FakeTensorMode", "storage_key")
+def test_fake_tensors_have_storages_of_any_size() -> None:
+    with _torch.FakeTensorMode():
+        x = torch.empty(1 << 40, dtype=torch.uint8)
+        storage = x.untyped_storage()
+        assert x.device.type == "cpu" and storage.nbytes() == 1 << 40 and storage.device.type == "meta"
+        storage.resize_(0)
+        assert x.untyped_storage().nbytes() == 0
+        assert _torch.storage_key(x) == _torch.storage_key(x[3:]) != _torch.storage_key(x.clone())
+
+
+@probes("TorchDispatchMode", "operator_arguments", "operator_returns", "unboxed_group", "finished_work", "FakeStore")
+def test_collectives_are_operators_that_a_mode_can_replace() -> None:
+    seen = []
+
+    class Replace(_torch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            names = [argument.name for argument in _torch.operator_arguments(func)]
+            seen.append((func.namespace, _torch.unboxed_group(args[names.index("process_group")]).size()))
+            returns = _torch.operator_returns(func)
+            out = [_torch.finished_work() if "Work" in str(value.type) else args[0] for value in returns]
+            return out[0] if len(out) == 1 else tuple(out)
+
+    with fake_mesh((4,)) as mesh:
+        output, piece = torch.zeros(8), torch.ones(2)
+        with Replace():
+            dist.all_gather_into_tensor(output, piece)
+            dist.all_reduce(piece)
+        assert seen == [("c10d", 4)] * 2 and not output.any()
+        assert _torch.unboxed_group(mesh.get_group()) is mesh.get_group()
+        assert _torch.unboxed_group(mesh.get_group().group_name).size() == 4
+        assert isinstance(_torch.FakeStore(), dist.Store)
+
+
+@probes("CPU_ATTENTION", "CPU_ATTENTION_BACKWARD")
+def test_attention_of_fake_tensors_is_one_operator_each_way() -> None:
+    seen = set()
+
+    class Note(_torch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with _torch.FakeTensorMode(), Note():
+        q = torch.empty(1, 2, 64, 16, requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    assert {_torch.CPU_ATTENTION, _torch.CPU_ATTENTION_BACKWARD} <= seen

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp2._torch.autograd import queue_end_of_backward
+from fsdp2._torch.modes import dispatch_modes
 from fsdp2._trace import emit, refresh, span
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.streams import Lanes, Retained
@@ -54,6 +55,7 @@ class RootContext:
         self.forward_order = self._order  # that the running forward follows and records
         self.backward_order: BackwardOrder[FSDPParamGroup] = BackwardOrder()
         self.forward_root: FSDPState | None = None
+        self.outer_modes = 0  # dispatch modes around the pass that runs; others may belong to a checkpoint inside it
         self.is_last_backward = True
         self.finalization = Finalization()
         # The running backward is differentiable: what it saves are views of full parameters, which a later one reads.
@@ -154,7 +156,7 @@ class RootContext:
             group.begin_iteration()
         refresh()
         emit("root_pre_forward", "")
-        self.forward_root = state
+        self.forward_root, self.outer_modes = state, dispatch_modes()
         self._end_queued = self._partial_end_queued = False
         self.forward_order = self._order if self.evaluation is None else self.evaluation.order
         self.forward_order.begin()
@@ -184,7 +186,7 @@ class RootContext:
     def queue_end(self) -> None:
         """Have ``end_backward`` run when the running backward is done, once."""
         if not self._end_queued:
-            self._end_queued = True
+            self._end_queued, self.outer_modes = True, dispatch_modes()
             self._leave_evaluation(alone=False)
             self.finalization.begin_backward()
             if self.agreement is not None:

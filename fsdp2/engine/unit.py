@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.autograd import autograd_sequence_number, graph_task_id
 from fsdp2._torch.dynamo import outside_dynamo
+from fsdp2._torch.modes import dispatch_modes, outside_modes
 from fsdp2._torch.modules import ComposableState, composable_state
 from fsdp2.autograd.hooks import (
     Arguments,
@@ -97,6 +98,7 @@ class FSDPState(ComposableState):
     # ---- forward ----
 
     @outside_dynamo
+    @outside_modes(lambda state: state.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Gather, cast inputs, and arrange for backward to tell when it is through with them."""
         if self.summoned is not None:
@@ -133,6 +135,7 @@ class FSDPState(ComposableState):
         return args, kwargs
 
     @outside_dynamo
+    @outside_modes(lambda state: state.outer_modes)
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, arrange for backward to gather first, cast outputs; a grouped call does so with its last member."""
         if self.summoned is not None:
@@ -156,6 +159,12 @@ class FSDPState(ComposableState):
                     output = state.complete_forward(output)
             self.root.end_forward()
         return output
+
+    @property
+    def outer_modes(self) -> int:
+        """How many dispatch modes are there for the whole forward or backward that runs, and may see what it does."""
+        in_backward = graph_task_id() != -1
+        return self.root.outer_modes if in_backward or self.is_root is False else dispatch_modes()
 
     def complete_forward(self, output: Any) -> Any:
         """What ends the forward of all members, run or not."""

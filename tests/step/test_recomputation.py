@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support import api
@@ -206,3 +208,74 @@ def test_over_tensor_parallelism(rank, world, how):
         shard("around", mesh=mesh["dp"])(module, fsdp)
 
     assert_parity(prepare, build=lambda: Model(how, "around"), part=(mesh.get_local_rank("dp"), 2))
+
+
+# ---- what a checkpoint sees ----
+
+
+class Seen(TorchDispatchMode):
+    """Somebody's own mode in a checkpoint: every operation, by name."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Routed(nn.Module):
+    """A block whose experts are a unit of their own, checkpointed as a whole: torchtitan's mixture of experts."""
+
+    def __init__(self, contexts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.router, self.experts, self.contexts = nn.Linear(WIDTH, WIDTH), mlp(WIDTH, 6, WIDTH), contexts
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + self.experts(self.router(x).sigmoid() * x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False, context_fn=self.contexts)
+
+
+def keep_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep everything."""
+    return CheckpointPolicy.MUST_SAVE
+
+
+@on_ranks(1, 2)
+@api.fsdp2_only
+@pytest.mark.parametrize("policy", [keep_products, keep_all, None])
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_unit_inside_a_selective_checkpoint(rank, world, policy, prefetch):
+    """Gathers, casts and views of the experts, which the forward and the recomputation need not do alike, were seen by
+    the checkpoint that keeps results by operation: "aten._foreach_copy_.default encountered during backward but not
+    found in storage" (torch: "fsdp.all_gather_copy_in"). No mode of a checkpoint sees anything but the model now."""
+    names: tuple[list[str], list[str]] = ([], [])
+
+    def contexts() -> Any:
+        return tuple(map(Seen, names)) if policy is None else create_selective_checkpoint_contexts(policy)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Routed(contexts) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    for block in plain[:3]:
+        block.contexts = lambda: (nullcontext(), nullcontext())
+    for module in (model, plain):
+        for block in module[:3]:
+            api.ours.fully_shard(block.experts, mesh=mesh_1d(), mp_policy=BF16)
+            api.ours.fully_shard(block, mesh=mesh_1d(), mp_policy=BF16)
+        api.ours.fully_shard(module, mesh=mesh_1d(), mp_policy=BF16)
+        for block, following in zip(module[:2], module[1:3]) if prefetch else ():
+            block.set_modules_to_forward_prefetch([following, following.experts])
+            following.set_modules_to_backward_prefetch([block, block.experts])
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(world * step + rank))
+        outputs = [module(x) for module in (model, plain)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()
+        for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(got.grad.full_tensor(), expected.grad.full_tensor()), name
+    assert not any("copy" in name or "view" in name for name in (*names[0], *names[1])), names

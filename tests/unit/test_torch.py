@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.support.api import torch_since
 from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
@@ -222,7 +224,7 @@ def test_the_hooks_of_a_tensor_are_found_in_order() -> None:
     assert _torch.gradient_hooks(tensor) is None
 
 
-@probes("version_of")
+@probes("version_of", "versions_of")
 def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)
     tensor[:2].add_(1)
@@ -322,3 +324,38 @@ def test_views_know_their_base_and_containers_are_taken_apart() -> None:
     leaves, spec = _torch.pytree.tree_flatten(tree)
     assert (leaves, _torch.pytree.tree_unflatten(leaves, spec)) == ([1, 2], tree)
     assert OrderedDict in _torch.pytree.SUPPORTED_NODES and int not in _torch.pytree.SUPPORTED_NODES
+
+
+class Watching(TorchDispatchMode):
+    """A mode that knows what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@probes("dispatch_modes", "outside_modes")
+def test_modes_of_a_checkpoint_and_inner_ones_can_be_taken_off_and_put_back() -> None:
+    class Hooks:
+        outer = 1
+
+        @_torch.outside_modes(lambda self: self.outer)
+        def run(self) -> int:
+            torch.ones(1).mul(2)
+            return _torch.dispatch_modes()
+
+    outer, inner = Watching(), Watching()
+    assert Hooks().run() == 0
+    with outer, inner:
+        assert Hooks().run() == 1 and _torch.dispatch_modes() == 2
+        torch.ones(1)
+    assert not any("mul" in name for name in inner.seen) and any("mul" in name for name in outer.seen)
+    assert inner.seen[-1:] == ["aten.ones.default"]
+    keep, replay = create_selective_checkpoint_contexts(lambda *unused, **options: CheckpointPolicy.MUST_SAVE)
+    for context in (keep, replay):
+        with outer, context, inner:
+            assert _torch.dispatch_modes() == 3 and Hooks().run() == 1

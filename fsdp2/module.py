@@ -58,6 +58,7 @@ class FSDPModule(TorchFSDPModule):
             if group.lifecycle.lent:
                 group.lifecycle.refuse_lent("unshard")
             group.lazy_init(in_root=group.in_root)
+            group.drop_evaluated()
             group.drop_stale()
             lanes = group.root.comm.lanes
             lanes.gather.wait(lanes.compute.event())  # the caller may just have changed the shards

@@ -41,6 +41,7 @@ __all__ = [
     "pytree",
     "set_local_tensor",
     "version_of",
+    "versions_of",
 ]
 
 # One kernel packs gradients into one row per rank, padded and cast.
@@ -53,6 +54,11 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._
 def version_of(tensor: Any) -> int:
     """How often ``tensor`` was changed in place; -1 for inference tensors, which do not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[Any]) -> list[int]:
+    """``version_of`` each; one pass in Python over what may be thousands."""
+    return [-1 if t.is_inference() else t._version for t in tensors]
 
 
 def python_attributes(param: torch.Tensor) -> dict[str, Any]:

@@ -25,14 +25,14 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     outside any iteration, the root not yet known.
     """
     states = [state for state in states_below(module) if id(state) not in memo]
+    groups = list(dict.fromkeys(group for state in states for group in state.groups if id(group) not in memo))
     for state in states:
         memo[id(state)] = FSDPState.__new__(FSDPState)
-        for group in state.groups:
-            if id(group) not in memo:
-                memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
-                group.reshard()
-                for param in group.params:
-                    _copy_shard(param, memo)
+    for group in groups:
+        memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
+        group.show_shards()
+        for param in group.params:
+            _copy_shard(param, memo)
     clone = nn.Module.__new__(type(module))
     memo[id(module)] = clone
     # as Module copies itself: what ``module.compile()`` made is left out, it computes with this module's weights
@@ -40,6 +40,8 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     for state in states:
         _finish_state(state, memo)
+    for group in groups:
+        group.show_resident()
     return clone
 
 

@@ -92,6 +92,11 @@ class Agreement:
         self._took_part.clear()
         return took_part
 
+    @property
+    def compares(self) -> bool:
+        """Whether steps are compared now: between passes, and in a pass of one replica alone, they are not."""
+        return bool(self._journal.kind)
+
     def take_part(self) -> None:
         """Do what the others are expected to do before this pass ends, as far as this rank can."""
         while self._journal.expected not in (None, _END) and self._take_part(self._journal.expected):
@@ -165,6 +170,8 @@ class Agreement:
         text = f"{what} {group.name or 'the root'!r} in {kind}"
         if what == "reduce":
             text = f"{text} ({', '.join(group.params[i].name for i in part[:3])}{', ...' if len(part) > 3 else ''})"
+        elif group.rewritten:
+            text = f"{text} anew ({group.rewritten}: its shard was written on this rank; write on all, or none)"
         elif part:
             text = f"{text} ({group.store.extensions.describe(part)})"
         # Where ranks wait for each other's units, a forward goes on with the first of them and a backward with the one

@@ -18,18 +18,9 @@ from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
 
-__all__ = ["ShardStore", "note_optimizer_step"]
+__all__ = ["ShardStore"]
 
 _PACK_ALL = TransferSizes(direct_group_bytes=1 << 62)
-
-# Optimizers change shards without touching a version counter that can be read, so their steps are counted.
-_optimizer_steps = 0
-
-
-def note_optimizer_step(*unused: object) -> None:
-    """Some optimizer of this process has stepped."""
-    global _optimizer_steps
-    _optimizer_steps += 1
 
 
 class ShardStore:
@@ -84,8 +75,8 @@ class ShardStore:
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
 
     def stamp(self) -> object:
-        """A value that changes when the shards may have changed."""
-        return (_optimizer_steps, sum(version_of(param.sharded) + version_of(param.local) for param in self.params))
+        """A value that changes when the shards were written in place."""
+        return sum(version_of(param.sharded) + version_of(param.local) for param in self.params)
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""

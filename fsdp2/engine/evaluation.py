@@ -22,7 +22,7 @@ class Evaluation:
 
     def __init__(self, groups: Iterable[FSDPParamGroup]) -> None:
         self.order: ForwardOrder[FSDPParamGroup] = ForwardOrder()
-        self._found = {group for group in groups if not group.is_sharded and group.kept_fresh}
+        self._found = {group for group in groups if not group.is_sharded and group.kept is not None}
 
     def keeps(self, group: FSDPParamGroup) -> bool:
         """Whether ``group`` must stay in memory after its forward, since it was there before."""

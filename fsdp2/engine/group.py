@@ -13,6 +13,7 @@ from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight
 from fsdp2.engine import names
 from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.kept import Kept
 from fsdp2.engine.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, show
@@ -23,7 +24,9 @@ from fsdp2.sharding.mesh import Axis, DataParallelMesh
 if TYPE_CHECKING:
     from fsdp2.engine.root import RootContext
 
-__all__ = ["FSDPParamGroup"]
+__all__ = ["SHOWN", "FSDPParamGroup"]
+
+SHOWN: dict[Residency, Literal["full", "subgroup"]] = {Residency.UNSHARDED: "full", Residency.SUBGROUP: "subgroup"}
 
 
 class FSDPParamGroup:
@@ -60,8 +63,8 @@ class FSDPParamGroup:
         self.gathering: InFlight[Gathering] | None = None
         self.subgroup: SubgroupShards | None = None
         self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' stamp then
-        # What the shards looked like when the full parameters were kept beyond their use; None if they were not.
-        self._kept_stamp: object = None
+        self.kept: Kept | None = None  # what is in memory outlives its use
+        self.rewritten = ""  # a parameter for whose sake this rank is about to gather anew; others may not
         self.acting_for: Phase | None = None  # told to others while a step belongs to a phase before or ahead
         for param in params:
             param.group = self
@@ -135,7 +138,7 @@ class FSDPParamGroup:
         """Wait for the gather and show the full parameters."""
         if self.gathering is None:
             return
-        gathering, self.gathering = self.gathering, None
+        gathering, self.gathering, self.rewritten = self.gathering, None, ""
         lanes = self.root.comm.lanes
         with span("all_gather_copy_out", self.name):
             rows = finish_gather(gathering, lanes.compute)
@@ -165,20 +168,38 @@ class FSDPParamGroup:
         finally:
             self.acting_for = None
 
-    def note_kept(self) -> None:
+    def note_kept(self, *, by_evaluation: bool = False) -> None:
         """What is in memory, or soon is, outlives its use; a forward that finds the shards changed will gather anew."""
         if self.lifecycle.residency is not Residency.SHARDED:
-            self._kept_stamp = self.store.stamp()
-
-    @property
-    def kept_fresh(self) -> bool:
-        """Whether what is in memory was kept beyond its use and the shards are still what they were then."""
-        return self._kept_stamp is not None and self._kept_stamp == self.store.stamp()
+            self.kept = Kept(self.params, by_evaluation=by_evaluation, before=self.kept)
 
     def drop_stale(self) -> None:
-        """Free what was kept for a forward while an optimizer, or anything else, changed the shards."""
-        for_forward = self.lifecycle.phase is Phase.IDLE and self.acting_for is not Phase.BACKWARD
-        if for_forward and self._kept_stamp is not None and not self.kept_fresh and not self.lifecycle.lent:
+        """Free what was kept for a forward while an optimizer, or anything else, changed the shards.
+
+        Raises:
+            RuntimeError: only this rank is known to have changed them, and no other would notice that it gathers anew.
+        """
+        kept, for_forward = self.kept, self.lifecycle.phase is Phase.IDLE and self.acting_for is not Phase.BACKWARD
+        if kept is None or not for_forward or self.lifecycle.lent:
+            return
+        if kept.outdated:
+            self.reshard()
+        elif written := kept.written_here():
+            if self.root.agreement is not None and not self.root.agreement.compares:
+                raise RuntimeError(
+                    f"{written[0].name}: this rank wrote to its shard, perhaps alone, while {self.name or 'the root'} "
+                    "was kept in memory; expected a write that all ranks see. Call reshard() on the module on every "
+                    "rank first"
+                )
+            self.reshard()
+            self.rewritten = written[0].name
+        else:
+            self.settle_writes()
+
+    def drop_evaluated(self) -> None:
+        """Free what an evaluation kept: since then ranks may have written to shards each for itself."""
+        idle = self.lifecycle.phase is Phase.IDLE and not self.lifecycle.lent
+        if self.kept is not None and self.kept.by_evaluation and idle:
             self.reshard()
 
     @outside_functorch
@@ -189,9 +210,47 @@ class FSDPParamGroup:
         self.abandon_gather()
         if self.lifecycle.residency is Residency.SHARDED:
             return
+        refused = self._take_writes()
         self._keep_shards_alone()
         self.lifecycle.move("reshard")
         emit("reshard", self.name)
+        if refused:
+            raise RuntimeError(refused)
+
+    def settle_writes(self) -> None:
+        """Let the shards have what somebody wrote to full parameters that were kept and shown.
+
+        Raises:
+            RuntimeError: they cannot; the full parameters are freed then.
+        """
+        if self.kept is None or self.lifecycle.residency is not Residency.UNSHARDED or self.lifecycle.lent:
+            return
+        if self.kept.written_full():
+            refused = self._take_writes()
+            self.note_kept(by_evaluation=self.kept.by_evaluation)
+            if refused:
+                self.kept = None
+                self.reshard()
+                raise RuntimeError(refused)
+
+    def _take_writes(self) -> str:
+        """Why the shards cannot have what was written to kept full parameters; empty if they have it now."""
+        if self.kept is None or self.lifecycle.residency is not Residency.UNSHARDED:
+            return ""
+        extensions = self.store.extensions.params if self.store.extensions else ()
+        written = [param for param in self.kept.written_full() if param not in extensions]
+        for param in written:
+            if self.kept.outdated or param in self.kept.written_here():
+                why = "and so was its shard since, and which came first is not known"
+            elif not param.follow_full():
+                why = f"in {param.compute_dtype}, which would round its shard, in {param.dtype}"
+            else:
+                continue
+            return (
+                f"{param.name}: the full parameter that an evaluation or unshard() left on the module was changed in "
+                f"place, {why}. Call reshard() on the module first, then change its parameters"
+            )
+        return ""
 
     def _reshard_to_subgroup(self, size: int) -> None:
         """Pieces shared by ``size`` ranks on the modules, the full memory freed."""
@@ -206,7 +265,7 @@ class FSDPParamGroup:
         self.show("sharded")
         self._free_full()
         self._free_subgroup()
-        self._kept_stamp = None
+        self.kept = None
 
     def _free_full(self) -> None:
         lanes = self.root.comm.lanes
@@ -240,18 +299,16 @@ class FSDPParamGroup:
 
     # ---- state dicts ----
 
-    def before_save(self, *unused: object) -> None:
-        """Let the modules show shards; inside forward or backward the full parameters stay in memory."""
-        in_use = self.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if in_use and self.lifecycle.residency is Residency.UNSHARDED:
+    def show_shards(self, *unused: object) -> None:
+        """Let the modules show shards for a while; what is in memory stays, since perhaps one rank alone does this."""
+        if self.lifecycle.residency in SHOWN and not self.lifecycle.lent:
+            self.settle_writes()
             self.show("sharded")
-        elif self.lifecycle.residency in (Residency.UNSHARDED, Residency.SUBGROUP) and not self.lifecycle.lent:
-            self.reshard()
 
-    def after_save(self, *unused: object) -> None:
-        """Undo ``before_save`` where the full parameters are still in use."""
-        if self.lifecycle.residency is Residency.UNSHARDED and not self.lifecycle.lent:
-            self.show("full")
+    def show_resident(self, *unused: object) -> None:
+        """Undo ``show_shards``."""
+        if self.lifecycle.residency in SHOWN and not self.lifecycle.lent:
+            self.show(SHOWN[self.lifecycle.residency])
 
     def before_load(self, *unused: object) -> None:
         """Let the modules show shards, so that values are loaded into them."""
@@ -273,11 +330,19 @@ class FSDPParamGroup:
 
     # ---- forward and backward ----
 
-    def begin_iteration(self) -> None:
-        """The outermost forward starts: nobody is inside, whatever became of the last one."""
+    def begin_iteration(self, *, broke_off: bool) -> None:
+        """The outermost forward starts: nobody is inside, whatever became of the last one, which may have broken off.
+
+        What that one kept is freed: it came further on some ranks than on others, and nobody knows how the shards
+        changed since. So is what an evaluation kept, where the forward is one to train with.
+        """
         self._users.clear()
-        if self.lifecycle.residency is not Residency.SHARDED and self._kept_stamp is None and not self.lifecycle.lent:
-            self.reshard()  # a forward that raised left it here, and nobody knows how the shards changed since
+        if self.lifecycle.residency is Residency.SHARDED or self.lifecycle.lent:
+            return
+        if self.kept is None or broke_off:
+            self.reshard()
+        elif torch.is_grad_enabled():
+            self.drop_evaluated()
 
     def pre_forward(self, user: object) -> bool:
         """Gather for ``user``; whether a forward pass starts here: not inside another user's, nor with each member."""
@@ -318,7 +383,7 @@ class FSDPParamGroup:
             elif reshard:
                 self.release()
             else:
-                self.note_kept()
+                self.note_kept(by_evaluation=not torch.is_grad_enabled())
         finally:
             self.acting_for = None
 
@@ -331,7 +396,7 @@ class FSDPParamGroup:
         self.wait_for_unshard()
         if after is not False:
             self._reshard_to_subgroup(after)
-        self.note_kept()
+        self.note_kept(by_evaluation=not torch.is_grad_enabled())
 
     def pre_backward(self, default_prefetch: bool = True) -> bool:
         """Gather for backward; whether this call was the one that started it."""

@@ -7,7 +7,6 @@ kept after a forward is still there afterwards, and graphs recorded before can b
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Literal
 
 import torch
 
@@ -17,8 +16,6 @@ from fsdp2.engine.param import FSDPParam, show
 
 __all__ = ["lend", "take_back"]
 
-_SHOWN: dict[Residency, Literal["full", "subgroup"]] = {Residency.UNSHARDED: "full", Residency.SUBGROUP: "subgroup"}
-
 
 def lend(group: FSDPParamGroup, params: Collection[FSDPParam]) -> None:
     """Leave it to the caller what the modules show of ``params`` until ``take_back``.
@@ -26,6 +23,7 @@ def lend(group: FSDPParamGroup, params: Collection[FSDPParam]) -> None:
     Now they show the shards of the whole group; a gather in flight is waited for.
     """
     group.wait_for_unshard()
+    group.settle_writes()
     if not group.lifecycle.lent:
         group.show("sharded")
     group.lifecycle.lent.update(params)
@@ -37,19 +35,19 @@ def take_back(group: FSDPParamGroup, params: Collection[FSDPParam], values: Mapp
     Full parameters that were fresh, or stale because of an optimizer step since, stay so.
     """
     residency, extensions = group.lifecycle.residency, group.store.extensions.params
-    fresh = group.kept_fresh
+    kept = group.kept
+    fresh = kept is not None and not kept.outdated and not kept.written_here()
     try:
         for param, value in values.items():
             param.write(value, full=residency is Residency.UNSHARDED and param not in extensions)
         if group.subgroup is not None:
             group.subgroup.write(values)
-        if fresh:
-            group.note_kept()
+        if kept is not None and fresh:
+            group.note_kept(by_evaluation=kept.by_evaluation)
     finally:
         group.lifecycle.lent.difference_update(params)
         if show(list(params), "sharded"):
             group.gradients.forget_plan()
-        if residency in _SHOWN and not group.lifecycle.lent:
-            group.show(_SHOWN[residency])
+        group.show_resident()
     if not extensions.isdisjoint(values):  # only a gather makes their full parameters
         group.reshard()

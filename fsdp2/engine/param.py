@@ -172,6 +172,15 @@ class FSDPParam:
             plain = local_tensor(self.full) if self.spec.full is not None else self.full
             plain.data.copy_(value)  # a version counter of its own: graphs that saved the parameter stay usable
 
+    @torch.no_grad()
+    def follow_full(self) -> bool:
+        """Let the shard have the value of the full parameter, unless that would round it; whether it has."""
+        plain = local_tensor(self.full) if self.spec.full is not None else self.full
+        if plain is None or plain.dtype != self.dtype:
+            return False
+        self.local.copy_(self.spec.cut(plain.detach()))
+        return True
+
     def set_slots(self, slots: list[Slot]) -> None:
         """Show the parameter in these places."""
         self.slots = slots

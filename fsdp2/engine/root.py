@@ -145,7 +145,7 @@ class RootContext:
             return False
         if not self._compared:
             self.compare(None)
-        alone = self.runs_alone
+        alone, broke_off = self.runs_alone, self.forward_root is not None
         self._leave_evaluation(alone=alone)
         for group in self.groups:
             if group.lifecycle.phase is Phase.BACKWARD:
@@ -153,7 +153,7 @@ class RootContext:
                     f"{group.name or 'the root'}: forward starts, but its last backward did not end (it raised?); "
                     "call reset_iter_state() on the root module first; that backward's gradients are discarded"
                 )
-            group.begin_iteration()
+            group.begin_iteration(broke_off=broke_off)
         refresh()
         emit("root_pre_forward", "")
         self.forward_root, self.outer_modes = state, dispatch_modes()

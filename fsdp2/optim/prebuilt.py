@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.dynamo import outside_dynamo
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
-from fsdp2.engine.buffers import note_optimizer_step
 from fsdp2.engine.index import originals_remembered, param_of, remember_originals
+from fsdp2.engine.kept import note_optimizer_step
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
 
 __all__ = ["follow_parameters", "repair"]

@@ -44,6 +44,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     for group, state in used.items():
         if state.is_root is None:
             group.lazy_init(in_root=group.in_root)
+        group.drop_evaluated()
         group.drop_stale()
         lanes = group.root.comm.lanes
         lanes.gather.wait(lanes.compute.event())  # the shards may just have been changed

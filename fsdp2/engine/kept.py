@@ -1,0 +1,76 @@
+"""What stays in memory beyond its use: full parameters after an evaluation, between micro-batches, after ``unshard()``.
+
+A later forward may compute with them only if the shards are still what they were. That decides whether a collective
+runs, so it must follow from what all ranks see alike: the steps of optimizers that hold these parameters, the version
+counters of DTensors (every rank counts an operation, also one whose shard is empty), and which passes ran. What is
+written through ``to_local()`` only this rank sees.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2._torch.tensors import local_tensors, versions_of
+from fsdp2.engine.param import FSDPParam
+
+__all__ = ["Kept", "note_optimizer_step"]
+
+_alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+
+def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    """``optimizer`` has stepped: optimizers change shards without touching a version counter that can be read."""
+    if not _alive:
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for kept in _alive:
+        kept.stepped = kept.stepped or kept.holds_any(stepped)
+
+
+class Kept:
+    """What the shards of a group, and its full parameters, were like when these were kept."""
+
+    def __init__(self, params: Sequence[FSDPParam], *, by_evaluation: bool, before: Kept | None) -> None:
+        """``before`` is what was noted earlier of the same full parameters."""
+        self.by_evaluation = by_evaluation
+        self.stepped: bool = before is not None and before.stepped
+        self._params = params
+        self._ids: set[int] | None = None
+        self._shards, self._locals, self._fulls = self._shard_versions(), self._local_versions(), self._full_versions()
+        _alive.add(self)
+
+    def _shard_versions(self) -> list[int]:
+        return versions_of([param.sharded for param in self._params])
+
+    def _local_versions(self) -> list[int]:
+        return versions_of(local_tensors([param.sharded for param in self._params]))
+
+    def _full_versions(self) -> list[int]:
+        return versions_of([param.sharded if param.full is None else param.full for param in self._params])
+
+    def holds_any(self, ids: set[int]) -> bool:
+        """Whether one of the shards is among the tensors with these ids."""
+        if self._ids is None:
+            self._ids = {id(param.sharded) for param in self._params}
+        return not self._ids.isdisjoint(ids)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the shards changed, as all ranks know."""
+        return self.stepped or self._shards != self._shard_versions()
+
+    def written_here(self) -> list[FSDPParam]:
+        """Parameters whose shards this rank has written through their local tensors; others may not have."""
+        return self._changed(self._locals, self._local_versions())
+
+    def written_full(self) -> list[FSDPParam]:
+        """Parameters that were changed in place while they were shown full."""
+        return self._changed(self._fulls, self._full_versions())
+
+    def _changed(self, before: list[int], now: list[int]) -> list[FSDPParam]:
+        if before == now:
+            return []
+        return [param for param, old, new in zip(self._params, before, now) if old != new]

@@ -1,0 +1,252 @@
+"""What stays in memory beyond its use: an evaluation's root, weights between micro-batches, ``unshard()``'s.
+
+Whether it may be used again decides whether a collective runs. A decision that only one rank can see makes the ranks
+part ways, or, where nobody compares them, wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2._trace import listening
+from tests.ranks.apart import run_apart
+from tests.support import api
+from tests.support.models import children, mlp
+from tests.support.oracle import cpu_mesh
+from tests.support.pool import on_ranks
+
+pytestmark = api.fsdp2_only
+
+
+def models(world: int, **options) -> tuple[nn.Module, nn.Module]:
+    """A model whose root has parameters of its own, and the same without sharding."""
+    torch.manual_seed(0)
+    module = mlp(3, 4, 3)  # 3 rows over 2 or 4 ranks: the last shard is smaller, or empty
+    alone = copy.deepcopy(module)
+    for unit in (*children(module)[:-1], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), **options)
+    return module, alone
+
+
+def inputs(step: int = 0) -> torch.Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(step))
+
+
+def evaluate(module: nn.Module, alone: nn.Module) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(module(inputs()), alone(inputs()))
+
+
+def train(module: nn.Module, alone: nn.Module) -> None:
+    """One step of both, in which all ranks have the same data."""
+    losses = [one(inputs(1)).square().mean() for one in (module, alone)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, got), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad, msg=lambda text, n=name: f"{n}: {text}")
+    for one in (module, alone):
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+        one.zero_grad()
+
+
+def shards(module: nn.Module) -> list[nn.Parameter]:
+    """The root's sharded parameters, whatever it shows."""
+    return [param.sharded for group in module._get_fsdp_state().groups for param in group.params]
+
+
+# ---- what one rank alone does after an evaluation ----
+
+
+def a_probe_is_stepped(module: nn.Module, alone: nn.Module, rank: int) -> None:
+    """An optimizer that has nothing to do with the model: a probe on its activations, say."""
+    if rank == 0:
+        probe = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(probe.parameters())
+        probe(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def a_state_dict_is_looked_at(module: nn.Module, alone: nn.Module, rank: int) -> None:
+    """Rank 0 prints how many entries there are."""
+    if rank == 0:
+        assert len(module.state_dict()) == len(alone.state_dict())
+
+
+def a_copy_is_made(module: nn.Module, alone: nn.Module, rank: int) -> None:
+    """Rank 0 keeps its shards for a comparison later on."""
+    if rank == 0:
+        module.copied = [copy.deepcopy(module)]
+        del module.copied
+
+
+LONE = [a_probe_is_stepped, a_state_dict_is_looked_at, a_copy_is_made]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("act", LONE, ids=lambda act: act.__name__)
+def test_what_one_rank_does_alone(rank, world, act: Callable[..., None], reshard):
+    """After an evaluation rank 0 alone stepped a probe's optimizer, or called ``state_dict()`` to print its length.
+    It then gathered anew what the others still had: "ranks do not do the same". The count of optimizer steps was one
+    of the process, and ``state_dict`` freed what the evaluation had kept."""
+    module, alone = models(world, reshard_after_forward=reshard)
+    for _ in range(2):
+        evaluate(module, alone)
+        act(module, alone, rank)
+        evaluate(module, alone)
+        act(module, alone, rank)
+        train(module, alone)
+        act(module, alone, rank)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reshard, explicit", [(None, False), (False, True), (2, False)])
+def test_shards_written_where_there_is_something_to_write(rank, world, reshard, explicit):
+    """After an evaluation every rank that has elements wrote to them through ``to_local()``: those with an empty shard
+    did not see a change, computed with what was kept, and left the others waiting."""
+    module, alone = models(world, reshard_after_forward=reshard)
+    evaluate(module, alone)
+    for sharded in shards(module):
+        if sharded.to_local().numel():
+            sharded.to_local().detach().mul_(0.5)
+    with torch.no_grad():
+        for parameter in (children(alone)[-1]).parameters():
+            parameter.mul_(0.5)
+    if explicit:
+        module.unshard()
+    train(module, alone)
+    train(module, alone)
+
+
+def one_shard_written(rank: int, world: int) -> None:
+    """Rank 0 writes to its shard between two evaluations."""
+    module, alone = models(world)
+    evaluate(module, alone)
+    if rank == 0:
+        shards(module)[0].to_local().detach().mul_(0.5)
+    evaluate(module, alone)
+
+
+def test_one_shard_written_between_evaluations():
+    """One rank alone wrote to its shard between two evaluations. No other can know, so all raise, and say what it was:
+    they never compute with different weights."""
+    for ended in run_apart(one_shard_written, 2):
+        assert "rank 0: gather 'the root' in evaluation anew (2.weight: its shard was written" in ended.error, ended
+
+
+@on_ranks(2)
+def test_all_shards_written_between_evaluations(rank, world):
+    """Averaged weights are put in through ``to_local()`` for a second evaluation: all ranks gather them."""
+    module, alone = models(world)
+    evaluate(module, alone)
+    for sharded in shards(module):
+        sharded.to_local().detach().mul_(0.5)
+    with torch.no_grad():
+        for parameter in (children(alone)[-1]).parameters():
+            parameter.mul_(0.5)
+    evaluate(module, alone)
+    train(module, alone)
+
+
+@on_ranks(2)
+def test_a_forward_that_one_rank_did_not_end(rank, world):
+    """Rank 1's last unit raised, and rank 0 was told so: some units were kept on one rank and not on the other. The
+    next forward gathers all of them."""
+    module, alone = models(world, reshard_after_forward=False)
+    failing = children(module)[0].register_forward_hook(lambda *unused: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            module(inputs())
+        if rank == 1:
+            children(module)[0].reshard()
+    failing.remove()
+    evaluate(module, alone)
+    train(module, alone)
+
+
+# ---- what it costs ----
+
+
+def gathers(run: Callable[[], object]) -> int:
+    """How many groups ``run`` gathers."""
+    events: list[str] = []
+    with listening(lambda event, name: events.append(event)):
+        run()
+    return events.count("unshard")
+
+
+@on_ranks(2)
+def test_how_often_is_gathered(rank, world):
+    """What is kept is used where it may be: a training step gathers the root once, and evaluations in a row do."""
+    module, alone = models(world)
+    train(module, alone)
+    units = len(module._get_fsdp_state().root.groups)
+    again = units - 1  # all but the root, for backward
+    assert gathers(lambda: train(module, alone)) == units + again
+    assert gathers(lambda: evaluate(module, alone)) == units
+    assert gathers(lambda: evaluate(module, alone)) == units - 1
+    assert gathers(lambda: train(module, alone)) == units + again
+    two = lambda: (module(inputs()).sum() + module(inputs(1)).sum()).backward()
+    assert gathers(two) <= 2 * (units + again) - 1  # the second forward finds the root
+
+
+# ---- writes to full weights ----
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("then", [evaluate, train, "reshard", "state_dict", "summon"])
+def test_writes_to_full_weights(rank, world, then):
+    """After an evaluation the root shows full weights. ``p.mul_(.5)`` over ``model.parameters()`` held for one forward
+    and vanished; now the shards have it as soon as anybody looks."""
+    module, alone = models(world)
+    evaluate(module, alone)
+    with torch.no_grad():
+        for one in (module, alone):
+            for parameter in one.parameters():
+                parameter.mul_(0.5)
+    if then == "reshard":
+        module.reshard()
+    elif then == "state_dict":
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(value.full_tensor(), alone.state_dict()[name])
+    elif then == "summon":
+        with api.ours.summon_full_params(module):
+            for got, expected in zip(module.parameters(), alone.parameters()):
+                torch.testing.assert_close(got, expected)
+    else:
+        then(module, alone)
+    evaluate(module, alone)
+    train(module, alone)
+    evaluate(module, alone)
+
+
+@on_ranks(2)
+def test_writes_that_would_round_the_shards(rank, world):
+    """With mixed precision the full weights are bfloat16: what is written to them is no value for float32 shards."""
+    policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    module, _ = models(world, mp_policy=policy)
+    with torch.no_grad():
+        expected = module(inputs())
+        module.get_parameter("2.weight").mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"weight: the full parameter .*bfloat16, .*float32.*reshard\(\)"):
+            module(inputs())
+        torch.testing.assert_close(module(inputs()), expected)
+
+
+@on_ranks(2)
+def test_writes_to_full_weights_and_to_shards(rank, world):
+    """Both were written, so nobody knows which value counts."""
+    module, alone = models(world)
+    sharded = list(module.parameters())
+    evaluate(module, alone)
+    with torch.no_grad():
+        for parameter in (*module.parameters(), *sharded[-2:]):
+            parameter.mul_(0.5)
+    with pytest.raises(RuntimeError, match="weight: the full parameter .* and so was its shard since"):
+        train(module, alone)

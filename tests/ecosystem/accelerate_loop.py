@@ -13,7 +13,7 @@ import torch
 if "--fsdp2" in sys.argv:
     import fsdp2
 
-    fsdp2.compat.install()
+    fsdp2.install()
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM

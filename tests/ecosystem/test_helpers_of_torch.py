@@ -68,7 +68,7 @@ def step(model: torch.nn.Module, seed: int = 0, width: int = 16) -> None:
 @on_ranks(2, 4, limit=120)
 def test_models_and_parity(rank, world):
     """The models are sharded by ours, and ``check_sharded_parity`` finds shards and gradients as they must be."""
-    with fsdp2.compat.install():
+    with fsdp2.install():
         common = helpers()
         assert common.fully_shard is fsdp2.fully_shard
         torch.manual_seed(1)
@@ -87,7 +87,7 @@ def test_models_and_parity(rank, world):
 @on_ranks(4, limit=120)
 def test_tensor_parallel_stack(rank, world):
     """``MLPStack.parallelize``: tensor parallelism, then fully_shard, with activation checkpointing."""
-    with fsdp2.compat.install():
+    with fsdp2.install():
         common, mesh = helpers(), mesh_of(2, 2, names=("dp", "tp"))
         torch.manual_seed(1)
         reference = common.MLPStack(16)
@@ -102,7 +102,7 @@ def test_tensor_parallel_stack(rank, world):
 @pytest.mark.parametrize("name", ["patch_unshard", "patch_reshard", "patch_post_backward"])
 def test_patched_methods_of_groups(rank, world, name):
     """What is patched into the class of groups is called for ours, in order, and taken out again."""
-    with fsdp2.compat.install():
+    with fsdp2.install():
         common = helpers()
         method = name.removeprefix("patch_")
         original = getattr(common.FSDPParamGroup, method)
@@ -128,7 +128,7 @@ def test_patched_methods_of_groups(rank, world, name):
 @pytest.mark.parametrize("home", ["_fsdp_collectives", "_fsdp_param_group"])
 def test_patched_collectives(rank, world, name, times, group_at, home):
     """What replaces torch's gather and reduction of a group is called with torch's arguments, once per unit."""
-    with fsdp2.compat.install():
+    with fsdp2.install():
         common = helpers()
         original = getattr(getattr(torch.distributed.fsdp._fully_shard, home), name)
         torch.manual_seed(1)
@@ -153,7 +153,7 @@ def test_patched_collectives(rank, world, name, times, group_at, home):
 @pytest.mark.parametrize("width", [16, 256])  # at 256 two ranks would swap what they have instead of these
 def test_replaced_public_collectives(rank, world, width):
     """What replaces torch's public collectives is called with torch's arguments, whatever we would call instead."""
-    with fsdp2.compat.install():
+    with fsdp2.install():
         common, mesh = helpers(), mesh_of(2, 2, names=("replicate", "shard"))
         torch.manual_seed(1)
         reference = common.MLPStack(width)
@@ -200,7 +200,7 @@ def test_methods_taken_from_torchs_class_do_ours(rank, world, method):
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     before = getattr(FSDPParamGroup, method)
-    with fsdp2.compat.install():
+    with fsdp2.install():
         common, original = helpers(), getattr(FSDPParamGroup, method)
         torch.manual_seed(1)
         reference = common.MLPStack(16)
@@ -223,7 +223,7 @@ def test_patched_ends_of_backward(rank, world):
     """Who counts the calls by which autograd ends a group's backward counts ours: all but the first, which has none."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-    with fsdp2.compat.install():
+    with fsdp2.install():
         common, original, calls = helpers(), RegisterPostBackwardFunction.backward, []
         torch.manual_seed(1)
         reference = common.MLPStack(16)
@@ -244,7 +244,7 @@ def test_patched_ends_of_backward(rank, world):
 def test_torchs_own_groups_keep_their_methods(rank, world):
     """``replicate`` in torch uses the same class of groups, and its groups go on working while ours are installed."""
     theirs = torch.distributed.fsdp.fully_shard
-    with fsdp2.compat.install():
+    with fsdp2.install():
         torch.manual_seed(1)
         reference = torch.nn.Linear(16, 16)
         model = copy.deepcopy(reference)

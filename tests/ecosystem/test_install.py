@@ -32,11 +32,11 @@ def test_replaces_and_gives_back(rank, world):
     """Between ``install`` and ``uninstall`` torch's names are ours, and train; then they are torch's again."""
     homes = [importlib.import_module(name) for name in PLACES]
     before = [home.fully_shard for home in homes]
-    installation = fsdp2.compat.install()
+    installation = fsdp2.install()
     assert all(home.fully_shard is fsdp2.fully_shard for home in homes)
     assert homes[0].register_fsdp_forward_method is fsdp2.register_fsdp_forward_method
     assert "torch.distributed.fsdp.fully_shard" in str(installation)
-    assert fsdp2.compat.install() is installation
+    assert fsdp2.install() is installation
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     module = fully_shard(stack(), mesh=mesh_1d())
@@ -56,7 +56,7 @@ def test_as_a_context_manager(rank, world):
     """The end of the block gives back, also after an exception."""
     home = importlib.import_module(PLACES[0])
     before = home.fully_shard
-    with pytest.raises(KeyError), fsdp2.compat.install():
+    with pytest.raises(KeyError), fsdp2.install():
         assert home.fully_shard is fsdp2.fully_shard
         raise KeyError
     assert home.fully_shard is before
@@ -71,7 +71,7 @@ def test_early_importers_are_named(rank, world):
     sys.modules[early.__name__] = early
     try:
         with pytest.warns(UserWarning, match=r"an_early_library.fully_shard.*imported torch's own before"):
-            fsdp2.compat.install()
+            fsdp2.install()
     finally:
         del sys.modules[early.__name__]
         fsdp2.uninstall()

@@ -54,10 +54,11 @@ def _params(item: pytest.Item) -> dict[str, Any]:
 
 def _usual(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return what is not slow, and of each test on ranks the cases that stand for the others."""
-    matrices: dict[str, list[pytest.Item]] = {}
+    matrices: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("slow"):
-            matrices.setdefault(item.nodeid.split("[")[0], []).append(item)
+            name, gpu = item.nodeid.split("[")[0], item.get_closest_marker("gpu") is not None
+            matrices.setdefault((name, gpu), []).append(item)
     return {
         cases[index] for cases in matrices.values() for index in sample(numbered([_params(case) for case in cases]))
     }

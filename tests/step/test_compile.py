@@ -138,7 +138,7 @@ def assert_same_training(
 @composes("compile", "SGD")
 @on_ranks(2, limit=180)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_way(rank, world, way, reshard):
     """Compiled before or after sharding, in place or wrapped, each block as one graph."""
     assert_same_training(compiled(way, "aot_eager", reshard_after_forward=reshard))

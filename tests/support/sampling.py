@@ -1,8 +1,9 @@
 """Which cases of a matrix run in a usual run; ``pytest --all`` runs every one.
 
 A test on ranks multiplies its cases by world sizes. Each set of parameters runs on one world size, in turn, so that
-each value of a parameter meets each world size; the first set runs on all. Where three or more parameters are
-multiplied, only so many of these cases run that each value of one parameter meets each value of each other one.
+each value of a parameter meets each world size; the first set runs on all. Two ranks, the fewest that communicate, have
+two turns. Where three or more parameters are multiplied, only so many of these cases run that each value of one
+parameter meets each value of each other one.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-SMALL = 6
+SMALL = 4
 """A matrix of up to so many cases runs whole."""
 
 Case = Mapping[str, int]
-"""Which value of each parameter a case has; ``world`` is one of them."""
+"""Which value of each parameter a case has: the size itself of ``world``, and the number of any other."""
 
 
 def numbered(cases: Sequence[Mapping[str, Any]]) -> list[Case]:
-    """Return the number of each parameter's value in each case, in the order in which values are first seen."""
+    """Return the number of each parameter's value in each case, in the order in which values are first seen; of
+    ``world`` the value."""
     seen: dict[str, list[Any]] = {name: [] for name in cases[0]}
 
     def number(name: str, value: Any) -> int:
+        if name == "world":
+            return value
         for index, known in enumerate(seen[name]):
             if known is value:
                 return index
@@ -35,22 +39,22 @@ def numbered(cases: Sequence[Mapping[str, Any]]) -> list[Case]:
 def sample(cases: Sequence[Case]) -> list[int]:
     """Return the indices of the cases that run, in order."""
     names = [name for name in cases[0] if name != "world"]
-    if len(cases) <= SMALL or not names or not any("world" in case for case in cases):
+    if len(cases) <= SMALL or not names:
         return list(range(len(cases)))
-    chosen = rotated(cases, names)
-    if sum(len({case[name] for case in cases}) > 1 for name in names) > 2:
-        first = [index for index in chosen if _same(cases[index], cases[0], names)]
-        chosen = first + paired(cases, [index for index in chosen if index not in first], first)
-    return sorted(chosen)
-
-
-def rotated(cases: Sequence[Case], names: Iterable[str]) -> list[int]:
-    """Return for each set of parameters the case on its world size, which is the next one whenever the number of any
-    value is; and every case of the first set."""
-    worlds = len({case["world"] for case in cases})
-    turn = lambda case: sum(case[name] for name in names) % worlds
     first = [index for index, case in enumerate(cases) if _same(case, cases[0], names)]
-    return first + [i for i, case in enumerate(cases) if i not in first and case["world"] == turn(case)]
+    others = rotated(cases, names, first) if len(first) > 1 else list(range(1, len(cases)))
+    if sum(len({case[name] for case in cases}) > 1 for name in names) > 2:
+        others = paired(cases, others, first)
+    return sorted(first + others)
+
+
+def rotated(cases: Sequence[Case], names: Iterable[str], first: Sequence[int]) -> list[int]:
+    """Return for each set of parameters but the first the case on its world size, which is the next one whenever the
+    number of any value is."""
+    worlds = [cases[index]["world"] for index in first]
+    turns = [*worlds, *(world for world in worlds if world == 2)]
+    turn = lambda case: turns[sum(case[name] for name in names) % len(turns)]
+    return [index for index, case in enumerate(cases) if index not in first and case["world"] == turn(case)]
 
 
 def paired(cases: Sequence[Case], among: Sequence[int], already: Sequence[int]) -> list[int]:

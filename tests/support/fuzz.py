@@ -1,4 +1,4 @@
-"""Random programs on random models: what a training script may do in any order, against a single process.
+"""Random programs on random models: what a training script may do in any order, against a single process and torch's.
 
 ``run`` executes a program sharded and alone and compares all losses, gradients, norms, weights and buffers as whole
 tensors. What only concerns sharding does nothing in the single process.
@@ -35,39 +35,41 @@ class Fuzz:
     steps: tuple[tuple[Any, ...], ...]
 
 
-def programs() -> st.SearchStrategy[Fuzz]:
-    """Return a strategy for programs of up to a dozen steps."""
+def programs(*, ordinary: bool = False) -> st.SearchStrategy[Fuzz]:
+    """Return a strategy for programs of up to a dozen steps, or for those that torch's fully_shard does right."""
     number, truth = st.integers(0, 5), st.booleans()
-    train = st.tuples(st.just("train"), number)
-    step = st.one_of(
-        train,
-        train,
-        st.tuples(st.just("forward"), number),
-        st.tuples(st.just("forward"), number),
-        st.tuples(st.just("backward"), number, truth),
-        st.tuples(st.just("backward"), number, truth),
-        st.tuples(st.just("evaluate"), st.sampled_from(["no_grad", "inference"])),
+    steps = [
+        *(st.tuples(st.just("train"), number) for _ in range(2)),
+        *(st.tuples(st.just("forward"), number) for _ in range(2)),
+        *(st.tuples(st.just("backward"), number, truth) for _ in range(2)),
+        st.tuples(st.just("evaluate"), st.just("no_grad")),
         st.tuples(st.just("sync"), truth),
-        st.tuples(st.just("sync_unit"), number, truth),
-        st.tuples(st.just("all_reduce"), truth),
         st.tuples(st.just("after_forward"), truth),
         st.tuples(st.just("after_backward"), truth),
-        st.tuples(st.just("unshard"), number, truth),
+        st.tuples(st.just("unshard"), number, st.just(False)),
         st.tuples(st.just("reshard"), number),
         st.tuples(st.just("freeze"), number, truth),
+        st.tuples(st.just("state_dict")),
+        st.tuples(st.just("reload")),
+        st.tuples(st.just("update"), st.just(True)),
+    ]
+    ours_alone = [
+        st.tuples(st.just("evaluate"), st.just("inference")),
+        st.tuples(st.just("sync_unit"), number, truth),
+        st.tuples(st.just("all_reduce"), truth),
+        st.tuples(st.just("unshard"), number, st.just(True)),
         st.tuples(st.just("skip"), number, truth),
         st.tuples(st.just("lone"), number, number),
         st.tuples(st.just("input_gradient"), number),
         st.tuples(st.just("penalty"), number),
         st.tuples(st.just("twin"), number),
-        st.tuples(st.just("state_dict")),
-        st.tuples(st.just("reload")),
         st.tuples(st.just("stumble"), st.integers(0, 20), number),
         st.tuples(st.just("sleep")),
         st.tuples(st.just("reset")),
-        st.tuples(st.just("update"), truth),
-    )
-    return st.builds(Fuzz, plan=plans(), steps=st.lists(step, min_size=1, max_size=12).map(tuple))
+        st.tuples(st.just("update"), st.just(False)),
+    ]
+    step = st.one_of(*steps, *([] if ordinary else ours_alone))
+    return st.builds(Fuzz, plan=plans(ordinary=ordinary), steps=st.lists(step, min_size=1, max_size=12).map(tuple))
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Execution:
             outer = 2 if count % 2 == 0 else 1
             mesh = mesh_of(outer, count // outer, names=("replicate", "shard")) if self.plan.hybrid else mesh_1d()
             self.plan.shard(self.model, self.fsdp, mesh)
-            if api.name == "fsdp2":
+            if self.fsdp is api.ours and api.name == "fsdp2":
                 self.model.set_transfer_sizes(**TRANSFERS[self.plan.transfer])
         for tree in trees(self.model):
             tree.alone = self.fsdp is None
@@ -326,14 +328,17 @@ class Execution:
         return self.seen
 
 
-def run(rank: int, world: int, program: Fuzz) -> bool:
-    """Execute a program both ways and compare; False if not even a single process can."""
+def run(rank: int, world: int, program: Fuzz, against_torch: bool = False) -> bool:
+    """Execute a program and compare with a single process, and with torch's; False if not even one process can."""
     try:
         alone = Execution(program.plan, None).execute(program.steps)
     except RuntimeError:
         return False
-    mine = Execution(program.plan, api.ours, rank, world).execute(program.steps)
-    assert [list(values) for values in mine] == [list(values) for values in alone]
-    for index, (got, expected) in enumerate(zip(mine, alone, strict=True)):
-        Tolerance(1e-4, 0.01).check(f"record {index}:", got, expected, expected)
+    sharded = [api.ours, api.theirs] if against_torch else [api.ours]
+    runs = [Execution(program.plan, fsdp, rank, world).execute(program.steps) for fsdp in sharded]
+    for seen in runs:
+        assert [list(values) for values in seen] == [list(values) for values in alone]
+    for index, (expected, *others) in enumerate(zip(alone, *runs, strict=True)):
+        for name, got in zip(("ours", "torch's"), others, strict=False):
+            Tolerance(1e-4, 0.01).check(f"record {index} of {name}:", got, expected, expected)
     return True

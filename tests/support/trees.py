@@ -71,6 +71,17 @@ class Buffered(nn.Module):
         return x * self.weight + self.shift.to(x.dtype)
 
 
+class Twice(nn.Module):
+    """Calls its layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(self.layer(x))))
+
+
 LEAVES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "wide": lambda: mlp(WIDTH, 40, WIDTH),
@@ -87,6 +98,7 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "strided": lambda: nn.Sequential(Transposed(), nn.Linear(6, WIDTH)),
     "listed": Listed,
     "buffered": Buffered,
+    "twice": Twice,
     "view": lambda: ReturnsView(WIDTH),
     "dict": lambda: Wraps("dict"),
     "object": lambda: Wraps("object"),
@@ -95,8 +107,13 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
 }
 MAY_CHANGE = {"linear", "wide", "uneven", "norm", "frozen", "tied", "view", "dict", "object"}
 """Kinds whose result may be changed in place, unless it is recomputed: nothing saved it for backward."""
+ORDINARY = ("linear", "wide", "uneven", "single", "norm", "frozen", "tied", "twice", "dict", "empty")
+"""Kinds that torch's fully_shard trains as well."""
 CONTAINERS = {"dict", "object", "tuple"}
 """Kinds that return no tensor, which reentrant checkpointing needs."""
+
+
+RECOMPUTE = ("around", "inside", "reentrant")
 
 
 @dataclass(frozen=True)
@@ -241,34 +258,34 @@ def units(tree: Tree) -> Iterator[tuple[Any, bool | int | None]]:
         yield (group if len(group) > 1 else group[0]), group[0].node.reshard
 
 
-def nodes(depth: int = 2) -> st.SearchStrategy[Node]:
+def nodes(depth: int = 2, *, ordinary: bool = False) -> st.SearchStrategy[Node]:
     """Return a strategy for nodes with at most so many levels below them."""
     rarely = st.integers(0, 5).map(lambda i: i == 5)
     options = {
         "unit": st.booleans(),
         "joins": rarely,
-        "reshard": st.sampled_from([None, True, False, 2]),
-        "recompute": st.sampled_from(["", "", "", "around", "inside", "reentrant"]),
-        "ties": rarely,
-        "in_place": rarely,
+        "reshard": st.sampled_from([None, True, False] if ordinary else [None, True, False, 2]),
+        "recompute": st.sampled_from(["", "", "", "around", "inside"] if ordinary else ["", "", "", *RECOMPUTE]),
+        "ties": st.just(False) if ordinary else rarely,
+        "in_place": st.just(False) if ordinary else rarely,
     }
-    leaf = st.builds(Node, kind=st.sampled_from(sorted(LEAVES)), **options)
+    leaf = st.builds(Node, kind=st.sampled_from(ORDINARY if ordinary else sorted(LEAVES)), **options)
     if not depth:
         return leaf
-    branch = st.lists(nodes(depth - 1), min_size=1, max_size=3).map(tuple)
+    branch = st.lists(nodes(depth - 1, ordinary=ordinary), min_size=1, max_size=3).map(tuple)
     return st.one_of(leaf, leaf, st.builds(Node, kind=st.just(""), children=branch, **options))
 
 
-def plans() -> st.SearchStrategy[Plan]:
-    """Return a strategy for plans."""
+def plans(*, ordinary: bool = False) -> st.SearchStrategy[Plan]:
+    """Return a strategy for plans, or for those that torch's fully_shard carries out as well."""
     return st.builds(
         Plan,
-        nodes=st.lists(nodes(), min_size=1, max_size=4).map(tuple),
-        root_reshard=st.sampled_from([None, True, False, 2]),
-        hybrid=st.booleans(),
-        policy=st.sampled_from(["plain", *sorted(POLICIES)]),
-        placement=st.sampled_from(sorted(PLACEMENTS)),
+        nodes=st.lists(nodes(ordinary=ordinary), min_size=1, max_size=4).map(tuple),
+        root_reshard=st.sampled_from([None, True, False] if ordinary else [None, True, False, 2]),
+        hybrid=st.just(False) if ordinary else st.booleans(),
+        policy=st.just("plain") if ordinary else st.sampled_from(["plain", *sorted(POLICIES)]),
+        placement=st.just("first") if ordinary else st.sampled_from(sorted(PLACEMENTS)),
         transfer=st.sampled_from(["direct", "packed"]),
-        offload=st.integers(0, 3).map(lambda i: i == 3),
+        offload=st.just(False) if ordinary else st.integers(0, 3).map(lambda i: i == 3),
         input_needs_grad=st.booleans(),
     )

@@ -4,8 +4,7 @@
     python docs/make_comparison.py --only test_tied_units test_deepcopy
 
 Each report is run in processes of its own, ended after some seconds if they hang, so that whatever happens there is a
-row and not the end of this script. The tables stand between two comments in docs/comparison.md, and in README.md if it
-has the comments. tests/docs/test_comparison.py fails when a report has no row.
+row and not the end of this script. The tables stand between two comments in docs/comparison.md. tests/docs/test_comparison.py fails when a report has no row.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 START, END = "<!-- comparison: start -->", "<!-- comparison: end -->"
-FILES = ("docs/comparison.md", "README.md")
+FILES = ("docs/comparison.md",)
 ROW = re.compile(r"^\| \[(?P<title>.*)\]\((?P<link>[^)]*)\) \| (?P<fsdp2>.*) \| (?P<torch>.*) \|$", re.MULTILINE)
 
 

@@ -4,7 +4,8 @@
     python docs/make_comparison.py --only test_tied_units test_deepcopy
 
 Each report is run in processes of its own, ended after some seconds if they hang, so that whatever happens there is a
-row and not the end of this script. The tables stand between two comments in docs/comparison.md. tests/docs/test_comparison.py fails when a report has no row.
+row and not the end of this script. The tables stand between two comments in docs/comparison.md.
+tests/docs/test_comparison.py fails when a report has no row.
 """
 
 from __future__ import annotations

@@ -27,13 +27,6 @@ def test_every_report_has_a_row(table):
     assert not broken
 
 
-def test_readme_has_the_same_table(table):
-    """Where the README has the table it is the same."""
-    readme = (ROOT / "README.md").read_text()
-    if table.START in readme:
-        assert table.known_rows(readme) == table.known_rows((ROOT / "docs" / "comparison.md").read_text())
-
-
 def test_reports_are_told_apart():
     """Titles and names are unique, and each opens with its story."""
     assert len({one.title for one in REPORTS}) == len({one.name for one in REPORTS}) == len(REPORTS)

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -267,17 +268,28 @@ def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
     return True if value == size else value
 
 
+_OF_FSDP1 = {
+    "set_state_dict_type": "fsdp2.state_dict_type or fsdp2.set_state_dict_type",
+    "get_state_dict_type": "fsdp2.get_state_dict_type",
+    "_unshard_params": "fsdp2.summon_full_params",
+    "optim_state_dict": "fsdp2.optim_state_dict",
+    "optim_state_dict_to_load": "fsdp2.optim_state_dict_to_load",
+}
+"""Functions of FSDP1's class that search a module for its wrappers, find none and do nothing; what does it here."""
+
+
 class _Registry(dict):
     """The composable APIs applied to a module; refuses torch's own fully_shard on a module above ours.
 
     torch would take our shards for tensor-parallel parameters and shard them again. The only thing it asks of a module
     it is about to manage is whether ``replicate`` is in here. Libraries that call torch's search for the modules of a
-    unit get an answer: that search ends where another unit begins.
+    unit get an answer: that search ends where another unit begins. FSDP1's, which would do nothing, are refused.
     """
 
     def __contains__(self, name: object) -> bool:
         asking = sys._getframe(1)
         if name != "replicate" or asking.f_code.co_name != "_is_composable_with_fsdp":
+            _refuse_fsdp1(asking)
             return super().__contains__(name)
         search = frame = asking.f_back
         while frame is not None and frame.f_code.co_name in ("dfs", "_get_managed_modules"):
@@ -289,6 +301,23 @@ class _Registry(dict):
             )
         assert search is not None
         return search.f_locals["module"] not in search.f_locals["root_modules_set"]
+
+
+def _refuse_fsdp1(frame: FrameType | None) -> None:
+    """Raise where a function of FSDP1's class looks for its wrappers, which are not there: it would do nothing."""
+    if frame is None or frame.f_code.co_name != "_composable":
+        return
+    called = ""
+    for _ in range(8):
+        frame = None if frame is None else frame.f_back
+        if frame is None or not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
+            break
+        called = frame.f_code.co_name if frame.f_code.co_name in _OF_FSDP1 else called
+    if called:
+        raise ValueError(
+            f"FullyShardedDataParallel: {called.lstrip('_')} would do nothing for a module that fsdp2.fully_shard "
+            f"manages; expected one of FSDP1's wrappers. Call {_OF_FSDP1[called]} with the same arguments"
+        )
 
 
 def _attach(state: FSDPState) -> None:

@@ -27,8 +27,8 @@ def full(model):
     return {name: value.clone() for name, value in fsdp2.iter_full_params(model)}
 
 torch.manual_seed(3)
-values = {name: torch.randn_like(value.float()).to(value.dtype) for name, value in build(0).state_dict().items()
-          if not hasattr(value, "full_tensor")} | {name: torch.randn_like(value) for name, value in full(build(0)).items()}
+values = {name: value.clone() for name, value in build(0).named_buffers()}
+values |= {name: torch.randn_like(value) for name, value in full(build(0)).items()}
 model = build(rank)
 fsdp2.broadcast_from_rank0(model, values if rank == 0 else None)
 assert all(torch.equal(value, values[name]) for name, value in full(model).items())

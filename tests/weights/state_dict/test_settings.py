@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -23,6 +24,9 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictSettings,
+)
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as FSDP,
 )
 from torch.distributed.tensor import DTensor
 
@@ -170,3 +174,25 @@ def test_distributed_checkpointing_inside(rank, world, kind, how):
         state = {name: value.clone() for name, value in whole(shard(build(seed=9))).items()}
         set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
     assert_equal(whole(module), build(seed=9).state_dict())
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("inside", [False, True])
+def test_functions_of_fsdp1_that_would_do_nothing(rank, world, inside):
+    """Its class finds none of its wrappers, so its settings had no effect without a word; each names what to call."""
+    module = shard(build())
+    outer = nn.Sequential(module) if inside else module
+    optimizer = torch.optim.SGD(module.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for call, instead in (
+            (lambda: FSDP.state_dict_type(outer, FULL).__enter__(), "fsdp2.state_dict_type"),
+            (lambda: FSDP.set_state_dict_type(outer, FULL), "fsdp2.set_state_dict_type"),
+            (lambda: FSDP.summon_full_params(outer).__enter__(), "fsdp2.summon_full_params"),
+            (lambda: FSDP.optim_state_dict(outer, optimizer), "fsdp2.optim_state_dict"),
+            (lambda: FSDP.optim_state_dict_to_load(outer, optimizer, {}), "fsdp2.optim_state_dict_to_load"),
+        ):
+            with pytest.raises(ValueError, match=f"fsdp2.fully_shard manages.*{instead}"):
+                call()
+    assert FSDP.fsdp_modules(outer) == []  # what torch's checkpointing looks for
+    assert all(isinstance(value, DTensor) for name, value in outer.state_dict().items() if "weight" in name)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 # Operators of process groups return a work in a box; this is one that is done. They name groups or put them in a box.
 from torch._C._distributed_c10d import FakeWork, _resolve_process_group
 
-# Tensors without memory that know their shape, dtype and device: a model of any size fits.
-from torch._subclasses.fake_tensor import FakeTensorMode
+# Tensors without memory that know their shape, dtype and device: a model of any size fits. What a device mesh keeps its
+# ranks in stays real.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 # A process group that sends nothing is made from a store that holds nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,6 +24,7 @@ __all__ = [
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
     "FakeStore",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "finished_work",
@@ -30,6 +32,7 @@ __all__ = [
     "operator_returns",
     "storage_key",
     "unboxed_group",
+    "unset_fake_temporarily",
 ]
 
 # torch's counter of floating-point operations leaves a CPU's attention out, which fake tensors come to.

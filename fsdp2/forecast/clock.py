@@ -15,12 +15,14 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp2._torch.forecast import (
+    FakeTensor,
     TorchDispatchMode,
     finished_work,
     operator_arguments,
     operator_returns,
     storage_key,
     unboxed_group,
+    unset_fake_temporarily,
 )
 from fsdp2.forecast.cost import H100, Hardware, nbytes_of, tensors_in
 
@@ -171,6 +173,9 @@ class Clock(TorchDispatchMode):
             return NotImplemented  # the kernels that they come to are what counts
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
+        if not any(issubclass(kind, FakeTensor) for kind in types) and tensors_in(args):
+            with unset_fake_temporarily():  # the ranks of a mesh, say: their values count
+                return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             self._functional(func, args, out)

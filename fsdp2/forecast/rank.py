@@ -18,8 +18,10 @@ __all__ = ["simulated_rank"]
 
 
 @contextmanager
-def simulated_rank(mesh: Mapping[str, int], clock: Clock, *, backend: str = "nccl") -> Iterator[DeviceMesh]:
-    """Be the first rank of a mesh of those dimensions, whose devices have the clock's streams.
+def simulated_rank(
+    mesh: Mapping[str, int], clock: Clock, *, backend: str = "nccl", rank: int = 0
+) -> Iterator[DeviceMesh]:
+    """Be one ``rank`` of a mesh of those dimensions, whose devices have the clock's streams.
 
     Tensors made in the block have no memory, and collectives send nothing. With the backend "gloo" there are no
     streams, as on a CPU.
@@ -32,7 +34,7 @@ def simulated_rank(mesh: Mapping[str, int], clock: Clock, *, backend: str = "ncc
             "a forecast makes a pretended process group of its own, but this process is part of one; run the forecast "
             "in a process of its own, or after destroy_process_group()"
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(mesh.values()))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(mesh.values()))
     try:
         made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         with simulated_backend(backend), simulated_streams(clock if backend != "gloo" else None):

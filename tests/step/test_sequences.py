@@ -1,181 +1,214 @@
-"""Gathers by hand, evaluations, steps and errors in orders that no single training step has."""
+"""Every rank launches the same collectives in the same order, whatever order autograd finishes its gradients in.
+
+NCCL pairs collectives by their order alone: two ranks that launch them in different orders hang, or sum what does not
+belong together.
+"""
 
 from __future__ import annotations
 
-import copy
+import random
+from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._torch.autograd import accumulate_grad_node
+from fsdp2._torch.forecast import operator_arguments, unboxed_group
+from fsdp2.forecast.clock import Clock
+from fsdp2.forecast.cost import tensors_in
+from fsdp2.forecast.rank import simulated_rank
 from tests.support import api
-from tests.support.models import children, mlp
-from tests.support.oracle import cpu_mesh
-from tests.support.pool import on_ranks
+from tests.support.fake import fake_mesh
+from tests.support.oracle import TRANSFERS
+from tests.support.streams import Device
+
+pytestmark = api.fsdp2_only
+
+Step = tuple[str, str, int, torch.dtype, str]
+"""Communicator, operator, elements, dtype and lane."""
+WIDTH, BRANCHES, RANKS = 64, 5, 4
+MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@on_ranks(2)
-def test_unshard_twice(rank, world):
-    """The second ``unshard`` took the full parameters shown on the module for parameters that somebody had put there,
-    and refused them."""
-    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(world))
-    module.unshard()
-    weight = module.weight
-    module.unshard()
-    assert module.weight is weight and weight.shape == (4, 4)
+class Recorded(TorchDispatchMode):
+    """Notes each collective with its communicator and the lane that it is put on."""
+
+    def __init__(self, clock: Clock, mesh: Any) -> None:
+        super().__init__()
+        self.clock, self.steps = clock, list[Step]()
+        self.names = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            place = [argument.name for argument in operator_arguments(func)].index("process_group")
+            tensors, name = tensors_in(args), self.names[unboxed_group(args[place]).group_name]
+            numel = sum(tensor.numel() for tensor in tensors)
+            self.steps.append((name, str(func), numel, tensors[0].dtype, self.clock.current_stream().name))
+        return func(*args, **(kwargs or {}))
 
 
-@api.fsdp2_only
-@on_ranks(4)
-@pytest.mark.parametrize("prefetched", [False, True])
-def test_evaluation_between_backward_and_step(rank, world, prefetched):
-    """With ``reshard_after_forward=2`` the evaluation left pieces on two ranks each, cut from the weights before the
-    step, and the forward after the step gathered those; torch's does so too. The units' pieces are gathered ahead."""
-    inputs, layers = torch.ones(1, 4), 3
-    module, reference = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(2))
-    reference.load_state_dict(module.state_dict())
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=2)
-    if prefetched:
-        module(inputs).sum().backward()  # records the order
-        module.zero_grad()
-    for one in (module, reference):
-        optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
-        one(inputs).sum().backward()
-        with torch.no_grad():
-            one(inputs)
-        optimizer.step()
-    with torch.no_grad():
-        torch.testing.assert_close(module(inputs), reference(inputs))
-        module[0].unshard()
-    torch.testing.assert_close(module[0].weight, reference[0].weight)
+class Layer(nn.Module):
+    """Branches of different sizes side by side, taken in an order of its own; so their gradients are finished."""
 
-
-def sharded(world: int, **options) -> nn.Module:
-    torch.manual_seed(0)
-    module = mlp(4, 4, 4)
-    for unit in (*children(module)[:-1], module):  # the root has parameters of its own
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), **options)
-    return module
-
-
-@api.fsdp2_only
-@on_ranks(4)
-@pytest.mark.parametrize("reshard", [None, False, 2])
-def test_an_optimizer_built_after_an_evaluation(rank, world, reshard):
-    """A Trainer evaluates before it trains. The units that keep their parameters after forward then show full ones, so
-    an optimizer built now held tensors that are freed at the next backward, and trained nothing, without a word (torch
-    has the same)."""
-    module, reference = sharded(world, reshard_after_forward=reshard), sharded(world)
-    with torch.no_grad():
-        module(torch.ones(2, 4))
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (module, reference)]
-    for step in range(3):
-        losses = []
-        for m, optimizer in zip((module, reference), optimizers):
-            loss = m(torch.full((2, 4), rank + step + 1.0)).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-    for optimizer in optimizers:
-        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-@on_ranks(2)
-def test_shards_after_a_registered_method(rank, world):
-    """``generate``, registered as a forward method, calls ``forward`` for each token; torch's root shows shards after
-    it. Ours went on showing full parameters, so what was made from them next, an optimizer or a copy of the weights for
-    an inference engine, was made from tensors that are no DTensors."""
-    module = sharded(world)
-
-    def generate(inputs: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            inputs = module(inputs)
-        return inputs
-
-    module.generate = generate
-    api.ours.register_fsdp_forward_method(module, "generate")
-    with torch.no_grad():
-        expected = module(module(torch.ones(2, 4)))
-        torch.testing.assert_close(module.generate(torch.ones(2, 4)), expected)
-    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-    module.generate(torch.ones(2, 4)).sum().backward()
-    assert all(isinstance(parameter.grad, DTensor) for parameter in module.parameters())
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("show", ["unshard", "unshard without waiting", "waited for late", "again", "use_weights"])
-def test_gathered_by_hand_around_a_step(rank, world, show):
-    """A gather by hand that an optimizer step overtook was taken for one of the new weights by the forward after it,
-    and one after the step showed what had been kept since before it."""
-    torch.manual_seed(0)
-    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    inputs = torch.ones(1, 4)
-    module(inputs).square().sum().backward()
-    handle = module.unshard(async_op=True) if show in ("unshard without waiting", "waited for late") else None
-    if show == "unshard":
-        module.unshard()
-    elif show in ("again", "use_weights"):
-        with torch.no_grad():
-            module(inputs)  # the root keeps its full parameters
-    optimizer.step()
-    expected = [parameter.full_tensor() for parameter in optimizer.param_groups[0]["params"]]
-    if handle is not None and show == "waited for late":
-        handle.wait()
-    elif show == "again":
-        module.unshard()
-        for parameter, whole in zip(module.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.detach(), whole, rtol=0, atol=0)
-    elif show == "use_weights":
-        with fsdp2.use_weights(module):
-            for parameter, whole in zip(module.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.detach(), whole, rtol=0, atol=0)
-    got = module(inputs)
-    plain = mlp(4, 4, 4)
-    plain.load_state_dict(dict(zip(plain.state_dict(), expected, strict=True)))
-    torch.testing.assert_close(got, plain(inputs))
-
-
-class Stumbles(nn.Module):
-    """Passes its input on, but for once."""
-
-    stumbles = False
+    def __init__(self, order: random.Random, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH * (1 + i), dtype=dtype) for i in range(BRANCHES))
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.order = order.sample(range(BRANCHES), BRANCHES)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stumbles:
-            self.stumbles = False
-            raise KeyError
-        return x
+        y = self.norm(x)
+        parts = [self.branches[i](y).unflatten(-1, (-1, WIDTH)).sum(-2) for i in self.order]
+        return x + torch.stack(parts).sum(0)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("where", range(4))
-@pytest.mark.parametrize("reshard", [None, False])
-def test_a_step_after_a_forward_that_raised(rank, world, where, reshard):
-    """Whoever catches an error of a forward goes on with the next batch: what the broken forward had gathered, or was
-    still gathering, was taken for the weights that the optimizer made afterwards. torch does the same in part."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Sequential(Stumbles(), nn.Linear(4, 4)) for _ in range(3)), Stumbles())
-    expected = copy.deepcopy(module)
-    for unit in (*module[:3], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
-    inputs, losses = torch.ones(1, 4), []
-    for model in (module, expected):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        stumbling = model[3] if where == 3 else model[where][0]
-        for stumble in (False, True, False, True):
-            model(inputs).square().sum().backward()
-            stumbling.stumbles = stumble
-            if stumble:
-                with pytest.raises(KeyError):
-                    model(inputs)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(model(inputs).square().sum())
-    torch.testing.assert_close(losses[0], losses[1])
+class Model(nn.Module):
+    """Layers that are units under a root; with ``recompute`` backward runs them again."""
+
+    def __init__(self, order: random.Random, recompute: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(order, dtype) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return self.head(x).float().square().mean()
+
+
+def train(model: Any) -> None:
+    """Run a step of two micro-batches, an evaluation, and a step that first reduces without an all-reduce."""
+    x = torch.empty(2, WIDTH)
+    model.set_requires_gradient_sync(False)
+    model(x).backward()
+    model.set_requires_gradient_sync(True)
+    model(x).backward()
+    with torch.no_grad():
+        model(x)
+    model.set_requires_all_reduce(False)
+    model(x).backward()
+    model.set_requires_all_reduce(True)
+    model(x).backward()
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "mixed": {"mp_policy": MIXED},
+    "kept": {"reshard_after_forward": False, "mp_policy": MIXED},
+    "last dimension": {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+    "hybrid": {"mp_policy": MIXED},
+    "recomputed": {"mp_policy": MIXED},
+    "listed": {},
+}
+
+
+CASES = [*zip(SETUPS, cycle(reversed(TRANSFERS)), strict=False), ("mixed", "direct"), ("hybrid", "packed")]
+
+
+def sequence(rank: int, setup: str, transfer: str) -> tuple[list[Step], list[list[int]]]:
+    """Return what one rank launches, and in which orders it takes the branches."""
+    clock, order = Clock(), random.Random(rank)
+    sizes = {"replicate": 2, "shard": RANKS // 2} if setup == "hybrid" else {"shard": RANKS}
+    with simulated_rank(sizes, clock, rank=rank) as mesh:
+        model: Any = Model(order, setup == "recomputed")
+        for unit in (*model.layers, model):
+            fsdp2.fully_shard(unit, mesh=mesh, **SETUPS[setup])
+        if TRANSFERS[transfer]:
+            model.set_transfer_sizes(**TRANSFERS[transfer])
+        if setup == "listed":
+            for before, after in zip(model.layers, model.layers[1:], strict=False):
+                before.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([before])
+        with Recorded(clock, mesh) as recorded:
+            train(model)
+        return recorded.steps, [layer.order for layer in model.layers]
+
+
+@pytest.mark.parametrize(("setup", "transfer"), CASES)
+def test_every_rank_launches_the_same(setup, transfer):
+    """In the same order, of the same sizes, on the same lanes."""
+    expected, first = sequence(0, setup, transfer)
+    assert len(expected) > 20
+    steps, order = sequence(RANKS - 1, setup, transfer)
+    assert order != first
+    assert steps == expected
+
+
+# ---- steps on changing streams ----
+
+
+def steps_on(device: Device, model: Any, first: Any, second: Any) -> None:
+    """Run a step on one compute stream, one on another that waits for the first, and one on the first again."""
+    for stream, before in ((first, None), (second, first), (first, second)):
+        if before is not None:
+            stream.wait_event(before.record_event())
+        with device.stream(stream):
+            model(torch.zeros(2, WIDTH)).backward()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("setup", ["fp32", "hybrid"])
+def test_another_compute_stream(setup, monkeypatch):
+    """Warming up on one stream and going on on another, as graphs are captured, leaves nothing behind on the first.
+
+    Autograd runs a node on the stream that it was made on. So nodes that somebody kept from the first iteration call
+    hooks on a stream that no longer computes anything.
+    """
+    options = SETUPS[setup]
+    with fake_mesh(RANKS) as mesh, Device() as device:
+        if setup == "hybrid":
+            names = ("replicate", "shard")
+            mesh = torch.distributed.init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=names)
+        monkeypatch.setattr("fsdp2.engine.reducer.hook_gradient", on_the_stream_of_its_node(device))
+        model: Any = Model(random.Random(0), recompute=False)
+        for unit in (*model.layers, model):
+            fsdp2.fully_shard(unit, mesh=mesh, **options)
+        model.set_transfer_sizes(**TRANSFERS["direct"])
+        steps_on(device, model, device.compute, device.Stream())
+    assert not device.mistakes
+
+
+def on_the_stream_of_its_node(device: Device) -> Any:
+    """Return a ``hook_gradient`` that keeps nodes; its hooks run where a device runs them, on the node's stream."""
+    from fsdp2.autograd.hooks import hook_gradient
+
+    kept: list[Any] = []
+
+    def hook(full: Tensor, ready: Any) -> Any:
+        def called(tensor: Tensor) -> None:
+            kept.append(accumulate_grad_node(full))
+            with device.stream(kept[-1].metadata.setdefault("stream", device.current_stream())):
+                ready(tensor)
+
+        return hook_gradient(full, called)
+
+    return hook
+
+
+def test_no_node_is_kept_over_iterations():
+    """Each forward makes the nodes that its backward goes through."""
+    with fake_mesh(RANKS) as mesh:
+        model: Any = Model(random.Random(0), recompute=False)
+        for unit in (*model.layers, model):
+            fsdp2.fully_shard(unit, mesh=mesh)
+        for _ in range(3):
+            loss = model(torch.zeros(2, WIDTH))
+            fulls = [parameter for unit in (*model.layers, model) for parameter in fulls_of(unit)]
+            nodes = [accumulate_grad_node(full) for full in fulls]
+            assert nodes and not any(node.metadata for node in nodes)
+            for node in nodes:
+                node.metadata["iteration"] = "an earlier one"
+            loss.backward()
+            del loss, node, nodes
+
+
+def fulls_of(unit: Any) -> list[Tensor]:
+    """Return the full parameters of a unit."""
+    return [p.full for group in unit._get_fsdp_state().groups for p in group.params if p.full is not None]

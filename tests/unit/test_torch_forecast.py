@@ -10,12 +10,15 @@ from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
 
-@probes("FakeTensorMode", "storage_key")
+@probes("FakeTensorMode", "FakeTensor", "unset_fake_temporarily", "storage_key")
 def test_fake_tensors_have_storages_of_any_size() -> None:
     with _torch.FakeTensorMode():
         x = torch.empty(1 << 40, dtype=torch.uint8)
         storage = x.untyped_storage()
         assert x.device.type == "cpu" and storage.nbytes() == 1 << 40 and storage.device.type == "meta"
+        assert isinstance(x, _torch.FakeTensor)
+        with _torch.unset_fake_temporarily():
+            assert torch.arange(3).sum() == 3
         storage.resize_(0)
         assert x.untyped_storage().nbytes() == 0
         assert _torch.storage_key(x) == _torch.storage_key(x[3:]) != _torch.storage_key(x.clone())

@@ -27,12 +27,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the tests judge; 'torch' checks the expectations themselves",
     )
     parser.addoption("--all", action="store_true", help="run slow tests too, and every case of every matrix")
+    parser.addoption("--limit", type=float, help="seconds after which any test on ranks counts as hanging")
     parser.addoption("--long", action="store_true", help="run thousands of random programs, with a random seed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the options on; worker processes inherit the environment."""
     os.environ["FSDP2_TESTS_IMPLEMENTATION"] = config.getoption("--implementation")
+    if limit := config.getoption("--limit"):
+        from tests.support.pool import POOL  # imports what the variable above chooses
+
+        POOL.longest = limit
     settings.load_profile("long" if config.getoption("--long") else "ci")
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 import pickle
 import signal
@@ -69,6 +70,7 @@ class Pool:
     world: int = 0
     store: Any = None
     grace: float = GRACE_SECONDS
+    longest: float = math.inf
 
     def run(self, world: int, function: Callable[..., Any], kwargs: Mapping[str, Any], limit: float) -> list[Any]:
         """Run ``function(rank, world, **kwargs)`` on ``world`` ranks and return their values in rank order.
@@ -87,6 +89,7 @@ class Pool:
     ) -> list[Outcome | None]:
         """Run ``function`` as ``run`` does and return what each rank answered; ``None`` stands for one that hung or
         died, after which only ``recover`` or ``close`` may follow."""
+        limit = min(limit, self.longest)
         if world != self.world:
             self.generation += 1
             self.world = world

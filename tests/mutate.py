@@ -1,0 +1,362 @@
+"""Measures what the tests notice: breaks the package in one place, by rule, and runs the tests until one fails.
+
+    python tests/mutate.py            # break, test, write tests/mutation.md; goes on where it was interrupted
+    python tests/mutate.py --list     # the places, without running anything
+    python tests/mutate.py --only reduce.py --again
+
+A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The tests
+that name what the broken file defines run first, then the rest of what ``make test`` runs; the first failure ends it.
+Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has changed since is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, TABLE = ROOT / "runs" / "mutation.jsonl", ROOT / "tests" / "mutation.md"
+FOLDERS = ("autograd", "comm", "engine", "sharding")
+DIAGNOSTIC = ("watch", "agreement", "journal", "hints")
+"""Files that word what is wrong."""
+PLACES = 9
+"""How many places of each rule are broken, spread evenly over all that there are."""
+FIRST = 14
+"""How many test files run before all others."""
+LIMIT_SECONDS = 60
+"""How long one test may take before it counts as hanging."""
+STAGE_SECONDS = 2400
+"""How long a run of tests may take; a run that takes longer counts as noticed."""
+BASICS = ("options", "streams", "counts", "memory", "reduction", "module_methods", "random_programs")
+"""The files of tests/step that every mutant meets first."""
+SPARED = re.compile(
+    r"check|refuse|explain|describe|message|error|warn|log|emit|fail|repr|name|trace|compare|append|hook_(saving|loading)|given"
+)
+"""Functions and calls that word or raise errors, which have tests for each text, and calls whose order is nobody's."""
+
+EQUIVALENT: dict[str, str] = {}
+"""Why nothing can notice a mutant, by its place and rule."""
+
+Edit = tuple[Any, str]
+"""A node, or the first and the last of several, and the text that replaces it."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One place that is broken: where it is, and what it was and is."""
+
+    path: str
+    function: str
+    rule: str
+    line: int
+    start: int
+    was: str
+    now: str
+    key: str
+
+    @property
+    def place(self) -> str:
+        """How the table names it."""
+        return f"{self.path.removeprefix('fsdp2/')}: {self.function}"
+
+    def source(self, text: str) -> str:
+        """Return the broken file."""
+        assert text[self.start :].startswith(self.was)
+        return text[: self.start] + self.now + text[self.start + len(self.was) :]
+
+
+# ---- rules: each yields edits for one statement or expression of a function ----
+
+
+def _called(node: ast.AST) -> str:
+    """Return the name that a statement calls, "" if it is no call."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return ""
+    function = node.value.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _left_out(pattern: str, spare: str = "$^") -> Callable[[ast.AST], Iterator[Edit]]:
+    def rule(node: ast.AST) -> Iterator[Edit]:
+        name = _called(node)
+        if name and re.search(pattern, name) and not re.search(spare, name) and not SPARED.search(name):
+            yield node, "pass"
+
+    return rule
+
+
+WAITS, WRITES = "wait|synchroni|record", "copy|write|set_|add_"
+FREES = "free|release|reshard|drop|discard|clear|resize_|forget"
+ORDERED = re.compile(
+    f"{WAITS}|free|release|reshard|gather|reduce|show|launch|move|allocate|begin|end|enter|leave|write"
+)
+"""Calls whose order matters."""
+
+
+def wrong_divisor(node: ast.AST) -> Iterator[Edit]:
+    """Divide by one more, or not at all."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
+        yield node.right, f"({ast.unparse(node.right)} + 1)"
+    if _called(node) in ("div_", "mul_", "foreach_mul", "foreach_div"):
+        yield node, "pass"
+
+
+def swapped_order(node: ast.AST) -> Iterator[Edit]:
+    """Swap neighbouring calls, or go through a sequence from its other end."""
+    body = node.body if isinstance(getattr(node, "body", None), list) else []
+    for one, other in zip(body, body[1:]):
+        names = _called(one), _called(other)
+        if all(name and not SPARED.search(name) for name in names) and any(map(ORDERED.search, names)):
+            yield (one, other), f"{ast.unparse(other)}; {ast.unparse(one)}"
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "reversed" and len(node.args) == 1:
+        yield node, f"list({ast.unparse(node.args[0])})"
+
+
+def stale_cache(node: ast.AST) -> Iterator[Edit]:
+    """Keep what was to be forgotten, or use what is remembered whether it is current or not."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+        value = node.value
+        empty = isinstance(value, (ast.List, ast.Dict)) and not ast.unparse(value)[1:-1]
+        if empty or (isinstance(value, ast.Constant) and value.value in (None, False, 0)):
+            yield node, "pass"
+    if isinstance(node, ast.Compare) and re.search(r"version|stamp|current|generation|epoch", ast.unparse(node)):
+        yield node, "True"
+
+
+def condition_turned_round(node: ast.AST) -> Iterator[Edit]:
+    """Do it in the other case."""
+    if isinstance(node, (ast.If, ast.IfExp)):
+        yield node.test, f"(not ({ast.unparse(node.test)}))"
+
+
+def and_or(node: ast.AST) -> Iterator[Edit]:
+    """One condition suffices, or both are needed."""
+    if isinstance(node, ast.BoolOp):
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        yield node, "(" + word.join(f"({ast.unparse(value)})" for value in node.values) + ")"
+
+
+def off_by_one(node: ast.AST) -> Iterator[Edit]:
+    """Start, end or compare one too far."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+        if isinstance(node.right, ast.Constant) and node.right.value == 1:
+            yield node, f"({ast.unparse(node.left)})"
+    swapped = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+    small = isinstance(node, ast.Compare) and not re.search(r"bytes|BYTES|seconds|limit|least", ast.unparse(node))
+    if small and len(node.ops) == 1 and type(node.ops[0]) in swapped:
+        yield node, f"{ast.unparse(node.left)} {swapped[type(node.ops[0])]} {ast.unparse(node.comparators[0])}"
+
+
+RULES: dict[str, Callable[[ast.AST], Iterator[Edit]]] = {
+    "a wait left out": _left_out(WAITS),
+    "a skipped free": _left_out(FREES),
+    "a write left out": _left_out(WRITES, spare="setattr"),
+    "a call left out": _left_out(".", spare=f"{WAITS}|{FREES}|{WRITES}"),
+    "a wrong divisor": wrong_divisor,
+    "a swapped order": swapped_order,
+    "a stale cache": stale_cache,
+    "a condition turned round": condition_turned_round,
+    "and for or": and_or,
+    "off by one": off_by_one,
+}
+
+
+def _raises(node: ast.If) -> bool:
+    return any(isinstance(one, ast.Raise) for one in node.body)
+
+
+# ---- the places ----
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield every outermost function of a file with its qualified name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{prefix}{node.name}", node
+
+
+def mutants_of(path: Path, root: Path = ROOT) -> Iterator[Mutant]:
+    """Yield every mutant of one file."""
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    for name, function in functions(ast.parse(text)):
+        if SPARED.search(name.rsplit(".", 1)[-1]) or name.endswith("__init__"):
+            continue
+        body = ast.get_source_segment(text, function) or ""
+        checks = [node for node in ast.walk(function) if isinstance(node, ast.If) and _raises(node)]
+        spared = {id(node) for check in checks for node in (check, *ast.walk(check.test))}
+        for rule, find in RULES.items():
+            edits = (edit for node in ast.walk(function) if id(node) not in spared for edit in find(node))
+            for index, (at, now) in enumerate(edits):
+                node, last = at if isinstance(at, tuple) else (at, at)
+                start = _offset(lines, node.lineno, node.col_offset)
+                was = text[start : _offset(lines, last.end_lineno, last.end_col_offset)]
+                where = f"{path.relative_to(root).as_posix()} {name} {rule} {index}"
+                key = hashlib.sha1(f"{where} {body}".encode()).hexdigest()[:16]
+                yield Mutant(path.relative_to(root).as_posix(), name, rule, node.lineno, start, was, now, key)
+
+
+def _offset(lines: list[str], line: int, column: int) -> int:
+    """Return where in a file a place is that the syntax tree gives in lines and bytes."""
+    return sum(len(one) for one in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
+
+
+def places(count: int = PLACES) -> list[Mutant]:
+    """Return the places that are broken: so many of each rule, spread over the files."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / "fsdp2" / folder).glob("*.py"))]
+    found = [mutant for path in files if path.stem not in DIAGNOSTIC for mutant in mutants_of(path)]
+    chosen = []
+    for rule in RULES:
+        mine = [mutant for mutant in found if mutant.rule == rule]
+        chosen += [mine[index * len(mine) // count] for index in range(count)] if len(mine) > count else mine
+    return chosen
+
+
+# ---- the tests ----
+
+
+def order(mutant: Mutant, results: list[dict[str, object]]) -> list[str]:
+    """Return the test files in the order in which they are likely to notice: those that noticed others in the same
+    file, its mirror, the basic ones, then by how often they name what the file defines."""
+    text = (ROOT / mutant.path).read_text()
+    tree = ast.walk(ast.parse(text))
+    names = {node.name for node in tree if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and len(node.name) > 4}
+    noticed = [str(one["by"]).split("::")[0] for one in results if one["path"] == mutant.path and one["noticed"]]
+    stem, folder = Path(mutant.path).stem, Path(mutant.path).parent.name
+
+    def score(path: str) -> float:
+        words = set(re.findall(r"\w+", (ROOT / path).read_text()))
+        mirror = 30 * path.startswith(f"tests/unit/{folder}/") + 60 * path.endswith(f"test_{stem}.py")
+        basic = 20 * any(path == f"tests/step/test_{name}.py" for name in BASICS)
+        return 100 * noticed.count(path) + mirror + basic + len(words & names)
+
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    skipped = ("tests/demo", "tests/docs", "tests/benchmarks", "tests/test_architecture", "tests/support")
+    return sorted((path for path in files if not path.startswith(skipped)), key=lambda path: (-score(path), path))
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git knows of, as it is now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in listed.stdout.split():
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def first_failure(folder: Path, files: list[str], workers: int) -> str:
+    """Run tests until one fails and return its name, "" if none does."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--limit={LIMIT_SECONDS}"]
+    command += [f"--numprocesses={workers}", "--dist=worksteal"] if workers > 1 else []
+    try:
+        ended = subprocess.run(
+            [*command, *files],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=STAGE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "the whole run hangs"
+    if ended.returncode in (0, 5):
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    return failed[1] if failed else f"pytest ends with {ended.returncode}"
+
+
+def run(mutant: Mutant, results: list[dict[str, object]], workers: int) -> dict[str, object]:
+    """Return what became of one mutant."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_tree(folder)
+        broken = folder / mutant.path
+        broken.write_text(mutant.source(broken.read_text()))
+        files = order(mutant, results)
+        by = first_failure(folder, files[:FIRST], 1) or first_failure(folder, files[FIRST:], workers)
+    return {**asdict(mutant), "noticed": bool(by), "by": by, "seconds": round(time.monotonic() - start)}
+
+
+# ---- the table ----
+
+
+def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
+    """Return the table of what ran."""
+    done = [(mutant, results[mutant.key]) for mutant in chosen if mutant.key in results]
+    counted = [(mutant, result) for mutant, result in done if f"{mutant.place} {mutant.rule}" not in EQUIVALENT]
+    noticed = sum(bool(result["noticed"]) for _, result in counted)
+    share = f"{100 * noticed / len(counted):.0f} %" if counted else "-"
+    lines = [
+        "# What the tests notice",
+        "",
+        "Written by `python tests/mutate.py`; do not edit. Each row is the package broken in one place, and the first",
+        "test of `make test` that failed.",
+        "",
+        f"{noticed} of {len(counted)} are noticed ({share}). Places that have not been run: {len(chosen) - len(done)}.",
+        "",
+    ]
+    for title, wanted in (("Not noticed", False), ("Noticed", True)):
+        rows = [(mutant, result) for mutant, result in done if bool(result["noticed"]) is wanted]
+        if rows:
+            lines += [f"## {title}", "", "| place | rule | was | became | by |", "|---|---|---|---|---|"]
+        for mutant, result in rows:
+            by = result["by"] or EQUIVALENT.get(f"{mutant.place} {mutant.rule}", "**nothing**")
+            lines.append(f"| {mutant.place} | {mutant.rule} | {cell(mutant.was)} | {cell(mutant.now)} | {by} |")
+        lines += [""] if rows else []
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """Return code for a cell of a table."""
+    line = " ".join(text.split())
+    return "`" + (line if len(line) <= 60 else line[:57] + "...").replace("|", "\\|") + "`"
+
+
+def main() -> int:
+    """Run what has not been run, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="show the places and run nothing")
+    parser.add_argument("--only", default="", metavar="TEXT", help="places or rules that have this in their names")
+    parser.add_argument("--again", action="store_true", help="run what has been run as well")
+    parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule")
+    parser.add_argument("--workers", type=int, default=2, help="processes for the tests that run last")
+    options = parser.parse_args()
+    chosen = places(options.places)
+    kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    results = {str(one["key"]): one for one in kept}
+    for number, mutant in enumerate(chosen, 1):
+        title = f"{number:3} {mutant.place} line {mutant.line}: {mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
+        if options.only not in title or (mutant.key in results and not options.again and not options.list):
+            continue
+        print(title, flush=True)
+        if not options.list:
+            results[mutant.key] = run(mutant, [*results.values()], options.workers)
+            RESULTS.parent.mkdir(exist_ok=True)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(results[mutant.key]) + "\n")
+            print(f"    {results[mutant.key]['by'] or 'NOT NOTICED'} ({results[mutant.key]['seconds']} s)", flush=True)
+    if not options.list:
+        TABLE.write_text(table(chosen, results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

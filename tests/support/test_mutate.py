@@ -1,0 +1,64 @@
+"""The rules of tests/mutate.py find enough places, and what they make of them is Python."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+from tests import mutate
+from tests.support import ROOT
+
+SOURCE = """
+class Group:
+    def end(self, chunks):
+        if self.lane is not None and chunks:
+            self.work.wait()
+            self.buffer.free()
+        for chunk in reversed(chunks):
+            chunk.copy_(self.rows / self.ranks)
+        self.plan = None
+        self.launched = self.launched + 1
+        self.notify()
+
+    def check(self):
+        self.work.wait()
+"""
+EXPECTED = {
+    "a wait left out": "self.buffer.free()",
+    "a skipped free": "self.work.wait()",
+    "a write left out": "pass",
+    "a call left out": "pass",
+    "a wrong divisor": "self.rows / (self.ranks + 1)",
+    "a swapped order": "self.buffer.free(); self.work.wait()",
+    "a stale cache": "pass",
+    "a condition turned round": "if (not (self.lane is not None and chunks)):",
+    "and for or": "((self.lane is not None) or (chunks))",
+    "off by one": "self.launched = (self.launched)",
+}
+
+
+def test_every_rule_breaks_what_it_says(tmp_path: Path) -> None:
+    """One place of each rule, and none in a function that only checks."""
+    path = tmp_path / "group.py"
+    path.write_text(SOURCE)
+    found = [*mutate.mutants_of(path, tmp_path)]
+    assert {mutant.function for mutant in found} == {"Group.end"}
+    assert {mutant.rule for mutant in found} == set(mutate.RULES) == set(EXPECTED)
+    for mutant in found:
+        broken = mutant.source(SOURCE)
+        assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(SOURCE))
+    for rule, text in EXPECTED.items():
+        assert any(text in mutant.source(SOURCE) for mutant in found if mutant.rule == rule), rule
+    (wait,) = (mutant for mutant in found if mutant.rule == "a wait left out")
+    assert wait.source(SOURCE).count("self.work.wait()") == 1
+
+
+def test_the_package_is_broken_in_enough_places() -> None:
+    """At least 60, by every rule, and each is another program."""
+    places = mutate.places()
+    assert len(places) >= 60 and set(Counter(mutant.rule for mutant in places)) == set(mutate.RULES)
+    assert len({mutant.key for mutant in places}) == len(places)
+    for mutant in places:
+        text = (ROOT / mutant.path).read_text()
+        assert ast.dump(ast.parse(mutant.source(text))) != ast.dump(ast.parse(text)), mutant

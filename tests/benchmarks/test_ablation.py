@@ -42,8 +42,11 @@ def train(rank: int, world: int, title: str) -> list[torch.Tensor]:
     return [parameter.to_local().clone() for parameter in model.parameters()]
 
 
+TITLES = [title for title in BY_TITLE if title != ideas.WHOLE.title]
+
+
 @api.fsdp2_only
-@pytest.mark.parametrize("title", [title for title in BY_TITLE if title != ideas.WHOLE.title])
+@pytest.mark.parametrize("title", [*TITLES[:3], *(pytest.param(title, marks=pytest.mark.slow) for title in TITLES[3:])])
 @on_ranks(2)
 def test_same_result_without_it(rank, world, title):
     """Parameters agree with those that are trained with everything on."""

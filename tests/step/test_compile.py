@@ -193,7 +193,7 @@ def test_with_one_more(rank, world, kind):
 @composes("compile", "hybrid sharding")
 @composes("compile", "tensor parallel")
 @on_ranks(4, limit=180)
-@pytest.mark.parametrize("kind", ["hybrid", "tp"])
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("tp", marks=pytest.mark.slow)])
 def test_on_two_axes(rank, world, kind):
     """Compiled blocks on hybrid and tensor-parallel meshes."""
     mesh = mesh_2d("dp", "tp")

@@ -286,8 +286,18 @@ def test_training(setup, transfer):
     assert not mistakes(training, setup, transfer)
 
 
-@pytest.mark.parametrize(("setup", "transfer"), [("mixed", "packed"), ("hybrid", "direct")])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def each_with_one() -> list[Any]:
+    """Return every program with one setup and the next with the other, and as slow tests the other way round."""
+    setups = [("mixed", "packed"), ("hybrid", "direct")]
+    cases = []
+    for index, program in enumerate(PROGRAMS):
+        for number, setup in enumerate(setups):
+            marks = [] if index % 2 == number else [pytest.mark.slow]
+            cases.append(pytest.param(program, *setup, marks=marks, id=f"{program.__name__}-{'-'.join(setup)}"))
+    return cases
+
+
+@pytest.mark.parametrize(("program", "setup", "transfer"), each_with_one())
 def test_programs(program, setup, transfer):
     """The same where more happens than forward, backward and step."""
     assert not mistakes(program, setup, transfer)

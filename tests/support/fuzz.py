@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.support import api
 from tests.support.models import Case, rows
 from tests.support.oracle import TRANSFERS, forward_alone, rows_of
-from tests.support.parity import full, mesh_1d, mesh_of
+from tests.support.parity import full, fulls, mesh_1d, mesh_of
 from tests.support.shapes import loss_of
 from tests.support.trace import Tolerance
 from tests.support.trees import POLICIES, WIDTH, Plan, plans, trees, units
@@ -260,7 +260,7 @@ class Execution:
     def state_dict(self) -> None:
         """Take a state dict and look at it."""
         state = {name: value.detach() for name, value in self.model.state_dict().items()}
-        self.seen.append({name: full(value) for name, value in state.items()})
+        self.seen.append(fulls(state))
 
     def stumble(self, index: int, batch: int) -> None:
         """Catch an error from the middle of a forward, and go on."""
@@ -296,8 +296,8 @@ class Execution:
         """Note all gradients as whole tensors."""
         for unit in self.units:
             unit.reshard()
-        parameters = self.model.named_parameters()
-        self.seen.append({f"gradient of {name}": full(parameter.grad) for name, parameter in parameters})
+        gradients = {f"gradient of {name}": parameter.grad for name, parameter in self.model.named_parameters()}
+        self.seen.append(fulls(gradients))
 
     def update(self, tidy: bool) -> None:
         """Step, after one more backward if some gradients were not reduced; ``tidy`` notes them first."""
@@ -323,7 +323,7 @@ class Execution:
         self.evaluate("no_grad")
         for unit in self.units:
             unit.reshard()
-        self.seen.append({f"weight {name}": full(value) for name, value in self.model.named_parameters()})
+        self.seen.append(fulls({f"weight {name}": value for name, value in self.model.named_parameters()}))
         self.seen.append({f"buffer {name}": value.clone() for name, value in self.model.named_buffers()})
         return self.seen
 

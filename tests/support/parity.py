@@ -7,7 +7,7 @@ Most tests of this folder are one call of ``assert_parity`` and assertions on th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import api
@@ -78,6 +78,46 @@ def full(tensor: Tensor | None) -> Tensor | None:
     return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
 
 
+def fulls(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return copies of whole tensors on every rank, as ``full`` does; what is cut over all ranks is gathered at once,
+    which costs a fraction of a collective for each."""
+    values = {name: full(tensor) for name, tensor in named.items() if not _is_cut(tensor)}
+    cut: dict[torch.dtype, dict[str, DTensor]] = {}
+    for name, tensor in named.items():
+        if name not in values:
+            cut.setdefault(tensor.dtype, {})[name] = tensor.detach()  # type: ignore[index, union-attr, assignment]
+    for tensors in cut.values():
+        values |= _gather(tensors)
+    return {name: values[name] for name in named}
+
+
+def _is_cut(tensor: Tensor | None) -> bool:
+    """Whether a tensor is a DTensor that is cut once, over all ranks in their order."""
+    if not isinstance(tensor, DTensor) or type(tensor.placements[0]) is not Shard:
+        return False
+    return tensor.device_mesh.mesh.tolist() == list(range(dist.get_world_size()))
+
+
+def _gather(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
+    """Return whole tensors of one dtype; each rank sends its pieces, padded to those of the first rank."""
+    world, sent, shapes = dist.get_world_size(), [], {}
+    for name, tensor in tensors.items():
+        dim, local = tensor.placements[0].dim, tensor.to_local()  # type: ignore[attr-defined]
+        missing = -(-tensor.shape[dim] // world) - local.shape[dim]
+        padding = local.new_zeros([missing if index == dim else size for index, size in enumerate(local.shape)])
+        sent.append(torch.cat([local, padding], dim).flatten())
+        shapes[name] = dim, torch.Size(size + missing * (i == dim) for i, size in enumerate(local.shape))
+    row = torch.cat(sent)
+    rows = row.new_empty(world * row.numel())
+    dist.all_gather_into_tensor(rows, row)
+    whole, offset = {}, 0
+    for name, (dim, shape) in shapes.items():
+        pieces = [part[offset : offset + shape.numel()].view(shape) for part in rows.chunk(world)]
+        whole[name] = torch.cat(pieces, dim).narrow(dim, 0, tensors[name].shape[dim]).clone()
+        offset += shape.numel()
+    return whole
+
+
 @dataclass
 class Run:
     """One of the runs: the model, its optimizer, this rank's rows, and what was seen."""
@@ -125,9 +165,10 @@ class Run:
                 if isinstance(module, self.fsdp.FSDPModule):
                     module.reshard()
         count = len(self.seen)
-        for name, parameter in self.module.named_parameters():
-            self.seen[f"gradient of {name} {count}"] = full(parameter.grad)
-            self.placed[name] = _placed(parameter)
+        parameters = dict(self.module.named_parameters())
+        for name, gradient in fulls({name: parameter.grad for name, parameter in parameters.items()}).items():
+            self.seen[f"gradient of {name} {count}"] = gradient
+            self.placed[name] = _placed(parameters[name])
 
     def update(self) -> None:
         """Note the gradients, step, and drop them."""
@@ -137,8 +178,8 @@ class Run:
 
     def finish(self) -> Run:
         """Note the weights and return the run."""
-        for name, parameter in self.module.named_parameters():
-            self.seen[f"weight {name}"] = full(parameter)
+        for name, value in fulls(dict(self.module.named_parameters())).items():
+            self.seen[f"weight {name}"] = value
         return self
 
 

@@ -2,8 +2,9 @@
 
 A test on ranks multiplies its cases by world sizes. Each set of parameters runs on one world size, in turn, so that
 each value of a parameter meets each world size; the first set runs on all. Two ranks, the fewest that communicate, have
-two turns. Where three or more parameters are multiplied, only so many of these cases run that each value of one
-parameter meets each value of each other one.
+two turns. Where a test has one world size, the sizes of transfers take turns, and on four ranks, which cost most, the
+values of ``reshard``. Where three or more parameters are multiplied, only so many of these cases run that each value of
+one parameter meets each value of each other one.
 """
 
 from __future__ import annotations
@@ -38,23 +39,31 @@ def numbered(cases: Sequence[Mapping[str, Any]]) -> list[Case]:
 
 def sample(cases: Sequence[Case]) -> list[int]:
     """Return the indices of the cases that run, in order."""
-    names = [name for name in cases[0] if name != "world"]
-    if len(cases) <= SMALL or not names:
+    if len(cases) <= SMALL:
         return list(range(len(cases)))
+    several = [name for name in cases[0] if len({case[name] for case in cases}) > 1]
+    turning = takes_turns(cases, several)
+    names = [name for name in several if name != turning]
     first = [index for index, case in enumerate(cases) if _same(case, cases[0], names)]
-    others = rotated(cases, names, first) if len(first) > 1 else list(range(1, len(cases)))
-    if sum(len({case[name] for case in cases}) > 1 for name in names) > 2:
+    others = [index for index in range(len(cases)) if index not in first]
+    if turning and names:
+        turns = [cases[index][turning] for index in first]
+        turns += [2] if turning == "world" and 2 in turns else []
+        others = [i for i in others if cases[i][turning] == turns[sum(cases[i][name] for name in names) % len(turns)]]
+    if len(names) > 2:
         others = paired(cases, others, first)
     return sorted(first + others)
 
 
-def rotated(cases: Sequence[Case], names: Iterable[str], first: Sequence[int]) -> list[int]:
-    """Return for each set of parameters but the first the case on its world size, which is the next one whenever the
-    number of any value is."""
-    worlds = [cases[index]["world"] for index in first]
-    turns = [*worlds, *(world for world in worlds if world == 2)]
-    turn = lambda case: turns[sum(case[name] for name in names) % len(turns)]
-    return [index for index, case in enumerate(cases) if index not in first and case["world"] == turn(case)]
+def takes_turns(cases: Sequence[Case], several: Sequence[str]) -> str:
+    """Return the parameter of which each set of the others runs with one value, "" if there is none."""
+    costly = all(case.get("world", 0) >= 4 for case in cases)
+    for name in ("world", "transfer", *(["reshard"] if costly else [])):
+        others = [other for other in several if other != name]
+        sets = {tuple(case[other] for other in others) for case in cases}
+        if name in several and len(sets) * len({case[name] for case in cases}) == len(cases):
+            return name
+    return ""
 
 
 def paired(cases: Sequence[Case], among: Sequence[int], already: Sequence[int]) -> list[int]:

@@ -50,6 +50,23 @@ def test_each_value_meets_each_value_of_another_parameter(values):
             assert met == set(product(values[one], values[other])), (one, other)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_transfers_take_turns_on_one_world(world):
+    """And on four ranks the values of ``reshard``, where nothing else does."""
+    transfers = matrix(world=(world,), transfer=("packed", "direct"), kind="abcdef")
+    kept = [transfers[index] for index in sample(numbered(transfers))]
+    assert len(kept) == 7 and {(case["kind"], case["transfer"]) for case in kept} >= {("b", "direct"), ("c", "packed")}
+    reshard = matrix(world=(world,), reshard=(None, True, False), kind="abcdef")
+    kept = [reshard[index] for index in sample(numbered(reshard))]
+    assert len(kept) == (18 if world == 2 else 8) and {case["kind"] for case in kept} == set("abcdef")
+
+
+def test_what_is_given_together_with_its_world_stays():
+    """No set of parameters is left without a case."""
+    cases = [{"hidden": 2880 + index, "world": 16 << index} for index in range(6)]
+    assert len(sample(numbered(cases))) == len(cases)
+
+
 def test_parameters_given_together_stay_together():
     """Cases of a joint parametrization are kept one and all."""
     pairs = [("a", 1), ("a", 2), ("b", 1), ("c", 3), ("c", 4), ("d", 1), ("d", 5)]

@@ -1,0 +1,32 @@
+"""What parity compares is what DTensor itself makes of shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.support.parity import fulls, mesh_1d, mesh_of
+from tests.support.pool import on_ranks
+
+SHAPES = [(8, 3), (5, 3), (1, 7), (3, 1), (0, 4), (7,), (2, 3, 5)]
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_whole_tensors_are_dtensors_own(rank, world, dim):
+    """Uneven and empty pieces, two dtypes, what is not cut, and what is not there."""
+    tensors = {}
+    for index, shape in enumerate(SHAPES):
+        whole = torch.arange(torch.Size(shape).numel(), dtype=(torch.float32, torch.float64)[index % 2]).view(shape)
+        tensors[f"cut {shape}"] = distribute_tensor(whole, mesh_1d(), [Shard(dim % len(shape))])
+        tensors[f"whole {shape}"] = distribute_tensor(whole, mesh_1d(), [Replicate()])
+        tensors[f"plain {shape}"] = whole
+        if world == 4:
+            turned = mesh_of(2, 2, names=("a", "b"))
+            tensors[f"cut twice {shape}"] = distribute_tensor(whole, turned, [Replicate(), Shard(0)])
+    values = fulls({**tensors, "none": None})
+    assert list(values) == [*tensors, "none"] and values["none"] is None
+    for name, tensor in tensors.items():
+        expected = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        assert torch.equal(values[name], expected) and values[name].dtype == tensor.dtype, name

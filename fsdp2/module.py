@@ -86,8 +86,8 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: call it on the root, then go on with a new iteration.
 
-        What is in flight is waited for and dropped, all parameters are resharded, and gradients that were not reduced
-        yet are discarded; those already in ``.grad`` stay.
+        What is in flight is waited for and dropped, all parameters are resharded, and all gradients are discarded,
+        those already in ``.grad`` too: some may be of the iteration that failed (torch keeps them before 2.15).
 
         Raises:
             RuntimeError: called on a module that is not the root.
@@ -372,9 +372,16 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``to_empty`` and the like, applied to the shards."""
         self.reshard()
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
-        for group in self._get_fsdp_state().groups:
-            group.adopt_shards()
+        groups = self._get_fsdp_state().groups
+        withheld = [(param, param.withhold_gradient()) for group in groups for param in group.params]
+        try:
+            result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
+            for group in groups:
+                group.adopt_shards()
+        finally:
+            for param, grad in withheld:
+                if grad is not None:
+                    param.return_gradient(grad)
         return result
 
 

@@ -12,7 +12,9 @@ from torch.autograd import Variable
 __all__ = [
     "accumulate_grad_node",
     "autograd_sequence_number",
+    "explicit_grad_dtype",
     "functorch_active",
+    "grad_dtype_is_flagged",
     "gradient_hooks",
     "graph_task_id",
     "node_sequence_number",
@@ -51,6 +53,21 @@ def will_execute(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return False
+
+
+# Whether torch knows that a gradient's dtype was chosen (2.15), which then is the default of ``reduce_dtype`` too.
+grad_dtype_is_flagged: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
+
+
+def explicit_grad_dtype(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
+    """The ``grad_dtype`` that was set on ``param``, which may be None (any), in a tuple; () if none was.
+
+    Before torch 2.15 one that equals the parameter's dtype cannot be told from the default.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # not every subclass knows what it is asked
+        dtype = param.grad_dtype
+        chosen = param._has_grad_dtype_override if grad_dtype_is_flagged else dtype != param.dtype  # type: ignore[attr-defined]  # new
+    return (dtype,) if chosen else ()
 
 
 def accumulate_grad_node(leaf: torch.Tensor) -> Any:

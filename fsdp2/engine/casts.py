@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
+from fsdp2._torch.autograd import grad_dtype_is_flagged
 from fsdp2.autograd.trees import map_tensors
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = ["cast_inputs", "cast_output", "compute_dtype", "reduce_dtype"]
-
-# What ``reduce_dtype=None`` means is for torch to say, whose class it is: 2.15 made it the parameter's own dtype.
-_OWN_DTYPE_BY_DEFAULT = torch.__version__ >= "2.15"
 
 
 def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
@@ -22,14 +20,19 @@ def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dty
     return policy.param_dtype
 
 
-def reduce_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype gradients are summed in: ``reduce_dtype`` for floating-point ones.
+def reduce_dtype(
+    dtype: torch.dtype, policy: MixedPrecisionPolicy, grad_dtype: tuple[torch.dtype | None, ...] = ()
+) -> torch.dtype | None:
+    """The dtype gradients accumulate and are summed in; None for whichever they have.
 
-    Without one it is the parameter's from torch 2.15 on, and the gradient's before.
+    For floating-point parameters it is the policy's, else the ``grad_dtype`` that was set. Without either, it is for
+    torch to say, whose policy it is: the parameter's from 2.15 on, and the gradient's before.
     """
-    if not dtype.is_floating_point:
-        return dtype
-    return policy.reduce_dtype or (dtype if _OWN_DTYPE_BY_DEFAULT else compute_dtype(dtype, policy))
+    if not dtype.is_floating_point or policy.reduce_dtype is not None:
+        return policy.reduce_dtype if dtype.is_floating_point else dtype
+    if grad_dtype:
+        return grad_dtype[0]
+    return dtype if grad_dtype_is_flagged else compute_dtype(dtype, policy)
 
 
 def cast_inputs(

@@ -92,6 +92,8 @@ class FSDPParamGroup:
         self.in_root = in_root
         if self.lifecycle.residency is Residency.SHARDED and not self.lifecycle.lent:
             self.adopt_shards()
+            if any([param.follow_grad_dtype() for param in self.params]):
+                self.gradients.forget_plan()
         self.store.check_ready()
 
     def adopt_shards(self) -> None:

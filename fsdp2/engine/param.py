@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._torch.autograd import gradient_hooks
+from fsdp2._torch.autograd import explicit_grad_dtype, gradient_hooks
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
     AsyncCollectiveTensor,
-    dtensor_from_local,
     dtensor_spec,
     local_tensor,
     python_attributes,
@@ -54,6 +53,8 @@ def is_temporary(value: object) -> bool:
 
 def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Let ``lent``, which shows a shard's memory as a plain tensor, have the shard's gradient; None ends that."""
+    if grad is not None and lent.grad_dtype not in (None, grad.dtype):
+        lent.grad_dtype = grad.dtype
     lent.grad = grad
 
 
@@ -82,7 +83,7 @@ def stand_in(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -
     """A plain parameter of ``value`` itself that looks like ``param``, for modules to show for a while."""
     shown = nn.Parameter(value, requires_grad=param.requires_grad)
     shown.__dict__.update(param.attributes, _fsdp2_managed=True)
-    shown.grad = grad
+    lend_gradient(shown, grad)
     return shown
 
 
@@ -112,8 +113,8 @@ class FSDPParam:
         self.full: nn.Parameter | None = None
         self.subgroup: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
-        # The gradient of backwards that did not reduce, in the reduce dtype where that differs from autograd's.
-        self._unreduced: torch.Tensor | None = None
+        # The dtype that the reduced gradient was told to have, which may be None (any), as a tuple; () for none.
+        self.grad_dtype = explicit_grad_dtype(original)
 
     def __repr__(self) -> str:
         layout = self.spec.layout
@@ -140,9 +141,22 @@ class FSDPParam:
         return compute_dtype(self.dtype, self.policy)
 
     @property
-    def reduce_dtype(self) -> torch.dtype:
-        """The dtype its gradients are summed in."""
-        return reduce_dtype(self.dtype, self.policy)
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype its gradients accumulate and are summed in; None for whichever they have."""
+        return reduce_dtype(self.dtype, self.policy, self.grad_dtype)
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """The dtype of its reduced gradient; None for the one it was reduced in."""
+        return self.grad_dtype[0] if self.grad_dtype else self.dtype
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients can be left as computed, since their sum alone needs the wider reduce dtype."""
+        dtype, computed = self.reduce_dtype, self.compute_dtype
+        if dtype is None or not computed.is_floating_point or self.spec.sums_elsewhere:
+            return False
+        return dtype.itemsize > computed.itemsize
 
     @property
     def local(self) -> torch.Tensor:
@@ -204,6 +218,7 @@ class FSDPParam:
         if self.hooks is not None:
             carry_hooks(sharded, *self.hooks)
         self.sharded = sharded
+        self.restore_grad_dtype()
 
     def adopt_shard(self, sharded: nn.Parameter) -> None:
         """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there.
@@ -216,6 +231,7 @@ class FSDPParam:
             sharded.__dict__.setdefault(name, value)
         sharded.__dict__["_fsdp2_managed"] = True
         self.sharded = sharded
+        self.follow_grad_dtype()
         self.requires_grad = sharded.requires_grad
         for other in (self.full, self.subgroup):
             if other is not None:
@@ -231,16 +247,31 @@ class FSDPParam:
         sharded.grad = None
         sharded.requires_grad_(whole.requires_grad)
         sharded.__dict__.update(python_attributes(whole))
+        self.grad_dtype = explicit_grad_dtype(whole) or self.grad_dtype
+        self.restore_grad_dtype()
+
+    def follow_grad_dtype(self) -> bool:
+        """Take over what the shard was told, or tell it again; whether that changed what gradients become."""
+        assert self.sharded is not None
+        before, self.grad_dtype = self.grad_dtype, explicit_grad_dtype(self.sharded) or self.grad_dtype
+        self.restore_grad_dtype()
+        return self.grad_dtype != before
+
+    def restore_grad_dtype(self) -> None:
+        """Let the shard be told what the original was; becoming a shard, or moving, it forgets."""
+        if self.grad_dtype and self.sharded is not None and explicit_grad_dtype(self.sharded) != self.grad_dtype:
+            self.sharded.grad_dtype = self.grad_dtype[0]
 
     def set_full(self, tensor: torch.Tensor) -> None:
         """Use ``tensor`` (this parameter's place in the full buffer, 1D) as the full parameter from now on."""
-        if self.full is not None:
-            self._unreduced = self.take_gradient()
+        unreduced = None if self.full is None else self.full.grad
         layout = self.spec.layout
         full = tensor.as_strided(layout.shape, layout.stride, tensor.storage_offset())  # NF4 knows no default offset
         full = self.spec.wrap_full(full)
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
         self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
+        if unreduced is not None:
+            self.full.grad_dtype, self.full.grad = None, unreduced
 
     # ---- what the module shows ----
 
@@ -261,10 +292,10 @@ class FSDPParam:
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
-        return self._unreduced is not None or (self.full is not None and self.full.grad is not None)
+        return self.full is not None and self.full.grad is not None
 
     def take_gradient(self) -> torch.Tensor | None:
-        """The full gradient, kept nowhere else from now on: autograd's plus that of backwards that did not reduce.
+        """The full gradient, kept nowhere else from now on.
 
         Raises:
             NotImplementedError: the gradient is sparse.
@@ -282,35 +313,41 @@ class FSDPParam:
                 raise NotImplementedError(
                     f"{self.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
                 )
-        if self._unreduced is None:
-            return grad
-        total, self._unreduced = self._unreduced, None
-        if grad is not None:
-            total += grad
-        return total
+        return grad
 
-    def keep_gradient(self) -> None:
-        """Keep this backward's gradient unreduced, in the reduce dtype, until a backward reduces."""
+    def expect_gradients(self, *, reduced: bool, rounded: bool) -> None:
+        """Let autograd make gradients of the dtype that they need to have, ``reduced`` after the backward or not.
+
+        Those that are need no cast, as the sum casts them; only where ranks rely on each other's dtypes are they
+        ``rounded`` to what is computed with. Those that are not accumulate in the reduce dtype.
+        """
         full, dtype = self.full, self.reduce_dtype
-        if full is None or full.grad is None:
+        if full is None:
             return
-        if self._unreduced is None and full.grad.dtype == dtype:
-            return  # autograd adds the next one in place
-        total = self.take_gradient()
-        assert total is not None
-        self._unreduced = total.to(dtype)
+        if reduced and self.widens:
+            dtype = self.compute_dtype if rounded and not self.grad_dtype else None
+        grad = full.grad
+        if grad is not None and dtype is not None and grad.dtype != dtype:
+            if reduced:
+                dtype = None  # autograd adds to it in place
+            else:
+                full.grad, grad = None, grad.detach().to(dtype)
+        if full.grad_dtype != dtype:
+            full.grad_dtype = dtype
+        if grad is not full.grad:
+            full.grad = grad
 
     def drop_gradient(self) -> None:
-        """Forget what was not reduced (recovery)."""
-        self._unreduced = None
-        if self.full is not None:
-            self.full.grad = None
+        """Have no gradient, neither a reduced one nor one that was to be (recovery)."""
+        for tensor in (self.sharded, self.full):
+            if tensor is not None:
+                tensor.grad = None
 
     def accumulate_gradient(self, shard: torch.Tensor) -> None:
         """Add ``shard`` (this rank's piece of the reduced gradient) to the sharded parameter's, then run its hooks."""
         sharded = self.sharded
         assert sharded is not None
-        grad = dtensor_from_local(shard, self.spec.dtensor)
+        grad = self.spec.shard_as(shard)
         hooks = gradient_hooks(sharded)
         for hook in hooks[0] if hooks else ():
             changed = hook(grad)
@@ -321,6 +358,22 @@ class FSDPParam:
             local_tensor(sharded.grad).add_(local_tensor(grad))
         for hook in hooks[1] if hooks else ():
             hook(sharded)
+
+    def withhold_gradient(self) -> torch.Tensor | None:
+        """Take a reduced gradient whose dtype was chosen off the shard, so that a conversion of the shard leaves it."""
+        self.follow_grad_dtype()
+        assert self.sharded is not None
+        grad = self.sharded.grad
+        if not self.grad_dtype or grad is None:
+            return None
+        self.sharded.grad = None
+        return grad
+
+    def return_gradient(self, grad: torch.Tensor) -> None:
+        """Put a withheld gradient back, on the device where the shard is now."""
+        assert self.sharded is not None
+        self.restore_grad_dtype()
+        self.sharded.grad = grad.detach().to(self.sharded.device).requires_grad_(grad.requires_grad)
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -341,7 +394,8 @@ class FSDPParam:
             return
         cut = spec.cut(spec.of_plain(value.detach()))
         if not isinstance(sharded.grad, DTensor) or sharded.grad.placements != spec.dtensor.placements:
-            own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=cut.dtype, device=self.local.device)
+            dtype = self.out_dtype or cut.dtype
+            own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=dtype, device=self.local.device)
             sharded.grad = spec.shard_as(own)
         local_tensor(sharded.grad).copy_(cut)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from fsdp2._torch.autograd import accumulate_grad_node, graph_task_id, will_execute
 from fsdp2._trace import emit
 from fsdp2.autograd.hooks import hook_gradient
+from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.reduce import ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.lifecycle import Phase
@@ -23,6 +25,21 @@ if TYPE_CHECKING:
 __all__ = ["GroupGradients"]
 
 
+@dataclass(frozen=True)
+class _Dtypes:
+    """The dtypes of gradients: as sent where each rank sums itself, as summed, as delivered, and as computed with.
+
+    What is delivered may be None, for the dtype of the sum. The sum ``follows`` gradients that happen to be wider where
+    that was asked for; the computation is the same on all ranks, and so are they.
+    """
+
+    wire: torch.dtype
+    reduce: torch.dtype
+    out: torch.dtype | None
+    computed: torch.dtype
+    follows: bool
+
+
 class GroupGradients:
     """Streams the gradients of one group: chunks of large ones leave as they are finished, the rest at the end.
 
@@ -33,7 +50,8 @@ class GroupGradients:
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
         self._plan: ChunkPlan | None = None
-        self._plans: dict[tuple[torch.dtype, int, bool], ReducePlan] = {}
+        self._plans: dict[object, ReducePlan] = {}
+        self._dtypes: dict[int, _Dtypes] = {}
         self._rows: dict[tuple[int, ...], RowPlan] = {}
         self._chunk_of: dict[int, int] = {}
         self._ready: list[set[int]] = []
@@ -44,26 +62,52 @@ class GroupGradients:
         self._task = -1
         # A backward did not reduce, so gradients may be in the reduce dtype, on whichever ranks have them.
         self._kept = False
+        # What autograd was told to make of gradients: ones to be reduced at once (True), to accumulate, nothing yet.
+        self._told: bool | None = None
         # Sums over the shard axis that were not all-reduced yet, by parameter.
         self._partial: dict[int, torch.Tensor] = {}
 
     def forget_plan(self) -> None:
         """Plan anew: parameters, their dtypes or what is trainable changed."""
-        self._plan = None
+        self._plan = self._told = None
         self._plans.clear()
         self._rows.clear()
 
     # ---- planning ----
 
-    def _keys(self, trainable: list[int]) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-        params = [self._group.params[i] for i in trainable]
-        return [(param.compute_dtype, param.reduce_dtype, param.dtype) for param in params]
+    def _find_dtypes(self, reduced: list[int]) -> dict[int, _Dtypes]:
+        """How the gradients of these parameters travel, which is the same on every rank.
+
+        Where dtypes of reduced gradients were chosen and none to reduce in, gradients of weights of one dtype are all
+        summed in the widest that any of them accumulates in, as torch sums them.
+        """
+        params, rounded = [self._group.params[i] for i in reduced], self._rounded
+        chosen = any(param.grad_dtype for param in params)
+        found = {}
+        for i, param in zip(reduced, params):
+            total, computed = param.reduce_dtype, param.compute_dtype
+            widest = total or computed
+            if chosen and param.policy.reduce_dtype is None:
+                for other in params:
+                    if other.dtype == param.dtype and other.reduce_dtype is not None:
+                        widest = torch.promote_types(widest, other.reduce_dtype)
+            wire = computed if rounded and param.widens and not param.grad_dtype else widest
+            found[i] = _Dtypes(wire, widest, param.out_dtype, computed, follows=total is None)
+        return found
+
+    @property
+    def _rounded(self) -> bool:
+        """Whether gradients are sent as computed, so that all ranks must have them in what is computed with."""
+        options = self._group.options
+        exchanges = prefers_all_to_all(self._group.reduce_axis, 1 << 62, options.sizes.exchange_bytes)
+        return exchanges and options.reduce_scatter is None
 
     def _make_plan(self) -> ChunkPlan:
         params = self._group.params
         reduced = [i for i, param in enumerate(params) if param.requires_grad or param.has_gradient]
-        keys = self._keys(reduced)
-        nbytes = [params[i].spec.layout.numel * key[0].itemsize for i, key in zip(reduced, keys)]
+        self._dtypes = self._find_dtypes(reduced)
+        keys = list(self._dtypes.values())
+        nbytes = [params[i].spec.layout.numel * key.computed.itemsize for i, key in zip(reduced, keys)]
         mesh = self._group.mesh
         ranks = max(mesh.shard.size, mesh.replicate.size)
         plan = plan_chunks(keys, nbytes, self._group.options.chunk_sizes, ranks)
@@ -106,6 +150,12 @@ class GroupGradients:
         self._ready = [set() for _ in plan.streamed]
         self._launched = 0
         self._at_once = nodes < len(self._chunk_of)
+        reduced = self._group.options.reduce_gradients and not self._kept
+        if reduced is not self._told:
+            self._told, rounded = reduced, self._rounded
+            for param in self._group.params:
+                if param.requires_grad:
+                    param.expect_gradients(reduced=reduced, rounded=rounded)
         self._awaited = self._expected() if count else None
         self._task = graph_task_id()
         if watch_all:
@@ -153,6 +203,13 @@ class GroupGradients:
     def reduce_rest(self) -> None:
         """Reduce every gradient that is there and has not left."""
         params, unused = self._group.params, self._group.options.reduce_unused
+        for param in params if unused else ():
+            if param.requires_grad and param.reduce_dtype is None:
+                raise ValueError(
+                    f"{param.name}: Reducing unused parameters with grad_dtype=None requires an explicit "
+                    "MixedPrecisionPolicy.reduce_dtype, since all ranks must make zeros of one dtype; set it to the "
+                    "dtype that its gradients have"
+                )
         if self._plan is None and not unused and not any(param.has_gradient for param in params):
             return
         plan = self._plan or self._make_plan()
@@ -183,16 +240,16 @@ class GroupGradients:
 
     def keep(self) -> None:
         """Leave the gradients unreduced for a later backward."""
-        self._kept = True
+        self._kept, self._told = True, False
         for param in self._group.params:
             if param.requires_grad:
-                param.keep_gradient()
+                param.expect_gradients(reduced=False, rounded=False)
 
     def reset(self) -> None:
-        """Drop everything unreduced."""
+        """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()
         self._kept = False
-        self._awaited = None
+        self._awaited = self._told = None
         for param in self._group.params:
             param.drop_gradient()
 
@@ -214,14 +271,15 @@ class GroupGradients:
                 param.accumulate_gradient(shard)
 
         emit("reduce", group.name)
+        plan = self._reduce_plan(indices, grads)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
-            self._rows[indices] = RowPlan(layouts, self._row_padding(params[0].reduce_dtype))
+            self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]].reduce))
         if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
-            deliver([torch.empty(p.spec.shard_shape, dtype=p.dtype, device=p.local.device) for p in params])
+            deliver([torch.empty(p.spec.shard_shape, dtype=plan.out_dtype, device=p.local.device) for p in params])
             return
         settle = self._settle(indices) if group.mesh.replicate.size > 1 else None
-        reductions, plan = group.root.comm.reductions, self._reduce_plan(params[0])
+        reductions = group.root.comm.reductions
         operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, settle)
         del grads
         reductions.add(operation, joins=joins)
@@ -232,17 +290,23 @@ class GroupGradients:
             return 1
         return max(16 // dtype.itemsize, 1)
 
-    def _reduce_plan(self, param: FSDPParam) -> ReducePlan:
-        key = (param.dtype, id(param.policy), self._kept)
+    def _reduce_plan(self, indices: tuple[int, ...], grads: list[torch.Tensor]) -> ReducePlan:
+        dtypes = self._dtypes[indices[0]]
+        if dtypes.follows:
+            partial = [self._partial[i] for i in indices if i in self._partial]
+            for tensor in (*grads, *partial):
+                widest = torch.promote_types(dtypes.reduce, tensor.dtype)
+                dtypes = replace(dtypes, wire=widest, reduce=widest)
+        key = (dtypes, self._kept)
         if key not in self._plans:
-            self._plans[key] = self._make_reduce_plan(param)
+            self._plans[key] = self._make_reduce_plan(dtypes)
         return self._plans[key]
 
-    def _make_reduce_plan(self, param: FSDPParam) -> ReducePlan:
+    def _make_reduce_plan(self, dtypes: _Dtypes) -> ReducePlan:
         group = self._group
         options, mesh = group.options, group.mesh
-        reduce, computed = param.reduce_dtype, param.compute_dtype
-        wire = computed if not self._kept and computed.itemsize < reduce.itemsize else reduce
+        reduce = dtypes.reduce
+        wire = reduce if self._kept else dtypes.wire
         scaling = choose_scaling(
             reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
         )
@@ -252,7 +316,7 @@ class GroupGradients:
             reduce_dtype=reduce,
             wire_dtype=wire,
             exchange_bytes=options.sizes.exchange_bytes,
-            out_dtype=param.dtype,
+            out_dtype=dtypes.out or reduce,
             scaling=scaling,
             custom=options.reduce_scatter,
             hook=options.all_reduce_hook,

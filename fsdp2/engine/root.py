@@ -245,7 +245,7 @@ class RootContext:
             self.finalization.end()
 
     def reset(self) -> None:
-        """Forget the iteration: gathers and reductions in flight, orders, phases, unreduced gradients.
+        """Forget the iteration: gathers and reductions in flight, orders, phases, gradients.
 
         Raises:
             RuntimeError: another root that communicates on the same lanes waits for its gradients.

@@ -111,6 +111,13 @@ class ShardedSpec:
         """Elements of this rank's piece."""
         return self.layout.shard_numel(self.rank)
 
+    @property
+    def sums_elsewhere(self) -> bool:
+        """Whether tensor parallelism copies the parameter, so that sums of its gradient may be left to us to settle."""
+        if self.full is None:
+            return False
+        return any(p.is_replicate() for i, p in enumerate(self.full.placements) if i not in self.dp_dims)
+
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of ``full`` (no DTensor), a view."""
         if self.layout.dim is None:

@@ -310,3 +310,13 @@ def test_the_name_of_a_parameter_that_was_removed(rank, world):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter was replaced"):
             module(torch.ones(2, 8))
+
+
+@api.fsdp2_only  # torch's keeps them before 2.15
+@on_ranks(2)
+def test_reset_drops_reduced_gradients_too(rank, world):
+    """Which of them belong to the iteration that failed, nobody can tell."""
+    module = build_sharded("mlp", world)
+    module(torch.randn(2, 4)).sum().backward()
+    module.reset_iter_state()
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.llama import Llama, LlamaConfig, loss_context, next_token_loss, tensor_parallel
 from fsdp2 import DataParallelMeshDims
@@ -254,3 +257,46 @@ class ReplicatedWeights(ColwiseParallel):
 
     def _apply(self, module, mesh):
         return distribute_module(module, mesh)
+
+
+class SumsOfTensorParallelism(TorchDispatchMode):
+    """The dtypes in which tensor parallelism's own all-reduces run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and func.__name__.startswith("all_reduce"):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+def test_partial_gradients_are_summed_in_the_reduce_dtype(rank, world, reduce, sync):
+    """A norm under sequence parallelism has one share of its gradient on each rank: a sum like any other.
+
+    torch's own computed it in the gradient's dtype before 2.15.
+    """
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    seen = []
+    for fsdp in api.both("2.15"):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.LayerNorm(8))
+        parallelize_module(module, mesh["tp"], {"0": SequenceParallel()})
+        fsdp.fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+        with SumsOfTensorParallelism() as sums:
+            for step in range(2):
+                module.set_requires_gradient_sync(sync or step == 1)
+                torch.manual_seed(rank + step)
+                rows = DTensor.from_local(torch.randn(2, 3, 8), mesh["tp"], [Shard(1)], run_check=False)
+                output = module(rows)
+                output = output.to_local() if isinstance(output, DTensor) else output
+                (output.float() * torch.randn(2, 3, 8)).sum().backward()
+        assert sums.dtypes and set(sums.dtypes) == {reduce}
+        seen.append([parameter.grad.full_tensor() for parameter in module.parameters()])
+    for ours, theirs in zip(seen[0], seen[-1]):
+        assert torch.equal(ours, theirs)

@@ -119,6 +119,21 @@ def test_a_mesh_says_whether_its_process_groups_keep_its_order() -> None:
             assert permuted.get_group().rank() == 0
 
 
+@probes("explicit_grad_dtype", "grad_dtype_is_flagged")
+def test_a_parameter_is_asked_whether_its_gradients_dtype_was_chosen() -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    assert _torch.explicit_grad_dtype(param) == ()
+    for dtype in (torch.float32, None):
+        param.grad_dtype = dtype
+        assert _torch.explicit_grad_dtype(param) == (dtype,)
+    param.grad_dtype = torch.bfloat16
+    assert _torch.explicit_grad_dtype(param) == ((torch.bfloat16,) if _torch.grad_dtype_is_flagged else ())
+    param.grad_dtype = None
+    param.grad = torch.ones(2)
+    (param * 1.0078125).sum().backward()
+    assert param.grad.tolist() == [2.0078125, 2.0078125]  # added in place, in the wider dtype that was there
+
+
 @probes("TorchShardPlacementResult", "TorchDataParallelMeshDims")
 def test_torchs_placement_result_knows_its_mesh_and_dimensions_their_names() -> None:
     if not torch_since("2.12"):

@@ -113,7 +113,7 @@ def test_a_new_full_parameter_takes_over_the_gradient(dp2: DataParallelMesh) -> 
     param = manage(weight(4, 3), dp2)
     param.full.grad = torch.ones(4, 3)
     param.set_full(torch.zeros(12))
-    assert param.full.grad is None and param.has_gradient
+    assert torch.equal(param.full.grad, torch.ones(4, 3)) and param.has_gradient
     assert torch.equal(param.take_gradient(), torch.ones(4, 3))
 
 
@@ -207,7 +207,7 @@ def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(dp2
     param = manage(weight(4, 3), dp2)
     for _ in range(2):
         param.full.sum().backward()
-        param.keep_gradient()
+        param.expect_gradients(reduced=False, rounded=True)
     assert param.full.grad is not None
     assert torch.equal(param.take_gradient(), torch.full((4, 3), 2.0))
 
@@ -217,8 +217,8 @@ def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelM
     param = manage(weight(4, 3), dp2, dtype=BF16)
     for value in (256.0, 1.0, 1.0):
         (param.full * value).sum().backward()
-        param.keep_gradient()
-        assert param.full.grad is None
+        param.expect_gradients(reduced=False, rounded=True)
+        assert param.full.grad.dtype is FP32
     total = param.take_gradient()
     assert total.dtype is FP32 and torch.equal(total, torch.full((4, 3), 258.0))
 
@@ -226,7 +226,7 @@ def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelM
 def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2, dtype=BF16)
     param.full.sum().backward()
-    param.keep_gradient()
+    param.expect_gradients(reduced=False, rounded=True)
     param.full.sum().backward()
     assert torch.equal(param.take_gradient(), torch.full((4, 3), 2.0))
     assert not param.has_gradient
@@ -234,16 +234,18 @@ def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
 
 def test_keeping_nothing_is_nothing(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2)
-    param.keep_gradient()
+    param.expect_gradients(reduced=False, rounded=True)
     assert not param.has_gradient
 
 
-def test_recovery_forgets_what_was_not_reduced(dp2: DataParallelMesh) -> None:
+def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2, dtype=BF16)
     param.full.sum().backward()
-    param.keep_gradient()
+    param.expect_gradients(reduced=False, rounded=True)
     param.full.sum().backward()
+    param.accumulate_gradient(torch.ones(2, 3))
     param.drop_gradient()
+    assert param.sharded.grad is None
     assert not param.has_gradient and param.take_gradient() is None
 
 

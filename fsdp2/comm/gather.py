@@ -18,6 +18,7 @@ from fsdp2.sharding.packing import FlatPlan, Item, align
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "finish_gather", "start_gather"]
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
+Split = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # rows of bytes, how many go where
 
 
 class Buffer:
@@ -53,10 +54,17 @@ class Buffer:
 class GatherBuffers:
     """Everything one group's gather reads and writes, made once: views of the wire, full and staging buffers."""
 
-    def __init__(self, items: Sequence[Item], plan: FlatPlan, shards: torch.Tensor, ranks: int, full: Buffer) -> None:
-        """``shards`` is the group's shard buffer as bytes; ``full`` must be allocated while the views are made."""
-        self.items, self.plan, self.ranks, self.full = items, plan, ranks, full
-        device = full.bytes.device
+    def __init__(
+        self, items: Sequence[Item], plan: FlatPlan, shards: torch.Tensor, full: Buffer, *, fused: bool | None = None
+    ) -> None:
+        """``shards`` is the group's shard buffer as bytes; ``full`` must be allocated while the views are made.
+
+        With ``fused`` one kernel unpacks what was packed, where the pieces in order are the parameters; a CPU, which
+        is no faster with it, copies them one by one.
+        """
+        self.items, self.plan, self.full = items, plan, full
+        ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
+        self._fused = device.type != "cpu" if fused is None else fused
         self.wire: Buffer | None = None
         wire_bytes = shards
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -77,10 +85,51 @@ class GatherBuffers:
         self.packed = wire_view(wire_bytes[plan.packed_start :].view(self._packed_dtype))
         self.staging: Buffer | None = None
         self.copies: Copies = ([], [])
+        self.split: Split | None = None
         if plan.packed:
-            self.staging = Buffer(ranks * self.packed.nbytes, device)
-            self.copies = self.unpack_copies(self.staging.bytes.view(ranks, self.packed.nbytes))
+            in_order = all(items[i].layout.rank_major for i in plan.packed)
+            slots = self._slots() if self._fused and in_order else []
+            gap = max((nbytes for place, nbytes in slots if place is None), default=0)
+            self.staging = Buffer(ranks * (self.packed.nbytes + gap), device)
+            self.received = self.staging.bytes[: ranks * self.packed.nbytes].view(self.packed.dtype)
+            rows = self.received.view(torch.uint8).view(ranks, self.packed.nbytes)
+            if slots:
+                unused = self.staging.bytes[ranks * self.packed.nbytes :]
+                self.split = (
+                    rows,
+                    [nbytes for _, nbytes in slots],
+                    [
+                        (unused[: ranks * n] if place is None else full.view(place, ranks * n, torch.uint8)).view(
+                            ranks, n
+                        )
+                        for place, n in slots
+                    ],
+                )
+            else:
+                self.copies = self.unpack_copies(rows)
         self.free_temporaries()
+
+    def _slots(self) -> list[tuple[int | None, int]]:
+        """(Where it goes in the full buffer, bytes) of all that lies in a packed row; None is a gap."""
+        slots: list[tuple[int | None, int]] = []
+        end = self.plan.packed_start
+        for i in self.plan.packed:
+            if self.plan.wire_offset[i] > end:
+                slots.append((None, self.plan.wire_offset[i] - end))
+            nbytes = self.items[i].layout.slot_numel * self.items[i].wire_dtype.itemsize
+            slots.append((self.plan.full_offset[i], nbytes))
+            end = self.plan.wire_offset[i] + nbytes
+        return slots if end == self.plan.wire_bytes else [*slots, (None, self.plan.wire_bytes - end)]
+
+    def unpack(self, rows: torch.Tensor | None) -> None:
+        """Bring packed parameters to their places, from ``rows`` (ranks, bytes) or from where they are received."""
+        if rows is None and self.split is not None:
+            source, sizes, targets = self.split
+            torch.split_with_sizes_copy(source, sizes, 1, out=targets)
+            return
+        copies = self.copies if rows is None else self.unpack_copies(rows)
+        if copies[0]:
+            foreach_copy(*copies)
 
     @property
     def _packed_dtype(self) -> torch.dtype:
@@ -105,9 +154,9 @@ class GatherBuffers:
                 copies[1].append(slot)
         return copies
 
-    def allocate(self, *, staging: bool) -> None:
-        """Make what collectives read and write exist; without direct gathers the full memory can wait until then."""
-        if self.plan.direct:
+    def allocate(self, *, staging: bool, full: bool) -> None:
+        """Make what collectives read and write exist, and the ``full`` memory too if it cannot wait until then."""
+        if full or self.plan.direct:
             self.full.allocate()
         if self.wire is not None:
             self.wire.allocate()
@@ -152,7 +201,7 @@ def start_gather(
     gathering = Gathering(buffers, lane)
     assembled = custom is not None or bool(extras)
     with lane.after() as done:
-        buffers.allocate(staging=not assembled)
+        buffers.allocate(staging=not assembled, full=not lane.async_op)
         for wire, shard in buffers.casts:
             wire.copy_(shard, non_blocking=True)
         inputs, outputs = list(buffers.inputs), list(buffers.outputs)
@@ -162,9 +211,24 @@ def start_gather(
             outputs.append(output)
         elif buffers.staging is not None:
             inputs.append(buffers.packed)
-            outputs.append(buffers.staging.bytes.view(buffers.packed.dtype))
+            outputs.append(buffers.received)
         works = all_gather(outputs, inputs, axis, async_op=lane.async_op, custom=custom)
+        if not lane.async_op:  # right behind the gather: later it would be behind those that were started since
+            for work in works:
+                work.wait()
+            works = []
+            _unpack(gathering)
+            gathering.rows = gathering.rows if extras else None
     return InFlight(gathering, works, done.event)
+
+
+def _unpack(gathering: Gathering) -> None:
+    """Put packed parameters in their places, and give back what only the gather needed."""
+    buffers = gathering.buffers
+    if buffers.plan.packed or buffers.wire is not None:
+        buffers.full.allocate()
+        buffers.unpack(gathering.rows)
+        buffers.free_temporaries()
 
 
 def _assemble(
@@ -195,22 +259,14 @@ def _assemble(
 
 
 def finish_gather(gathering: InFlight[Gathering], compute: ComputeLane) -> list[torch.Tensor]:
-    """Wait for the collectives and put packed parameters in their places; then compute may read them.
+    """Wait for the collectives, and let compute read the full parameters.
 
     Returns each extra as gathered, (ranks, numel); valid on the gather's lane.
     """
-    done_gathering = gathering.wait(compute)
-    buffers, rows = done_gathering.buffers, done_gathering.rows
-    if buffers.plan.packed or buffers.wire is not None:
-        with done_gathering.lane.after() as done:
-            buffers.full.allocate()
-            copies = buffers.copies if rows is None else buffers.unpack_copies(rows)
-            if copies[0]:
-                foreach_copy(*copies)
-            buffers.free_temporaries()
-        compute.wait(done.event)
+    done = gathering.wait(compute)
+    if done.lane.async_op:
+        _unpack(done)
+    rows = done.rows
     if rows is None:
         return []
-    return [
-        rows[:, offset : offset + numel * dtype.itemsize].view(dtype) for offset, numel, dtype in done_gathering.extras
-    ]
+    return [rows[:, offset : offset + numel * dtype.itemsize].view(dtype) for offset, numel, dtype in done.extras]

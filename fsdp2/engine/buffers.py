@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
+from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension
 from fsdp2.engine.options import GroupOptions
@@ -223,21 +224,24 @@ class ShardStore:
 
     # ---- full parameters ----
 
-    def gather_buffers(self) -> GatherBuffers:
-        """What a gather reads and writes, with the full parameters made on first use."""
+    def gather_buffers(self, lane: Lane) -> GatherBuffers:
+        """What a gather reads and writes, with the full parameters made on first use.
+
+        All of it exists for a moment then, in memory of ``lane``, which takes it again for the gather itself.
+        """
         if self._gather is not None:
             return self._gather
         assert self._plan is not None and self._flat is not None
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), lane.after():
             self._full = Buffer(self._plan.full_bytes, self.mesh.device)
-            self._gather = GatherBuffers(self._items, self._plan, self._flat, self.mesh.shard.size, self._full)
+            self._gather = GatherBuffers(self._items, self._plan, self._flat, self._full)
             self._fulls = []
             for i, (param, item) in enumerate(zip(self._plain, self._items)):
                 layout, place = item.layout, self._plan.full_offset[i]
                 flat = self._full.view(place, layout.full_storage_numel, item.wire_dtype)
                 self._fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
-        self._full.free()
+            self._full.free()
         return self._gather
 
     def free_full(self) -> None:
@@ -251,9 +255,10 @@ class ShardStore:
     def subgroup(self, size: int) -> SubgroupShards:
         """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""
         if self._subgroup is None or self._subgroup.axis.size != size:
-            gather, sizes = self.gather_buffers(), self._sizes(self.options)
+            assert self._gather is not None
             with torch.inference_mode(False), torch.no_grad():
-                self._subgroup = SubgroupShards(self._plain, gather, self._fulls, self.mesh, size, sizes)
+                sizes = self._sizes(self.options)
+                self._subgroup = SubgroupShards(self._plain, self._gather, self._fulls, self.mesh, size, sizes)
         return self._subgroup
 
 

@@ -122,7 +122,7 @@ class FSDPParamGroup:
             if store.replaced(in_backward=Phase.BACKWARD in (self.lifecycle.phase, self.acting_for)):
                 self.adopt_shards()
                 lanes.gather.wait(lanes.compute.event())
-            buffers, axis, custom = store.gather_buffers(), self.mesh.shard, options.all_gather
+            buffers, axis, custom = store.gather_buffers(lanes.gather), self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
         extras = store.extensions.encode(axis.size, lanes.gather) if store.extensions else []

@@ -60,14 +60,16 @@ def write_shards(shards: Tensor, plan: FlatPlan, items: list[Item], wholes: list
         flat.as_strided(layout.shard_shape(rank), layout.shard_stride(rank)).copy_(chunk(whole, layout, rank))
 
 
-def make_ranks(items: list[Item], sizes: TransferSizes, wholes: list[Tensor]) -> list[Rank]:
+def make_ranks(
+    items: list[Item], sizes: TransferSizes, wholes: list[Tensor], *, fused: bool | None = None
+) -> list[Rank]:
     """Return every rank's side of a group with these parameters."""
     plan, made = plan_flat(items, sizes), []
     for axis in axes(items[0].layout.ranks):
         shards = torch.zeros(plan.shard_bytes, dtype=torch.uint8)
         write_shards(shards, plan, items, wholes, axis.rank)
         full = Buffer(plan.full_bytes, CPU)
-        made.append(Rank(axis, shards, GatherBuffers(items, plan, shards, axis.size, full)))
+        made.append(Rank(axis, shards, GatherBuffers(items, plan, shards, full, fused=fused)))
         full.free()
     return made
 
@@ -110,11 +112,11 @@ def groups(draw: st.DrawFn) -> tuple[list[Item], TransferSizes]:
 
 
 @settings(max_examples=50)
-@given(groups())
-def test_every_rank_has_every_parameter(drawn: tuple[list[Item], TransferSizes]) -> None:
+@given(groups(), st.booleans())
+def test_every_rank_has_every_parameter(drawn: tuple[list[Item], TransferSizes], fused: bool) -> None:
     items, sizes = drawn
     wholes = numbered(items)
-    ranks = make_ranks(items, sizes, wholes)
+    ranks = make_ranks(items, sizes, wholes, fused=fused)
     gather(ranks)
     assert_gathered(ranks, wholes)
 
@@ -195,6 +197,18 @@ def test_one_rank_communicates_nothing() -> None:
     gather(ranks)
     assert ranks[0].axis.group is None
     assert_gathered(ranks, wholes)
+
+
+@pytest.mark.parametrize("columns", [8, 3], ids=["no gaps", "gaps"])
+def test_one_kernel_unpacks_what_lies_in_rank_order(columns: int) -> None:
+    """Whatever the alignment leaves between the pieces; a cut along another dimension goes by copies."""
+    items = [matrix(4, columns), matrix(3, columns), Item(matrix(2, 3).layout, torch.float32, torch.bfloat16)]
+    ranks = make_ranks(items, PACKED, numbered(items), fused=True)
+    assert all(rank.buffers.split is not None and not rank.buffers.copies[0] for rank in ranks)
+    gather(ranks)
+    assert_gathered(ranks, numbered(items))
+    others = make_ranks([*items, matrix(4, 4, dim=1)], PACKED, numbered([*items, matrix(4, 4)]), fused=True)
+    assert all(rank.buffers.split is None for rank in others)
 
 
 # ---- custom collectives and extras ----

@@ -49,6 +49,7 @@ class FSDPParamGroup:
         self.root = root
         self.lifecycle = Lifecycle()
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
+        self.of_unit = [self]  # the groups that are gathered and used with it
         self.in_root = False
         self.shared = False  # several calls drive it, because they tie its parameter
         self._users: set[object] = set()

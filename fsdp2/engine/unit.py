@@ -209,7 +209,8 @@ class FSDPState(ComposableState):
         for group in self.groups:
             following = self.root.forward_order.visit(group)  # noted in any case: others go by the whole order
             if not self.forward_prefetch and following is not None and following not in self.groups:
-                following.prefetch(Phase.FORWARD)
+                for other in following.of_unit:
+                    other.prefetch(Phase.FORWARD)
 
     def notice_added(self) -> None:
         """Take in parameters that somebody put on the modules since this was last asked."""
@@ -228,12 +229,13 @@ class FSDPState(ComposableState):
         root = self.root
         root.queue_end()
         root.creates_graph = torch.is_grad_enabled()
-        for group in self.groups:
-            if not group.pre_backward(not self.backward_prefetch):
-                continue
+        # All of this unit's gathers go ahead of those for later.
+        for group in [group for group in self.groups if group.pre_backward(not self.backward_prefetch)]:
             following = root.backward_order.visit(group)  # noted in any case, as the forward's is
-            if not self.backward_prefetch and following is not None and following.options.unshard_in_backward:
-                following.prefetch(Phase.BACKWARD)
+            if not self.backward_prefetch and following is not None and following not in self.groups:
+                for other in reversed(following.of_unit):
+                    if other.options.unshard_in_backward:
+                        other.prefetch(Phase.BACKWARD)
         for state in self.backward_prefetch:
             for group in reversed(state.groups):
                 group.prefetch(Phase.BACKWARD)
@@ -281,7 +283,7 @@ class FSDPState(ComposableState):
             state.root = self.root
             state.name = name
             for group in state.groups:
-                group.root = self.root
+                group.root, group.of_unit = self.root, [group] if group.shared else state.groups
         self._name_groups()
         if not self._explains:
             self._explains = True

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import fsdp2
 from fsdp2._trace import listening
 from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
+from tests.support.fake import fake_mesh
 from tests.support.models import mlp
 from tests.support.oracle import cpu_mesh
 from tests.support.pool import on_ranks
@@ -180,3 +182,27 @@ def test_the_event_of_a_stream_of_the_cpu(rank, world):
         optimizer.step()
         losses.append(loss.item())
     assert losses[1] < losses[0]
+
+
+@api.fsdp2_only
+def test_all_groups_of_the_next_unit_are_gathered_ahead():
+    """Only its first was, behind which the second was waited for; and in backward each group of a unit had a gather for
+    later between it and the next, on a communicator that takes one after the other."""
+    with fake_mesh(8) as mesh:
+        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        for unit in (*module, module):
+            whole = {unit.weight} if isinstance(unit, nn.Linear) else set()
+            fsdp2.fully_shard(unit, mesh=mesh, replicated_params=whole, reshard_after_forward=True)
+        seen: list[str] = []
+        for _ in range(2):
+            seen.clear()
+            with listening(lambda event, name: seen.append(f"{event} {name}")):
+                module(torch.ones(1, 8)).sum().backward()
+    gathers = [one for one in seen if one.split()[0] in ("unshard", "pre_forward", "pre_backward")]
+    for phase, order in (("pre_forward", (0, 1, 2, 3)), ("pre_backward", (3, 2, 1, 0))):
+        for unit, following in zip(order, order[1:]):
+            entered = [i for i, one in enumerate(gathers) if one == f"{phase} {unit}"]
+            ahead = [i for i, one in enumerate(gathers) if one == f"unshard {following}"]
+            ahead = [i for i in ahead if entered[0] < i]
+            left = gathers.index(f"{phase} {following}", entered[-1])
+            assert len(entered) == 2 and entered[-1] < ahead[0] < ahead[1] < left

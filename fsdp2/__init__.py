@@ -20,6 +20,7 @@ from fsdp2.policies import (
     ShardPlacementResult,
     UnshardHandle,
 )
+from fsdp2.ranks.process import set_rank_checks
 from fsdp2.weights.broadcast import broadcast_from_rank0
 from fsdp2.weights.export import iter_full_params
 from fsdp2.weights.load import load_safetensors
@@ -57,6 +58,7 @@ __all__ = [
     "plan_units",
     "register_fsdp_forward_method",
     "save_safetensors",
+    "set_rank_checks",
     "set_state_dict_type",
     "share_comm_ctx",
     "state_dict_type",

@@ -25,7 +25,6 @@ from fsdp2.build.grouping import PlacementFn, Unit
 from fsdp2.build.plan import describe
 from fsdp2.build.policy import Policy, choose_units
 from fsdp2.build.strategy import follow_strategy
-from fsdp2.comm.watch import attend
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, get_state
@@ -116,7 +115,6 @@ def fully_shard(
         ignored_modules=ignored_modules,
     )
     own = _check_arguments(modules, given)
-    attend()
     units = [] if policy is None else _plan(modules, policy, given, own)
     calls = [*units, (modules, own)]
     if units:

@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TABLE = ROOT / "runs" / "mutation.jsonl", ROOT / "tests" / "mutation.md"
 FOLDERS = ("autograd", "comm", "engine", "sharding")
-DIAGNOSTIC = ("watch", "agreement", "journal", "hints")
+DIAGNOSTIC = ("ranks", "hints")
 """Files that word what is wrong."""
 PLACES = 9
 """How many places of each rule are broken, spread evenly over all that there are."""

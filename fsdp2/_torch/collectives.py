@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-# What ranks tell each other beside their collectives goes through the store the process group was made with.
+# What ranks compare beside their collectives goes through the store the process group was made with.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 # Buffers from a process group's allocator or from symmetric memory; torch's own collectives for them serve as they are.
@@ -27,6 +27,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
 )
+
+# The one collective that belongs to no step (which incarnation of the job is this?) is not for users' modes to count.
+from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
 __all__ = [
     "TORCH_COMMS",
@@ -46,6 +49,7 @@ __all__ = [
     "group_all_reduce",
     "group_all_to_all",
     "group_reduce_scatter",
+    "outside_modes",
 ]
 
 

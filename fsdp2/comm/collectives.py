@@ -21,7 +21,7 @@ from fsdp2._torch.collectives import (
     group_reduce_scatter,
 )
 from fsdp2._torch.tensors import foreach_copy
-from fsdp2.comm.watch import HostWork
+from fsdp2.comm.host_work import HostWork
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 
@@ -119,12 +119,12 @@ def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bo
     return _works(work, axis, async_op)
 
 
-def _works(work: dist.Work | None, axis: Axis, async_op: bool) -> list[Work]:
+def _works(work: dist.Work | None, axis: Axis, async_op: bool, *, takes_limit: bool = True) -> list[Work]:
     """What is left to wait for; a synchronous call waits here where the backend did not."""
     if work is None:
         return []
     if async_op:
-        return [HostWork(work) if axis.backend == "gloo" else work]
+        return [HostWork(work, takes_limit=takes_limit) if axis.backend == "gloo" else work]
     work.wait()
     return []
 
@@ -178,7 +178,8 @@ def reduce_scatter(
     if custom is not None:
         work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
         return [] if work is None else [work]
-    return _works(group_reduce_scatter(axis.group, output, rows, _scatter_options(async_op, average)), axis, async_op)
+    work = group_reduce_scatter(axis.group, output, rows, _scatter_options(async_op, average))
+    return _works(work, axis, async_op, takes_limit=False)  # gloo's reduce-scatter waits on, whatever the limit
 
 
 def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:

@@ -36,7 +36,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.watch import HostWork
+from fsdp2.comm.host_work import HostWork
 
 __all__ = ["ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Retained", "simulated_streams"]
 

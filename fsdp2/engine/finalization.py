@@ -75,19 +75,19 @@ class Finalization:
         """Start what was left to do."""
         self._check(root)
         reduction = root.comm.finalizing = GradientReduction(root)
-        agreement = root.agreement
+        observer = root.observer
         with torch.no_grad(), span("finalize_backward", ""):
-            if agreement is not None:
-                agreement.begin(f"finalization ({root.reducing})", outermost=False)
-                agreement.take_part()
+            if observer is not None:
+                observer.begin(f"finalization ({root.reducing})", outermost=False)
+                observer.ending()
             for group in [group for state in reversed(root.all_states) for group in reversed(state.groups)]:
                 if group in self._deferred:
                     del self._deferred[group]
                     group.post_backward()
                 elif group.options.reshard_after_backward and not group.lifecycle.lent:
                     group.reshard()
-            if agreement is not None:
-                agreement.end()
+            if observer is not None:
+                observer.end()
         return reduction
 
     def _check(self, root: RootContext) -> None:

@@ -15,6 +15,7 @@ from fsdp2.engine import names
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.kept import Kept
 from fsdp2.engine.lifecycle import Lifecycle, Phase, Residency
+from fsdp2.engine.observer import Answer, Step
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, show
 from fsdp2.engine.reducer import GroupGradients
@@ -127,10 +128,12 @@ class FSDPParamGroup:
         else:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
         extras = store.extensions.encode(axis.size, lanes.gather) if store.extensions else []
-        agreement, droppable = self.root.agreement, self.acting_for is not None
-        sizes = tuple(map(torch.numel, extras))  # an extension may send another size on one rank
-        if agreement is not None and not agreement.about_to("gather", self, sizes, droppable=droppable):
-            return
+        observer = self.root.observer
+        if observer is not None:
+            # What an extension sends may differ in size between ranks.
+            step = Step("gather", self, tuple(map(torch.numel, extras)))
+            if observer.before(step, optional=self.acting_for is not None) is Answer.LATER:
+                return
         emit("unshard", self.name)
         with span("all_gather", self.name):
             self.gathering = start_gather(buffers, axis, lanes.gather, custom=custom, extras=extras)
@@ -163,7 +166,8 @@ class FSDPParamGroup:
 
     def prefetch(self, phase: Phase) -> None:
         """Start gathering for a ``phase`` that is still to come, unless the ranks gather something else before."""
-        if self.root.gathers_others_before(self):
+        observer = self.root.observer
+        if observer is not None and observer.postpones(Step("gather", self)):
             return
         self.acting_for = phase
         try:
@@ -188,7 +192,7 @@ class FSDPParamGroup:
         if kept.outdated:
             self.reshard()
         elif written := kept.written_here():
-            if self.root.agreement is not None and not self.root.agreement.compares:
+            if self.root.observer is not None and not self.root.observer.observes:
                 raise RuntimeError(
                     f"{written[0].name}: this rank wrote to its shard, perhaps alone, while {self.name or 'the root'} "
                     "was kept in memory; expected a write that all ranks see. Call reshard() on the module on every "

@@ -16,6 +16,7 @@ from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.reduce import ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.lifecycle import Phase
+from fsdp2.engine.observer import Step
 from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.packing import ChunkPlan, RowPlan, plan_chunks
 
@@ -258,8 +259,8 @@ class GroupGradients:
     def _launch(self, indices: tuple[int, ...], *, joins: bool = False) -> None:
         """Send these gradients; the chunk ``joins`` the one before if nothing was computed since that left."""
         group = self._group
-        if group.root.agreement is not None:
-            group.root.agreement.about_to("reduce", group, indices)
+        if group.root.observer is not None:
+            group.root.observer.before(Step("reduce", group, indices))
         params = [group.params[i] for i in indices]
         grads = []
         for param in params:

@@ -11,11 +11,11 @@ from fsdp2._torch.modes import dispatch_modes
 from fsdp2._trace import emit, refresh, span
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.streams import Lanes, Retained
-from fsdp2.engine.agreement import Agreement
 from fsdp2.engine.evaluation import Evaluation
 from fsdp2.engine.finalization import Finalization
 from fsdp2.engine.handles import GradientReduction
-from fsdp2.engine.lifecycle import Phase
+from fsdp2.engine.lifecycle import Phase, Residency
+from fsdp2.engine.observer import Observer, Step, make_observer
 from fsdp2.engine.order import BackwardOrder, ForwardOrder
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ class RootContext:
         # The running backward is differentiable: what it saves are views of full parameters, which a later one reads.
         self.creates_graph = False
         self.post_optim_event: torch.Event | None = None
-        self.agreement: Agreement | None = None  # of the ranks, where there are several
+        self.observer: Observer | None = None  # of the passes under this root
+        self._participated: dict[FSDPParamGroup, None] = {}  # that a step was taken with and that were not used
         self.evaluation: Evaluation | None = None  # since the last step that all ranks took
-        self._compared = True  # with what other ranks have, or there is nothing to compare yet
+        self._shown = True  # to the observer, or there is nothing to show yet
         self._end_queued = False
         self._partial_end_queued = False
 
@@ -89,16 +90,16 @@ class RootContext:
         """Whether a forward that starts now may be run by one replica while the others do something else."""
         return not torch.is_grad_enabled() and any(group.mesh.replicate.size > 1 for group in self.groups)
 
-    def compare(self, error: RuntimeError | None) -> None:
-        """Let the ranks see whether they have the same units, as soon as all of them come here.
+    def observe(self, error: RuntimeError | None) -> None:
+        """Show the units to an observer, as soon as all ranks come here.
 
         Raises:
-            RuntimeError: on every rank: parameters or options differ, or some rank comes with an ``error``.
+            RuntimeError: the observer refuses them, or passes ``error`` on.
         """
-        self._compared = False
+        self._shown = False
         if not self.runs_alone:
-            self.agreement = Agreement.open(self, error)
-            self._compared = True
+            self.observer = make_observer(self, error)
+            self._shown = True
 
     def goes_on_with(self, group: FSDPParamGroup) -> bool:
         """Whether the gather of ``group`` in flight is for a backward yet to come.
@@ -108,17 +109,29 @@ class RootContext:
         more = not self.finalization.active and not self.is_last_backward
         return more and group.gathering is not None and not group.options.reduce_unused
 
-    def gathers_others_before(self, group: FSDPParamGroup) -> bool:
-        """Whether a gather of ``group`` ahead of time would wait for another one, which nobody asked for yet."""
-        return self.agreement is not None and self.agreement.comes_later("gather", group)
+    def participate(self, step: Step) -> bool:
+        """Take a step with a group that only other ranks use; whether that is possible now."""
+        group = step.group
+        if group is None or not group.options.reduce_unused:
+            return False
+        if step.kind == "gather":
+            if group.lifecycle.residency in (Residency.GATHERING, Residency.UNSHARDED):
+                return False
+            self._participated[group] = None
+            group.unshard()
+        elif group.lifecycle.phase in (Phase.IDLE, Phase.REDUCED):
+            group.post_backward()
+        else:
+            return False
+        return True
 
     def forget_steps(self) -> None:
         """Somebody asked for another order of gathers: the ranks agree anew on what follows what.
 
         A prefetch that comes earlier than it did would be left for later otherwise, as one that other ranks may not do.
         """
-        if self.agreement is not None:
-            self.agreement.forget_steps()
+        if self.observer is not None:
+            self.observer.forget()
 
     def limit_reductions(self) -> None:
         """Let as many chunks be in flight as the group that asked for most; they share one window."""
@@ -143,8 +156,8 @@ class RootContext:
             )
         if self.forward_root is not None and self.forward_root is not state and not state.is_root:
             return False
-        if not self._compared:
-            self.compare(None)
+        if not self._shown:
+            self.observe(None)
         alone, broke_off = self.runs_alone, self.forward_root is not None
         self._leave_evaluation(alone=alone)
         for group in self.groups:
@@ -160,10 +173,10 @@ class RootContext:
         self._end_queued = self._partial_end_queued = False
         self.forward_order = self._order if self.evaluation is None else self.evaluation.order
         self.forward_order.begin()
-        if self.agreement is not None and alone:
-            self.agreement.step_aside()
-        elif self.agreement is not None:
-            self.agreement.begin("forward" if torch.is_grad_enabled() else "evaluation", outermost=True)
+        if self.observer is not None and alone:
+            self.observer.suspend()
+        elif self.observer is not None:
+            self.observer.begin("forward" if torch.is_grad_enabled() else "evaluation", outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather.wait(event or self.comm.lanes.compute.event())
         return True
@@ -177,11 +190,17 @@ class RootContext:
 
     def end_forward(self) -> None:
         """The outermost forward is over: gathers that nobody came to use are dropped."""
-        for group in self.agreement.end() if self.agreement is not None else ():
-            group.release()
+        self._end_observed(release=True)
         self.forward_root = None
         for group in self.groups:
             group.abandon_gather()
+
+    def _end_observed(self, *, release: bool) -> None:
+        if self.observer is not None:
+            self.observer.end()
+        for group in self._participated if release else ():
+            group.release()
+        self._participated.clear()
 
     def queue_end(self) -> None:
         """Have ``end_backward`` run when the running backward is done, once."""
@@ -189,9 +208,9 @@ class RootContext:
             self._end_queued, self.outer_modes = True, dispatch_modes()
             self._leave_evaluation(alone=False)
             self.finalization.begin_backward()
-            if self.agreement is not None:
+            if self.observer is not None:
                 more = "" if self.is_last_backward else ", more to come"
-                self.agreement.begin(f"backward ({self.reducing}{more})", outermost=False)
+                self.observer.begin(f"backward ({self.reducing}{more})", outermost=False)
             queue_end_of_backward(self.end_backward)
 
     def queue_partial_end(self) -> None:
@@ -215,15 +234,14 @@ class RootContext:
         self._end_queued = False
         deferred = self.finalization.active
         with span("root_post_backward", ""):
-            if self.agreement is not None:
-                self.agreement.take_part()
+            if self.observer is not None:
+                self.observer.ending()
             for state in self.all_states:
                 for group in reversed(state.groups):
                     done = group.lifecycle.phase is Phase.REDUCED and not group.gradients.left_over()
                     if not self.finalization.defer(group, done=done) and not done and not group.lifecycle.lent:
                         group.post_backward()
-            if self.agreement is not None:
-                self.agreement.end()
+            self._end_observed(release=False)
             for group in self.groups if deferred else ():
                 group.lifecycle.enter("defer_backward")
             if not deferred:
@@ -259,8 +277,9 @@ class RootContext:
         self.finalization.end()
         self.comm.reductions.abandon()
         self.comm.lanes.compute.leave_backward()
-        if self.agreement is not None:
-            self.agreement.abandon()
+        if self.observer is not None:
+            self.observer.abandon()
+        self._participated.clear()
         for group in self.groups:
             group.reset()
         for state in self.all_states:

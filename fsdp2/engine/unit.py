@@ -296,7 +296,7 @@ class FSDPState(ComposableState):
         except RuntimeError as reason:
             error = reason
         try:
-            self.root.compare(error)
+            self.root.observe(error)
             if error is not None:
                 raise error
         except RuntimeError:

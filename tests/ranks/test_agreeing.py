@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.comm.watch import Watch
+from fsdp2.ranks.board import Board
 from tests.support.pool import on_ranks
 
 X = torch.ones(2, 8)
@@ -63,13 +63,13 @@ def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], N
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8))
     for unit in (*model[:3], model):
         fsdp2.fully_shard(unit, reshard_after_forward=reshard)
-    asked, decide = [], Watch.decide
+    asked, meet = [], Board.meet
 
-    def counting(watch, *args):
+    def counting(board, *args):
         asked.append(args)
-        return decide(watch, *args)
+        return meet(board, *args)
 
-    Watch.decide = counting
+    Board.meet = counting
     try:
         counts = []
         for _ in range(6):
@@ -77,5 +77,5 @@ def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], N
             counts.append(len(asked))
             asked.clear()
     finally:
-        Watch.decide = decide
+        Board.meet = meet
     assert counts[0] > 0 and counts[3:] == [0, 0, 0], counts

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn.utils import prune
 
-from fsdp2.comm.watch import _watches
+from fsdp2.ranks.process import _monitors
 from tests.support import api
 from tests.support.cases import CASES
 from tests.support.models import mlp
@@ -252,12 +252,12 @@ def test_a_refused_first_forward_is_looked_at_again(rank, world):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"meta device.*1\.weight.*1\.bias") as held:
             module(torch.ones(1, 4))
-        assert not [watch.failure for watch in _watches() if watch.failure is not None]
+        assert not [monitor for monitor in _monitors() if monitor.board.failure is not None]
     module[1].to_empty(device="cpu")
     nn.init.ones_(module[1].weight), nn.init.zeros_(module[1].bias)
     module(torch.ones(1, 4)).sum().backward()
     state = module._get_fsdp_state()
-    assert state.is_root and (state.root.agreement is not None) == (world > 1)
+    assert state.is_root and (state.root.observer is not None) == (world > 1)
     assert held.value is not None
     del held
 

@@ -39,6 +39,7 @@ EXTRA_NAMES = {
     "padding_report",
     "plan_units",
     "save_safetensors",
+    "set_rank_checks",
     "set_state_dict_type",
     "state_dict_type",
     "summon_full_params",

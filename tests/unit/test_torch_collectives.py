@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.api import torch_since
 from tests.unit.meshes import gloo_mesh
@@ -116,3 +117,14 @@ def test_torchs_collectives_with_symmetric_memory_are_made_of_group_and_backend(
     for kind, interface in kinds.items():
         assert issubclass(kind, interface) and kind in _torch.TORCH_COMMS and not kind.__abstractmethods__
         assert list(inspect.signature(kind.__init__).parameters)[1:] == ["group", "backend"]
+
+
+@probes("outside_modes")
+def test_modes_do_not_see_what_is_outside_of_them() -> None:
+    with gloo_mesh() as mesh, CommDebugMode() as mode:
+        options = _torch.AllreduceOptions()
+        with _torch.outside_modes():
+            _torch.group_all_reduce(mesh.get_group(), [torch.ones(2)], options)
+        assert mode.get_total_counts() == 0
+        _torch.group_all_reduce(mesh.get_group(), [torch.ones(2)], options)
+        assert mode.get_total_counts() == 1

@@ -1,0 +1,121 @@
+"""Collectives that the host itself waits for (gloo), in slices, so that somebody can see what the wait is for."""
+
+from __future__ import annotations
+
+import queue
+from datetime import timedelta
+from threading import Lock, Thread
+from typing import Protocol
+
+import torch.distributed as dist
+
+__all__ = ["HostWork", "WaitObserver", "observe_waits"]
+
+_SLICE = timedelta(seconds=1)
+
+
+class WaitObserver(Protocol):
+    """Sees waits that take long or fail; each method may raise a better error than the collective's."""
+
+    def waiting(self) -> None:
+        """A slice is over, and the collective is not."""
+
+    def waited(self) -> None:
+        """A wait that took longer than a slice is over."""
+
+    def failed(self, error: RuntimeError) -> None:
+        """The collective failed."""
+
+
+class _Nobody:
+    def waiting(self) -> None: ...
+
+    def waited(self) -> None: ...
+
+    def failed(self, error: RuntimeError) -> None: ...
+
+
+_observer: WaitObserver = _Nobody()
+
+
+def observe_waits(observer: WaitObserver) -> None:
+    """Let ``observer`` see the waits of this process from now on."""
+    global _observer
+    _observer = observer
+
+
+class _WaitElsewhere:
+    """A collective that a thread waits for, so that this one can stop waiting."""
+
+    _waits: queue.SimpleQueue[_WaitElsewhere] = queue.SimpleQueue()
+    _thread: Thread | None = None
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+        self._done: Lock | None = None
+        self._error: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        return self._done is not None and not self._done.locked()
+
+    def wait(self, limit: timedelta) -> None:
+        if self._done is None:
+            self._done = Lock()
+            self._done.acquire()
+            self._waits.put(self)
+            if _WaitElsewhere._thread is None:
+                _WaitElsewhere._thread = Thread(target=self._work_off, name="fsdp2-wait", daemon=True)
+                _WaitElsewhere._thread.start()
+        if not self._done.acquire(timeout=limit.total_seconds()):
+            raise RuntimeError("not done yet")
+        self._done.release()
+        if self._error is not None:
+            raise self._error
+
+    @classmethod
+    def _work_off(cls) -> None:
+        while True:
+            cls._waits.get()._finish()
+
+    def _finish(self) -> None:
+        assert self._done is not None
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._done.release()
+
+
+class HostWork:
+    """A collective that the host itself waits for, but no longer than until it is known that it will never end."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: dist.Work, *, takes_limit: bool = True) -> None:
+        """``takes_limit``: whether the ``wait`` of ``work`` returns when the time it is given is over."""
+        self._work = work if takes_limit else _WaitElsewhere(work)
+
+    def wait(self) -> None:
+        """Return when the collective is done.
+
+        Raises:
+            RuntimeError: it failed, or the observer of waits raised.
+        """
+        slices = 0
+        try:
+            while True:
+                completed = self._work.is_completed()
+                try:
+                    self._work.wait(_SLICE)
+                    return
+                except RuntimeError as error:
+                    if completed:
+                        _observer.failed(error)
+                        raise
+                # The slice is over, or the collective failed or ended just now: then the next wait says which.
+                slices += 1
+                if not self._work.is_completed():
+                    _observer.waiting()
+        finally:
+            if slices:
+                _observer.waited()

@@ -1,0 +1,85 @@
+"""What the passes under a root show of themselves: each step before it is taken, to one observer, by default to none.
+
+A *pass* is a forward, a backward or a finalization under one root; its *steps* are the collectives it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from fsdp2.engine.group import FSDPParamGroup
+    from fsdp2.engine.root import RootContext
+
+__all__ = ["Answer", "Observer", "Step", "make_observer", "observe_with"]
+
+
+class Step(NamedTuple):
+    """One step of a pass: "gather" or "reduce", of which group, and which part of it."""
+
+    kind: str
+    group: FSDPParamGroup | None
+    part: tuple[int, ...] = ()
+
+
+class Answer(Enum):
+    """What becomes of a step: it is taken now, or left until it is needed."""
+
+    GO = 0
+    LATER = 1
+
+
+class Observer(Protocol):
+    """Sees every pass under one root. Each method may raise, and then the pass does not go on."""
+
+    def begin(self, kind: str, *, outermost: bool) -> None:
+        """A pass starts; an ``outermost`` one ends whatever was aborted before it, another may lie inside what runs."""
+
+    def before(self, step: Step, *, optional: bool = False) -> Answer:
+        """``step`` is about to be taken; only an ``optional`` one, a prefetch, can be answered by LATER.
+
+        Steps that the root has to take first go to its ``participate``.
+        """
+
+    def postpones(self, step: Step) -> bool:
+        """Whether an optional ``step`` would be answered by LATER; changes nothing."""
+
+    def ending(self) -> None:
+        """A backward has nothing left to do but what nobody's gradients started."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether a pass is observed now: between passes, and in one that is suspended, none is."""
+
+    def end(self) -> None:
+        """The pass is over."""
+
+    def suspend(self) -> None:
+        """What comes now is not observed."""
+
+    def abandon(self) -> None:
+        """The pass was aborted, on this rank at least (recovery)."""
+
+    def forget(self) -> None:
+        """The same passes will take other steps from now on, on every rank."""
+
+
+MakeObserver = Callable[["RootContext", "RuntimeError | None"], "Observer | None"]
+_make: MakeObserver | None = None
+
+
+def observe_with(make: MakeObserver) -> None:
+    """Let ``make`` return the observer of each root from now on, or None."""
+    global _make
+    _make = make
+
+
+def make_observer(root: RootContext, error: RuntimeError | None) -> Observer | None:
+    """The observer of ``root``, whose first forward starts, or fails with ``error``.
+
+    Raises:
+        RuntimeError: the observer refuses what it was shown, or passes ``error`` on.
+    """
+    return None if _make is None else _make(root, error)

@@ -1,0 +1,301 @@
+"""The ranks under one root agree on what they communicate, before a collective that not all of them start can hang.
+
+A pass like a known one costs a comparison per step and no word. A rank that is about to leave the known way meets the
+others first; so either all ranks do what they know of each other, or the one that does not asks before its collective
+starts. From the second step of this kind on a pass is *open*: it goes on without asking, and its steps are compared
+when it ends, before anybody uses the gradients. Where the host waits for collectives and open passes part, the wait
+itself finds out (``ranks/board.py``).
+
+Units with ``set_reduce_scatter_unused_params`` are the exception: other ranks take part in them without using them, so
+where they are, each step off the known way is chosen by all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fsdp2.engine.observer import Answer, Step
+from fsdp2.ranks.board import Board
+from fsdp2.ranks.steps import END, StepLog
+
+if TYPE_CHECKING:
+    from fsdp2.engine.group import FSDPParamGroup
+    from fsdp2.engine.root import RootContext
+
+__all__ = ["RankMonitor"]
+
+_DEVIATIONS = 1  # that a pass asks about before it is open
+_REMEDY = (
+    "every rank must run the same units in the same order; give each rank some input for the unit, or call "
+    "set_reduce_scatter_unused_params(True) on the root for units that some ranks skip"
+)
+_Job = Callable[[], None]
+
+
+class RankMonitor:
+    """The observer of one root on one rank, and what other ranks see of it.
+
+    ``run`` runs what waits for other ranks: at once, or in the background where the host must not wait.
+    """
+
+    def __init__(self, board: Board, root: RootContext, run: Callable[[_Job], None]) -> None:
+        self.board = board
+        self.log = StepLog()
+        self._root = root
+        self._run = run
+        self._nested = 0
+        self._participating = False
+        self._places: dict[Any, int] = {}  # of the groups in the last forward
+        if not self._electing:
+            self.log.first_kind = "forward"
+
+    @property
+    def _electing(self) -> bool:
+        """Whether ranks may skip units that others use, so that they have to choose."""
+        return any(group.options.reduce_unused for group in self._root.groups)
+
+    # ---- passes ----
+
+    def begin(self, kind: str, *, outermost: bool) -> None:
+        """A pass starts; where the ranks do not all know that, they meet."""
+        self.board.check()
+        log = self.log
+        if log.kind and not outermost:
+            self._nested += 1
+            return
+        if log.kind:
+            self.abandon()
+        if log.follows(kind):
+            log.begin(kind, self._guess(kind))
+            return
+        log.begin(kind, self._guess(kind))
+        self._meet()
+
+    def _guess(self, kind: str) -> list[Step] | None:
+        """What the first pass of a kind probably does: it gathers one group after the other in the model's order."""
+        if kind not in ("forward", "evaluation") or self.log.knows(kind) or self._electing:
+            return None
+        return [*(Step("gather", group) for group in self._root.groups), END]
+
+    def end(self) -> None:
+        """The pass is over; if it was open, the ranks compare it."""
+        log = self.log
+        if self._nested:
+            self._nested -= 1
+        elif log.kind:
+            self.before(END)
+            if log.open and not self._electing:
+                self._meet()
+            if log.kind == "forward":
+                self._places = {step.group: i for i, step in enumerate(log.steps)}
+            log.end()
+
+    @property
+    def observes(self) -> bool:
+        """Whether steps are compared now: between passes, and in a pass of one replica alone, they are not."""
+        return bool(self.log.kind)
+
+    def ending(self) -> None:
+        """Take the steps that the others are expected to take before this pass ends, as far as this rank can."""
+        while self.log.expected not in (None, END) and self._participate(self.log.expected):
+            pass
+
+    def suspend(self) -> None:
+        """What comes now is not compared; a pass that was aborted before it is over."""
+        if self.log.kind:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """The pass was aborted (recovery)."""
+        self.log.abandon()
+        self._nested = 0
+
+    def forget(self) -> None:
+        """Agree anew on the steps of the next pass of each kind."""
+        self.log.forget()
+
+    # ---- steps ----
+
+    def before(self, step: Step, *, optional: bool = False) -> Answer:
+        """Whether to take ``step`` now; an ``optional`` one that others come to later is left until then.
+
+        Raises:
+            RuntimeError: on every rank: they do not all come to this step, and cannot.
+        """
+        log = self.log
+        if log.follow(step) or not log.kind:  # between passes nothing is compared
+            return Answer.GO
+        while (expected := log.expected) != step:
+            if expected is not None:
+                if self._participate(expected):
+                    continue
+                if optional and (log.decided is not None or log.expects_later(step)):
+                    return Answer.LATER
+                if log.decided is not None:
+                    texts = {self.board.ranks[0]: self._text(log.kind, expected), -1: self._text(log.kind, step)}
+                    self.board.fail(self.refuse(texts), log.epoch)
+            if self._electing:
+                log.decide(self._choose(step))
+            elif log.open:
+                break
+            else:
+                self._deviate(step)
+                return Answer.GO
+        log.take(step)
+        return Answer.GO
+
+    def postpones(self, step: Step) -> bool:
+        """Whether an optional ``step`` would be left for later, as one that others come to after something else."""
+        expected = self.log.expected
+        if expected is None or expected == step or (expected.group and expected.group.options.reduce_unused):
+            return False
+        return self.log.expects_later(step)
+
+    def _participate(self, step: Step) -> bool:
+        """Take a step that the others take with a unit this rank does not use; whether it could."""
+        if self._participating or step.group is None:
+            return False
+        self._participating = True
+        try:
+            return self._root.participate(step)
+        finally:
+            self._participating = False
+
+    def _deviate(self, step: Step) -> None:
+        """Leave the known way with ``step``, as all ranks do."""
+        log = self.log
+        rest = [one for one in (log.expected, *log.rest) if one is not None and one.group is not step.group]
+        if step.part:  # what an extension sends is known once it ran; units that are alike send alike
+            rest = [Step(one.kind, one.group, step.part) if _alike(one.group, step.group) else one for one in rest]
+        self._meet(step)
+        log.deviate(step, rest if log.guessed and log.deviations < _DEVIATIONS else None)
+
+    def _meet(self, step: Step | None = None) -> None:
+        """All ranks are here, and took the same steps in this pass, and want ``step``; or all of them raise."""
+        log, board = self.log, self.board
+        epoch, stand = log.epoch, _Stand(self, step)
+
+        def meet() -> None:
+            if board.meet(epoch, str(stand.steps), stand) is None:
+                board.settle(stand)
+
+        meet() if self._electing else self._run(meet)
+        log.met()
+
+    def _choose(self, step: Step) -> Step:
+        """What all ranks do next, each of which wants some ``step``."""
+        log, groups = self.log, self._root.groups
+        stand = _Stand(self, step, compares=False)
+        want: dict[str, Any] = {"step": [step.kind, None, []]}
+        if step.group is not None:
+            number = groups.index(step.group)
+            # Where ranks wait for each other's units, a forward goes on with the first of them and a backward with
+            # the one that was last in forward.
+            order = -self._places.get(step.group, number) if log.kind.startswith("backward") else number
+            want = {"step": [step.kind, number, list(step.part)], "order": order}
+            want["optional"] = step.group.options.reduce_unused
+        chosen = self.board.choose(log.epoch, json.dumps(want), stand, _choose)
+        if chosen is None:
+            stand.compares = True
+            self.board.settle(stand)
+        log.met()
+        kind, number, part = chosen
+        return Step(kind, None if number is None else groups[number], tuple(part))
+
+    # ---- what other ranks see ----
+
+    def position(self) -> tuple[int, int]:
+        """Where this rank stands."""
+        return self.log.position
+
+    def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
+        """A number for the kind of the pass at a position and for each of its steps."""
+        found = self.log.find(epoch, number)
+        return None if found is None else self._digests(*found)
+
+    def _digests(self, kind: str, steps: list[Step]) -> list[int]:
+        groups = {group: i for i, group in enumerate(self._root.groups)}
+        numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in steps]
+        return [zlib.crc32(repr(one).encode()) for one in (kind, *numbers)]
+
+    def text(self, epoch: int, number: int, index: int) -> str:
+        """One of these in words; empty if this rank has not come to it."""
+        kind, steps = self.log.find(epoch, number) or ("", [])
+        if not index:
+            return kind
+        return self._text(kind, steps[index - 1]) if index <= len(steps) else ""
+
+    def _text(self, kind: str, step: Step) -> str:
+        group = step.group
+        if group is None:
+            return f"the end of {kind}"
+        text = f"{step.kind} {group.name or 'the root'!r} in {kind}"
+        if step.kind == "reduce":
+            names = ", ".join(group.params[i].name for i in step.part[:3])
+            return f"{text} ({names}{', ...' if len(step.part) > 3 else ''})"
+        if group.rewritten:
+            return f"{text} anew ({group.rewritten}: its shard was written on this rank; write on all, or none)"
+        return f"{text} ({group.store.extensions.describe(step.part)})" if step.part else text
+
+    def refuse(self, texts: dict[int, str]) -> str:
+        """The error where ranks parted."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in texts.items():
+            by_text.setdefault(text, []).append(rank)
+        parts = [
+            f"{'this rank' if ranks == [-1] else 'rank ' + ', '.join(map(str, ranks))}: {text}"
+            for text, ranks in by_text.items()
+        ]
+        return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}"
+
+
+class _Stand:
+    """Where one rank stood when it came to a meeting, and which step it wants; the host may have gone on since."""
+
+    def __init__(self, monitor: RankMonitor, step: Step | None, *, compares: bool = True) -> None:
+        log = monitor.log
+        self._monitor = monitor
+        self._at = log.position
+        self._kind, self._taken = log.kind, list(log.steps)
+        self._wanted = [] if step is None else [step]
+        self.compares = compares  # with what others want; else only with what they did
+        self.steps = monitor._digests(self._kind, [*self._taken, *self._wanted])
+
+    def position(self) -> tuple[int, int]:
+        """Where the rank stands."""
+        return self._at
+
+    def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
+        """Those of the monitor, with the wanted step."""
+        if (epoch, number) != self._at:
+            return self._monitor.digests(epoch, number)
+        return self.steps if shown or self.compares else self.steps[: len(self._taken) + 1]
+
+    def text(self, epoch: int, number: int, index: int) -> str:
+        """The same in words."""
+        if (epoch, number) == self._at and index == len(self._taken) + 1 and self._wanted:
+            return self._monitor._text(self._kind, self._wanted[0])
+        return self._monitor.text(epoch, number, index)
+
+    def refuse(self, texts: dict[int, str]) -> str:
+        """The error where ranks parted."""
+        return self._monitor.refuse(texts)
+
+
+def _alike(one: FSDPParamGroup | None, other: FSDPParamGroup | None) -> bool:
+    """Whether two groups hold parameters of the same shapes and dtypes, and have extensions."""
+    if one is None or other is None or not one.store.extensions:
+        return False
+    signatures = [[(param.spec.layout.shape, param.dtype) for param in group.params] for group in (one, other)]
+    return signatures[0] == signatures[1]
+
+
+def _choose(wants: dict[int, Any]) -> Any:
+    """The one of the ranks' ``wants`` that all of them can do; None if there is none."""
+    if len(wants) == 1:
+        return next(iter(wants.values()))["step"]
+    optional = [want for want in wants.values() if want.get("optional")]
+    return min(optional, key=lambda want: want["order"])["step"] if optional else None

@@ -1,0 +1,198 @@
+"""This process among those of its process group: where its ranks write to each other, and what ends with it."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import queue
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from threading import Thread
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fsdp2._torch.collectives import default_store, outside_modes
+from fsdp2.comm.collectives import all_reduce_max
+from fsdp2.comm.host_work import observe_waits
+from fsdp2.engine.observer import observe_with
+from fsdp2.ranks.board import Board
+from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.ranks.start import compare
+from fsdp2.sharding.mesh import DataParallelMesh
+
+if TYPE_CHECKING:
+    from fsdp2.engine.root import RootContext
+
+__all__ = ["monitor_ranks", "set_rank_checks"]
+
+logger = logging.getLogger("fsdp2")
+
+_LOOK_SECONDS = 2.0  # how often a rank whose host never waits looks whether others have parted from it
+_enabled = True
+
+
+def set_rank_checks(enabled: bool) -> None:
+    """Whether ranks compare what they do (by default); call it alike on all ranks, before the first forward.
+
+    It costs three operations of the process group's store per rank where a model runs first and where all ranks leave
+    the ways they know, and nothing in an iteration that is repeated (one look in two seconds where the host does not
+    wait for collectives, as with NCCL). Without it a rank that skips a unit makes the others wait until the process
+    group's timeout or gives them its neighbour's data, models that differ are not noticed, and
+    ``set_reduce_scatter_unused_params`` does not let ranks take part in units that they skip.
+    """
+    global _enabled
+    _enabled = enabled
+
+
+class _Process:
+    """What one default process group has to do with ranks that compare themselves."""
+
+    def __init__(self, world: dist.ProcessGroup, store: dist.Store) -> None:
+        self._pid, self.rank = os.getpid(), dist.get_rank()
+        self._world = weakref.ref(world)
+        self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in the stubs
+        self._store = store.clone()  # type: ignore[attr-defined]  # waits block a connection, so they have their own
+        self._incarnations: dict[tuple[int, ...], str] = {}
+        self._roots: Counter[tuple[int, ...]] = Counter()
+        self.monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: Thread | None = None
+        atexit.register(self.leave)
+
+    def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> Board:
+        """A board for the next root on ``ranks``, in the same order on all of them.
+
+        Its keys belong to one incarnation of the job: torchrun keeps its store when it restarts the processes.
+        """
+        if ranks not in self._incarnations:
+            # Only what the process group itself carries is sure not to be left by an earlier one.
+            number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=mesh.device)
+            try:
+                with outside_modes():
+                    for axis in (mesh.shard, mesh.replicate):
+                        all_reduce_max(number, axis)
+            except RuntimeError as error:
+                text = "the first collective failed: a rank ended before it came to the first forward"
+                raise RuntimeError(f"{text}; its output may say why ({error})") from error
+            self._incarnations[ranks] = f"fsdp2/{int(number):x}"
+        self._roots[ranks] += 1
+        store = dist.PrefixStore(f"{self._incarnations[ranks]}/{self._roots[ranks]}", self._store)
+        return Board(store, self.rank, ranks, self._patience)
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run ``job``, which waits for other ranks, in the background."""
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name="fsdp2-ranks", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        for turn in itertools.count():
+            if self._world() is None:
+                return
+            try:
+                self._next(turn)
+            except RuntimeError as error:  # the main thread raises it when it comes to the next pass, if it does
+                logger.error("rank %d: %s", self.rank, error)
+
+    def _next(self, turn: int) -> None:
+        try:
+            job = self._jobs.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            monitors = [monitor for monitor in self.monitors if monitor.board.failure is None]
+            if monitors:
+                monitor = monitors[turn % len(monitors)]
+                monitor.board.look(monitor, shows=False)
+        else:
+            job()
+
+    def leave(self) -> None:
+        """Let ranks that wait for this process know that it ended, and with which exception if there is one."""
+        if os.getpid() != self._pid:  # a fork of the process
+            return
+        error = getattr(sys, "last_value", None)
+        text = f"rank {self.rank} ended{'' if error is None else f' with {type(error).__name__}: {error}'}"
+        for monitor in self.monitors:
+            if monitor.board.failure is None:
+                try:
+                    monitor.board.end(text)
+                except RuntimeError:
+                    return  # whoever hosts the store ended first
+
+
+_processes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Process] = weakref.WeakKeyDictionary()
+
+
+def _this_process() -> _Process | None:
+    """This process in the default process group; None where there is nobody to compare with."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or dist.get_world_size() == 1:
+        return None
+    backend = dist.get_backend_config(world)
+    if "fake" in backend or "threaded" in backend:
+        return None
+    if world not in _processes:
+        for process in _processes.values():  # of a process group that is gone
+            atexit.unregister(process.leave)
+        _processes[world] = _Process(world, default_store())
+    return _processes[world]
+
+
+def monitor_ranks(root: RootContext, error: RuntimeError | None) -> RankMonitor | None:
+    """The monitor of the ranks under ``root``, once they have the same units; None where there is one process.
+
+    Raises:
+        RuntimeError: on every rank: parameters or options differ, or some rank comes with an ``error``.
+    """
+    process, groups = _this_process() if _enabled else None, root.groups
+    mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.mesh.size(), default=None)
+    if process is None or mesh is None or mesh.mesh.size() == 1:
+        return None
+    ranks = tuple(mesh.mesh.mesh.flatten().tolist())
+    # What lies on a smaller mesh (experts) is another thing elsewhere, in number, shape and values.
+    shared = [group for group in groups if set(group.mesh.mesh.mesh.flatten().tolist()) == set(ranks)]
+    board = process.board(ranks, mesh)
+    met = compare(board, shared, error)
+    monitor = RankMonitor(board, root, _now if mesh.first.backend == "gloo" else process.run)
+    monitor.log.epoch = met
+    process.monitors.add(monitor)
+    return monitor
+
+
+def _now(job: Callable[[], None]) -> None:
+    job()
+
+
+class _Waits:
+    """Compares ranks while the host waits for a collective."""
+
+    def waiting(self) -> None:
+        for monitor in _monitors():
+            monitor.board.look(monitor, shows=True)
+
+    def waited(self) -> None:
+        for monitor in _monitors():
+            monitor.board.leave()
+
+    def failed(self, error: RuntimeError) -> None:
+        for monitor in _monitors():
+            try:
+                monitor.board.explain(monitor)
+            except RuntimeError as reason:
+                raise reason from error
+
+
+def _monitors() -> list[RankMonitor]:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    process = None if world is None else _processes.get(world)
+    return [] if process is None else list(process.monitors)
+
+
+observe_with(monitor_ranks)
+observe_waits(_Waits())

@@ -1,4 +1,4 @@
-"""Hints for shards that were computed with: torch's error says that tensors were mixed, not which and what to do.
+"""Hints for shards that were computed with or written: torch's error does not say which and what to do.
 
 DTensor raises it before any Python code of ours could run, so it is explained afterwards: when it leaves the forward of
 a root, and in the log when the process ends with it.
@@ -28,6 +28,12 @@ _REMEDY = (
     "use it inside `with fsdp2.use_weights(module):`, where module is the one that has the parameter, or call that "
     "module instead"
 )
+_STORAGE = "access the data pointer on an invalid python storage"
+_WRITTEN = (
+    "DTensors have no memory of their own to be written to a file: got a state dict of shards, expected whole tensors; "
+    "on every rank, save inside `with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, or call "
+    "fsdp2.save_safetensors"
+)
 _SHOWN = 8
 _registered = False
 
@@ -36,10 +42,13 @@ Shards = Callable[[], dict[FSDPParam, str]]
 
 
 def _hint(error: BaseException | None, shards: Shards) -> str | None:
-    """Which parameters ``error`` is about and what to do; None if it is not about shards that were computed with."""
+    """What ``error`` is about and what to do; None if it is not about shards that were computed with or written."""
     if not isinstance(error, RuntimeError) or error.__traceback__ is None:
         return None
-    if not error.args or not isinstance(error.args[0], str) or _TEXT not in error.args[0]:
+    text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
+    if _STORAGE in text and shards():
+        return _WRITTEN
+    if _TEXT not in text:
         return None
     place = error.__traceback__
     while place.tb_next is not None:

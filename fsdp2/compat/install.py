@@ -20,7 +20,7 @@ from fsdp2._torch.fsdp import torch_group_module
 from fsdp2.comm import gather, reduce
 from fsdp2.comm.gather import GatherBuffers
 from fsdp2.comm.reduce import ReducePlan
-from fsdp2.comm.streams import Lane, Lanes
+from fsdp2.comm.streams import Lane, Retained
 from fsdp2.engine import group as param_group
 from fsdp2.engine import reducer as gradients
 from fsdp2.engine.group import FSDPParamGroup
@@ -207,9 +207,11 @@ def _gather_as_torch(buffers: GatherBuffers, axis: Axis, lane: Lane, **options: 
     return call, axis.group, lane.async_op, lane, lane, buffers.full.bytes.device, options.get("custom")
 
 
-def _reduce_as_torch(grads: list[Any], rows: RowPlan, plan: ReducePlan, lanes: Lanes, *rest: Any) -> tuple[Any, ...]:
+def _reduce_as_torch(
+    grads: list[Any], rows: RowPlan, plan: ReducePlan, reductions: Retained, *rest: Any
+) -> tuple[Any, ...]:
     """Arguments of torch's ``foreach_reduce`` that stand for these of ours; the gradients are taken from them again."""
-    call = _Call(lambda ours, args: ours(args[1], rows, plan, lanes, *rest))
+    call, lanes = _Call(lambda ours, args: ours(args[1], rows, plan, reductions, *rest)), reductions.lanes
     shard = (plan.shard.group, lanes.reduce, plan.custom, plan.out_dtype, plan.reduce_dtype, grads[0].device, None)
     return call, grads, *shard, plan.replicate.group, lanes.replicate, True, None, plan.hook, False
 
@@ -256,28 +258,36 @@ class _AdoptingLoader(importlib.abc.Loader):
 _installed: Installation | None = None
 
 
-def install() -> Installation:
+def install(*, rebind: bool = False) -> Installation:
     """Make ``torch.distributed.fsdp.fully_shard`` (and ``torch.distributed._composable.fsdp``'s) ours.
 
     Call it before importing libraries that use torch's: one that imported the old function before keeps it, which is
-    warned about. ``isinstance`` with torch's ``FSDPModule`` and its policy classes holds without it.
+    warned about. ``isinstance`` with torch's ``FSDPModule`` and its policy classes holds without it. ``python -m fsdp2
+    script.py`` calls it before a program that you do not want to edit.
+
+    Args:
+        rebind: Replace torch's functions in the modules that imported them before, too. What they copied elsewhere
+            (into a dictionary, or as a default argument) stays torch's.
 
     Returns:
-        What was replaced, by name; usable as a context manager. Installing twice changes nothing.
+        What was replaced, by name; usable as a context manager. Installing twice changes nothing more.
     """
     global _installed
-    if _installed is not None:
-        return _installed
-    _installed = Installation()
-    _installed.start()
-    early = sorted(set(_early_importers()))
-    if early:
+    if _installed is None:
+        _installed = Installation()
+        _installed.start()
+        logger.info("%s", _installed)
+    early = list(_early_importers())
+    if rebind:
+        for module, name in early:
+            _installed.set(module, name, _OURS[name])
+    elif early:
+        names = ", ".join(sorted(f"{module.__name__}.{name}" for module, name in early))
         warnings.warn(
-            f"fsdp2.compat.install(): {', '.join(early)} imported torch's own before and will go on using it; call "
-            "fsdp2.compat.install() before importing them",
+            f"fsdp2.install(): {names} imported torch's own before and will go on using it; call "
+            "fsdp2.install() before importing them, or install(rebind=True)",
             stacklevel=2,
         )
-    logger.info("%s", _installed)
     return _installed
 
 
@@ -289,11 +299,11 @@ def uninstall() -> None:
         _installed = None
 
 
-def _early_importers() -> Iterator[str]:
-    """Names in modules outside torch and fsdp2 that hold torch's functions."""
+def _early_importers() -> Iterator[tuple[ModuleType, str]]:
+    """Modules outside torch and fsdp2 that hold one of torch's functions under its own name, and which."""
     for name, module in list(sys.modules.items()):
         if module is None or name.split(".")[0] in ("torch", "fsdp2"):
             continue
         for attribute, theirs in _THEIRS.items():
             if getattr(module, "__dict__", {}).get(attribute) is theirs:
-                yield f"{name}.{attribute}"
+                yield module, attribute

@@ -78,6 +78,24 @@ def test_early_importers_are_named(rank, world):
 
 
 @api.fsdp2_only
+def test_early_importers_are_rebound():
+    """An install that comes late replaces the function in modules that imported it, and gives it back."""
+    early = ModuleType("an_early_library")
+    early.fully_shard = torchs = importlib.import_module(PLACES[0]).fully_shard
+    sys.modules[early.__name__] = early
+    try:
+        with pytest.warns(UserWarning, match=r"install\(rebind=True\)"):
+            installation = fsdp2.install()
+        assert early.fully_shard is torchs
+        assert fsdp2.install(rebind=True) is installation
+        assert early.fully_shard is fsdp2.fully_shard and "an_early_library.fully_shard" in installation.replaced
+        fsdp2.uninstall()
+        assert early.fully_shard is torchs
+    finally:
+        del sys.modules[early.__name__]
+
+
+@api.fsdp2_only
 @on_ranks(2)
 def test_mixing_is_refused(rank, world):
     """One module tree is managed by one of the two, whichever comes first; ``replicate`` refuses ours."""

@@ -1,0 +1,68 @@
+"""``python -m fsdp2 script.py args``: run a program that uses torch's ``fully_shard`` with fsdp2's, without an edit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+
+from fsdp2.compat.install import install
+
+__all__ = ["main"]
+
+_USAGE = """\
+python -m fsdp2 script.py [argument ...]
+       python -m fsdp2 -m module [argument ...]"""
+_DESCRIPTION = """\
+Run a Python program in which torch.distributed.fsdp.fully_shard is fsdp2's, as if it had called
+fsdp2.install() before anything else. The program itself is not changed: accelerate, TRL, torchtitan and the like find
+fsdp2 where they look for torch's."""
+_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 8 -m fsdp2 train.py --steps 100
+  torchrun --nproc-per-node 8 -m fsdp2 -m torchtitan.train --job.config_file debug.toml
+  accelerate launch --use_fsdp --fsdp_version 2 -m fsdp2 train.py
+
+Processes that the program starts by itself (torch.multiprocessing) do not inherit this: they call fsdp2.install()."""
+
+# Each takes the arguments behind its name and returns the exit status.
+_SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what ``arguments`` ask for; the exit status."""
+    parser = argparse.ArgumentParser(
+        "python -m fsdp2",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as for python -m")
+    parser.add_argument("program", metavar="PROGRAM", help="a script, a folder with a __main__.py, or a module")
+    parser.add_argument("rest", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the program is called with")
+    given = parser.parse_args(arguments)
+    if not given.module and given.program in _SUBCOMMANDS:
+        return _SUBCOMMANDS[given.program](given.rest)
+    if not given.module and not os.path.exists(given.program):
+        parser.error(f"can't open file {given.program!r}: no such file; -m runs a module")
+    _run(given.program, given.rest, module=given.module)
+    return 0
+
+
+def _run(program: str, arguments: Sequence[str], *, module: bool) -> None:
+    """Become ``program``: what it finds in ``sys`` is what it would find without us."""
+    install(rebind=True)
+    sys.argv[:] = [program, *arguments]
+    if module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        # As Python does: the script's folder comes in place of the current one, which ``-m fsdp2`` put there.
+        sys.path[0] = os.path.dirname(os.path.abspath(program))
+        runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

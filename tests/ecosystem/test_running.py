@@ -1,0 +1,72 @@
+"""``python -m fsdp2``: programs that import torch's ``fully_shard`` run with fsdp2's, unedited."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp2.__main__ import main
+from tests.support import ROOT, api
+from tests.support.processes import loopback
+
+pytestmark = api.fsdp2_only
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import helper
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+if __name__ == "__main__":
+    model = fully_shard(nn.Linear(2, 2))
+    path = Path(__file__)
+    print(type(model).__mro__[1].__module__, isinstance(model, FSDPModule), path.name, helper.HERE, *sys.argv[1:])
+    path.with_name(f"done{model.weight.device_mesh.get_rank()}").touch()
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a program and a module that it imports from beside it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "helper.py").write_text("HERE = 'helped'")
+    return tmp_path
+
+
+def run(folder: Path, *command: str, where: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": where, "GLOO_SOCKET_IFNAME": loopback(), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # without torchrun
+    full = [sys.executable, "-m", *command]
+    return subprocess.run(full, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_script_under_torchrun(folder):
+    """Each rank's process is the script: its name, arguments, folder and exit status."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fsdp2")
+    done = run(folder, *torchrun, str(folder / "program.py"), "0", "--help", "-m", where=str(ROOT))
+    assert "fsdp2.module True program.py helped 0 --help -m" in done.stdout, done.stdout + done.stderr
+    assert all((folder / f"done{rank}").exists() for rank in (0, 1))
+
+
+def test_a_module(folder):
+    """A module, which is found as ``python -m`` finds it, and what it exits with."""
+    done = run(folder, "fsdp2", "-m", "program", "3", "-m", where=f"{ROOT}{os.pathsep}{folder}")
+    assert done.stdout.split() == ["fsdp2.module", "True", "program.py", "helped", "3", "-m"], done.stderr
+    assert done.returncode == 3
+
+
+def test_help_and_what_does_not_exist(capsys):
+    """The help says what it is for and how it is called; a file that is not there is named."""
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0 and "torchrun --nproc-per-node 8 -m fsdp2 train.py" in text
+    with pytest.raises(SystemExit) as left:
+        main(["no/such/file.py"])
+    assert left.value.code == 2 and "'no/such/file.py': no such file" in capsys.readouterr().err

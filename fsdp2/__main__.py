@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from fsdp2.compat.install import install
+import fsdp2
 
 __all__ = ["main"]
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(program: str, arguments: Sequence[str], *, module: bool) -> None:
     """Become ``program``: what it finds in ``sys`` is what it would find without us."""
-    install(rebind=True)
+    fsdp2.install(rebind=True)
     sys.argv[:] = [program, *arguments]
     if module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -28,6 +28,7 @@ from fsdp2.build.strategy import follow_strategy
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, get_state
+from fsdp2.fsdp1 import FSDP1Methods, names_remedies
 from fsdp2.module import FSDPModule
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, PolicyOf, policy_by_name
 from fsdp2.sharding.mesh import DataParallelMesh
@@ -41,6 +42,7 @@ logger = logging.getLogger("fsdp2")
 _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
+@names_remedies
 def fully_shard(
     module: Any,
     *,
@@ -295,7 +297,7 @@ class _Registry(dict):
         if frame is search or frame is None or str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
             raise ValueError(
                 "torch.distributed.fsdp.fully_shard: a module below is managed by fsdp2.fully_shard; one module tree "
-                "cannot mix them. Use fsdp2.fully_shard for the whole tree, or call fsdp2.compat.install() first"
+                "cannot mix them. Use fsdp2.fully_shard for the whole tree, or call fsdp2.install() first"
             )
         assert search is not None
         return search.f_locals["module"] not in search.f_locals["root_modules_set"]
@@ -338,7 +340,7 @@ def _fsdp_class(cls: type) -> type:
         own: dict[str, Any] = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
         if not hasattr(cls, "__copy__"):
             own["__copy__"] = copy_module
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls, FSDP1Methods), own)
         _classes[cls] = weakref.ref(made)
     return made
 

@@ -127,9 +127,9 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse) if not reshard_after_backward else ():
             state.unshard_before_backward()
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Whether backward needs this module's full parameters at all (an embedding's does not)."""
-        self._set(False, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward))
+        self._set(recurse, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward))
 
     # ---- gradients ----
 
@@ -174,15 +174,18 @@ class FSDPModule(TorchFSDPModule):
         """On a mesh with a replicate axis: all-reduce over it (True) or accumulate what the shard axis gave (False)."""
         self._set(recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce))
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks."""
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks.
+
+        With ``recurse`` those of all units below it, too.
+        """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ValueError(f"factor must be a positive number, got {factor!r}")
-        self._set(False, divide_factor=float(factor))
+        self._set(recurse, divide_factor=float(factor))
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have collectives sum only, and divide in a kernel of its own."""
-        self._set(False, force_sum=_bool("enable", enable))
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
+        """Have collectives sum only, and divide in a kernel of its own; with ``recurse`` in all units below, too."""
+        self._set(recurse, force_sum=_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters without a gradient one of zeros, for ranks that use different parameters."""
@@ -206,31 +209,33 @@ class FSDPModule(TorchFSDPModule):
             state.root.limit_reductions()
 
     @deprecated("Use `set_gradient_divide_factor` instead")
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """The old name of ``set_gradient_divide_factor``."""
-        self.set_gradient_divide_factor(factor)
+        self.set_gradient_divide_factor(factor, recurse=recurse)
 
     # ---- communication ----
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this module's parameters with ``comm``, in memory that it allocates.
+    def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = False) -> None:
+        """Gather this module's parameters, with ``recurse`` all below, with ``comm``, in memory that it allocates.
 
         Raises:
-            ValueError: the module's parameters are on several meshes.
+            ValueError: a module's parameters are on several meshes.
         """
-        self._one_group("set_custom_all_gather")
-        self._set(False, all_gather=comm)
+        self._one_group("set_custom_all_gather", recurse)
+        self._set(recurse, all_gather=comm)
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter this module's gradients with ``comm``, in memory that it allocates.
+    def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = False) -> None:
+        """Reduce-scatter this module's gradients, with ``recurse`` all below, with ``comm``, in memory it allocates.
 
         Raises:
-            ValueError: the module's parameters are on several meshes.
+            ValueError: a module's parameters are on several meshes.
         """
-        self._one_group("set_custom_reduce_scatter")
-        self._set(False, reduce_scatter=comm)
+        self._one_group("set_custom_reduce_scatter", recurse)
+        self._set(recurse, reduce_scatter=comm)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None, recurse: bool = False
+    ) -> None:
         """Call ``hook(reduced)`` on the module's reduced gradients, before division, cast and accumulation.
 
         It is called once per backward with all of them, or once for each pair of dtypes among the parameters; they
@@ -239,12 +244,13 @@ class FSDPModule(TorchFSDPModule):
         Args:
             hook: Changes its 1D argument in place, by an all-reduce of its own for example.
             stream: Where to run it; not with a mesh that has a replicate axis, whose own stream it then runs on.
+            recurse: In all units below this module, too.
 
         Raises:
             ValueError: ``stream`` with a replicate axis, or the module's parameters are on several meshes.
         """
-        self._one_group("set_all_reduce_hook")
-        for group in self._get_fsdp_state().groups:
+        self._one_group("set_all_reduce_hook", recurse)
+        for group in [group for state in self._states(recurse) for group in state.groups]:
             if stream is not None and group.mesh.replicate.size > 1:
                 raise ValueError("stream cannot be set when using native HSDP")
             lane = None if stream is None else Lane(group.mesh.device, stream=stream)
@@ -353,12 +359,14 @@ class FSDPModule(TorchFSDPModule):
             raise RuntimeError(f"{method} must be called on the root FSDP module; {state.name!r} lies below the root")
         return state
 
-    def _one_group(self, method: str) -> None:
-        if len(self._get_fsdp_state().groups) > 1:
-            raise ValueError(
-                f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
-                "what to do would be ambiguous across groups with different meshes"
-            )
+    def _one_group(self, method: str, recurse: bool = False) -> None:
+        for state in self._states(recurse):
+            if len(state.groups) > 1:
+                raise ValueError(
+                    f"{state.name or 'the module'}: {method} is not supported with multiple param groups (from "
+                    "per-param mesh via shard_placement_fn): what to do would be ambiguous across groups with "
+                    "different meshes"
+                )
 
     def _states(self, recurse: bool) -> list[FSDPState]:
         module = cast(nn.Module, self)

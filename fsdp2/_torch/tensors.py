@@ -34,6 +34,7 @@ __all__ = [
     "dtensor_specs",
     "flatten_mesh",
     "foreach_copy",
+    "have_locals",
     "local_tensor",
     "local_tensors",
     "mesh_order",
@@ -101,6 +102,11 @@ def local_tensor(dtensor: Any) -> torch.Tensor:
 def local_tensors(tensors: Iterable[Any]) -> list[Any]:
     """The local tensor of each DTensor, the rest as it is; one pass in Python over what may be thousands."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def have_locals(dtensors: Iterable[Any], locals_: Iterable[torch.Tensor]) -> bool:
+    """Whether each DTensor still has this very local tensor; one pass in Python over what may be thousands."""
+    return all([dtensor._local_tensor is local for dtensor, local in zip(dtensors, locals_)])
 
 
 def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:

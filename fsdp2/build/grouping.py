@@ -15,6 +15,7 @@ from fsdp2._torch.fsdp import TorchShardPlacementResult
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.build.collect import Found, Managed, collect, move_to
 from fsdp2.build.ties import find_ties, join_ties
+from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
@@ -28,8 +29,6 @@ from fsdp2.sharding.spec import ShardedSpec
 __all__ = ["PlacementFn", "Unit"]
 
 logger = logging.getLogger("fsdp2")
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Literal["auto"]
 
@@ -83,9 +82,10 @@ class Unit:
 
     def _policy(self, found: Found) -> MixedPrecisionPolicy:
         """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""
-        policy, module = policy_for(found.param, self.policy_of(found.name)), found.slots[0].module
-        if isinstance(module, _BATCH_NORMS) and module.running_mean is not None and policy.param_dtype is not None:
-            return replace(policy, param_dtype=module.running_mean.dtype)
+        policy = policy_for(found.param, self.policy_of(found.name))
+        dtype = statistics_dtype(found.slots[0].module)
+        if dtype is not None and policy.param_dtype is not None:
+            return replace(policy, param_dtype=dtype)
         return policy
 
     def copied(self, memo: dict[int, Any]) -> Unit:
@@ -153,11 +153,27 @@ class _Placed:
     spec: ShardedSpec
     mesh: DataParallelMesh
     policy: MixedPrecisionPolicy
+    cut: bool = False  # already: the local tensor is this rank's piece
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """This rank's part of the parameter."""
+        plain = _plain(self.found.param)
+        return plain if self.cut else self.spec.cut(plain)
 
 
 def _place(
     found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
 ) -> _Placed:
+    if isinstance(found.param, DTensor) and mesh.spmd is None and not whole and _shares_ranks(found.param, mesh):
+        spec = ShardedSpec.of_shard(found.param, mesh)
+        if spec is None:
+            raise ValueError(
+                f"{found.name}: got a DTensor on {found.param.device_mesh} placed as {found.param.placements}; "
+                "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one cut as fully_shard "
+                "cuts it, on its mesh. Register it before fully_shard, or make it of full values"
+            )
+        return _Placed(found, spec, mesh, policy, cut=True)
     result: object = None
     if isinstance(placement_fn, str):
         # An extension's inputs are rows, whatever it makes of them.
@@ -182,12 +198,22 @@ def _place(
     return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
 
 
+def _shares_ranks(param: DTensor, mesh: DataParallelMesh) -> bool:
+    """Whether ``param`` is spread over several of the ranks we cut over: made of shards, not by tensor parallelism.
+
+    On one rank they are the same mesh, or not.
+    """
+    theirs, ours = param.device_mesh, mesh.mesh
+    both = set(theirs.mesh.flatten().tolist()) & set(ours.mesh.flatten().tolist())
+    return len(both) > 1 or (ours.size() == 1 and theirs == ours)
+
+
 def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]]:
     """Parameters that communicate together: those of one mesh. What a subgroup cannot keep makes a group of its own."""
     subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
     groups: dict[object, list[_Placed]] = {}
     for entry in placed:
-        alone = has_extension(entry.spec.cut(_plain(entry.found.param))) and subgroup
+        alone = has_extension(entry.piece) and subgroup
         groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
     return list(groups.values())
 
@@ -207,7 +233,7 @@ def _first_values(param: nn.Parameter) -> list[float]:
 def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
     mesh = placed[0].mesh
     params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name, p.policy) for p in placed]
-    pieces = [p.spec.cut(_plain(p.found.param)) for p in placed]
+    pieces = [p.piece for p in placed]
     size = options.reshard_after_forward
     if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
         options = replace(options, reshard_after_forward=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import local_tensor, version_of
+from fsdp2._torch.tensors import have_locals, local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
@@ -52,6 +52,7 @@ class ShardStore:
         self._gather: GatherBuffers | None = None
         self._subgroup: SubgroupShards | None = None
         self._gave_way = False
+        self.generation = 0  # of the full parameters: others are made where shards are cast, moved or laid out anew
         self._place(pieces)
 
     @property
@@ -84,8 +85,12 @@ class ShardStore:
         moved = self._sizes(options) != self._sizes(self.options)
         self.options = options
         if moved:
-            self._plan = None
-            self._place([param.local for param in self.params])
+            self.place_anew()
+
+    def place_anew(self) -> None:
+        """Move shards to a new buffer: how they travel changed."""
+        self._plan = None
+        self._place([param.local for param in self.params])
 
     @staticmethod
     def _sizes(options: GroupOptions) -> TransferSizes:
@@ -126,13 +131,16 @@ class ShardStore:
     def replaced(self, *, in_backward: bool) -> bool:
         """Whether a module shows another parameter than the shard it was given: cheap, for every gather.
 
+        Or the same one with other content: ``swap_tensors``, or somebody set its local tensor.
+
         Raises:
             RuntimeError: it does so ``in_backward``, so that the forward computed with other weights.
         """
+        same = have_locals([param.sharded for param in self._placed], self._placed.values())
         for param in self.params:
             slot = param.slots[0]
             try:
-                if slot.module._parameters[slot.name] is param.sharded:
+                if slot.module._parameters[slot.name] is param.sharded and (same or self._has_its_own(param)):
                     continue
             except KeyError:  # removed
                 pass
@@ -143,6 +151,9 @@ class ShardStore:
                 )
             return True
         return False
+
+    def _has_its_own(self, param: FSDPParam) -> bool:
+        return param.local is self._placed[param]
 
     def check_ready(self) -> None:
         """Raise RuntimeError that names parameters still on the meta device or, when offloading, not on the CPU.
@@ -165,8 +176,7 @@ class ShardStore:
             )
         known = self.extensions.params
         if any(has_extension(param.local) != (param in known) for param in self.params):
-            self._plan = None
-            self._place([param.local for param in self.params])
+            self.place_anew()
 
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
         """Copy ``pieces`` into the flat buffer (made anew where dtypes or the device changed) and show them there."""
@@ -201,6 +211,7 @@ class ShardStore:
         self._plan = plan_flat(items, self._sizes(self.options), coalesced=self.mesh.shard.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins else flat
+        self.generation += self._full is not None
         self._full = self._gather = self._subgroup = None
 
     def _view(self, i: int) -> torch.Tensor:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp2._torch.autograd import grad_dtype_is_flagged
 from fsdp2.autograd.trees import map_tensors
 from fsdp2.policies import MixedPrecisionPolicy
 
-__all__ = ["cast_inputs", "cast_output", "compute_dtype", "reduce_dtype"]
+__all__ = ["cast_inputs", "cast_output", "compute_dtype", "reduce_dtype", "statistics_dtype"]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
@@ -33,6 +36,12 @@ def reduce_dtype(
     if grad_dtype:
         return grad_dtype[0]
     return dtype if grad_dtype_is_flagged else compute_dtype(dtype, policy)
+
+
+def statistics_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype of a batch norm's running statistics, which its kernels want of weights too; None for all else."""
+    statistics = module.running_mean if isinstance(module, _BATCH_NORMS) else None
+    return None if statistics is None else statistics.dtype
 
 
 def cast_inputs(

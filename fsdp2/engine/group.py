@@ -13,6 +13,7 @@ from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.comm.streams import InFlight
 from fsdp2.engine import names
 from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.kept import Kept
 from fsdp2.engine.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.engine.observer import Answer, Step
@@ -58,6 +59,7 @@ class FSDPParamGroup:
         self.reduce_axis = mesh.shard
         self.store = ShardStore(params, mesh, pieces, options)
         self.gradients = GroupGradients(self)
+        self._norms = [param for param in params if statistics_dtype(param.module) is not None]
         # Whether forwards yet to be gone back through tell when backward is through with their inputs, by note_inputs.
         self._told: set[bool | None] = set()
         self.has_units_below = False
@@ -65,6 +67,7 @@ class FSDPParamGroup:
         self.gathering: InFlight[Gathering] | None = None
         self.subgroup: SubgroupShards | None = None
         self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' stamp then
+        self._generation = 0  # of the full parameters that the last forward to train with computed with
         self.kept: Kept | None = None  # what is in memory outlives its use
         self.rewritten = ""  # a parameter for whose sake this rank is about to gather anew; others may not
         self.acting_for: Phase | None = None  # told to others while a step belongs to a phase before or ahead
@@ -344,7 +347,13 @@ class FSDPParamGroup:
         changed since. So is what an evaluation kept, where the forward is one to train with.
         """
         self._users.clear()
-        if self.lifecycle.residency is Residency.SHARDED or self.lifecycle.lent:
+        if self.lifecycle.lent:
+            return
+        if self._norms and any([param.follow_statistics() for param in self._norms]):
+            self.reshard()
+            self.store.place_anew()
+            self.gradients.forget_plan()
+        if self.lifecycle.residency is Residency.SHARDED:
             return
         if self.kept is None or broke_off:
             self.reshard()
@@ -374,6 +383,7 @@ class FSDPParamGroup:
     def note_inputs(self, *, tell: bool | None) -> None:
         """Whether the forward just entered tells when backward is through with its inputs; None if it cannot."""
         self._told.add(tell)
+        self._generation = self.store.generation
 
     def post_forward(self, user: object, *, reshard: bool) -> None:
         """The forward of ``user`` is over; after the last one's, free the parameters as asked, here and by options."""
@@ -409,6 +419,12 @@ class FSDPParamGroup:
         """Gather for backward; whether this call was the one that started it."""
         if self.lifecycle.phase is Phase.BACKWARD:
             return False
+        if self._told and self._generation != self.store.generation:
+            raise RuntimeError(
+                f"{self.name or 'the root'}: its parameters were cast, moved or laid out anew between forward and "
+                "backward (model.double(), model.to(), set_transfer_sizes()), so what the forward saved is gone; do so "
+                "before the forward, and call reset_iter_state() on the root module to go on"
+            )
         self.lifecycle.enter("pre_backward")
         self.root.comm.lanes.compute.enter_backward()
         emit("pre_backward", self.name)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp2._torch.tensors import local_tensors, versions_of
+from fsdp2._torch.tensors import have_locals, local_tensors, versions_of
 from fsdp2.engine.param import FSDPParam
 
 __all__ = ["Kept", "note_optimizer_step"]
@@ -39,6 +39,7 @@ class Kept:
         self.stepped: bool = before is not None and before.stepped
         self._params = params
         self._ids: set[int] | None = None
+        self._pieces = local_tensors([param.sharded for param in params])
         self._shards, self._locals, self._fulls = self._shard_versions(), self._local_versions(), self._full_versions()
         _alive.add(self)
 
@@ -46,7 +47,7 @@ class Kept:
         return versions_of([param.sharded for param in self._params])
 
     def _local_versions(self) -> list[int]:
-        return versions_of(local_tensors([param.sharded for param in self._params]))
+        return versions_of(self._pieces)
 
     def _full_versions(self) -> list[int]:
         return versions_of([param.sharded if param.full is None else param.full for param in self._params])
@@ -59,8 +60,10 @@ class Kept:
 
     @property
     def outdated(self) -> bool:
-        """Whether the shards changed, as all ranks know."""
-        return self.stepped or self._shards != self._shard_versions()
+        """Whether the shards changed, or others are in their place, as all ranks know."""
+        if self.stepped or self._shards != self._shard_versions():
+            return True
+        return not have_locals([param.sharded for param in self._params], self._pieces)
 
     def written_here(self) -> list[FSDPParam]:
         """Parameters whose shards this rank has written through their local tensors; others may not have."""

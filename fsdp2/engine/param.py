@@ -19,7 +19,7 @@ from fsdp2._torch.tensors import (
     set_local_tensor,
 )
 from fsdp2.autograd.hooks import carry_hooks
-from fsdp2.engine.casts import compute_dtype, reduce_dtype
+from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.sharding.spec import ShardedSpec
 
@@ -193,6 +193,14 @@ class FSDPParam:
         if plain is None or plain.dtype != self.dtype:
             return False
         self.local.copy_(self.spec.cut(plain.detach()))
+        return True
+
+    def follow_statistics(self) -> bool:
+        """Compute in the dtype that a batch norm's running statistics have by now; whether that is another."""
+        dtype = statistics_dtype(self.module)
+        if dtype is None or self.policy.param_dtype in (None, dtype):
+            return False
+        self.policy = replace(self.policy, param_dtype=dtype)
         return True
 
     def set_slots(self, slots: list[Slot]) -> None:

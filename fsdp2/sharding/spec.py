@@ -84,6 +84,17 @@ class ShardedSpec:
         )
         return cls(layout, mesh.shard.rank, both, full)
 
+    @classmethod
+    def of_shard(cls, shard: DTensor, mesh: DataParallelMesh) -> ShardedSpec | None:
+        """How ``shard`` is cut over ``mesh`` already; None if it is not, or in another way than ours."""
+        placed = dtensor_spec(shard)
+        dim = next((p.dim for p in placed.placements if isinstance(p, Shard)), None)
+        own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
+        if placed.mesh != mesh.mesh or dim is None or tuple(placed.placements) != own:
+            return None
+        layout = ShardLayout(tuple(shard.shape), dense_strides(shard), dim, mesh.shard.size)
+        return cls(layout, mesh.shard.rank, placed)
+
     @staticmethod
     def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
         """The placement of ``param`` that pads least, the same on every rank; None for a scalar."""

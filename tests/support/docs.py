@@ -54,6 +54,13 @@ EXTRA_PARAMETERS: dict[str, set[str]] = {
     "fully_shard": {"ignored_modules", "policy", "replicated_params", "strategy"},
     "unshard": {"recurse"},
     "reshard": {"recurse"},
+    "set_custom_all_gather": {"recurse"},
+    "set_custom_reduce_scatter": {"recurse"},
+    "set_all_reduce_hook": {"recurse"},
+    "set_reduce_scatter_divide_factor": {"recurse"},
+    "set_gradient_divide_factor": {"recurse"},
+    "set_force_sum_reduction_for_comms": {"recurse"},
+    "set_unshard_in_backward": {"recurse"},
 }
 """Parameters of ours, by function or method, that torch's does not have."""
 NEWER_METHODS = {

@@ -161,7 +161,7 @@ def many_parameters(source: Source) -> list[str]:
 
 
 LEVELS = {"_torch": 0, "_trace": 1, "policies": 2, "sharding": 3, "comm": 4, "autograd": 5, "engine": 6}
-LEVELS |= {"compat": 8, "__init__": 10}
+LEVELS |= {"compat": 8, "__init__": 10, "__main__": 11}
 ABOVE_ENGINE = 7
 
 

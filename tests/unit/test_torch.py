@@ -239,6 +239,16 @@ def test_the_hooks_of_a_tensor_are_found_in_order() -> None:
     assert _torch.gradient_hooks(tensor) is None
 
 
+@probes("have_locals")
+def test_a_dtensor_has_its_local_tensor_until_it_is_swapped() -> None:
+    with fake_mesh((2,)) as mesh:
+        first, second = (DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False) for _ in range(2))
+        pieces = [_torch.local_tensor(first), _torch.local_tensor(second)]
+        assert _torch.have_locals([first, second], pieces)
+        torch.utils.swap_tensors(first, second)
+        assert not _torch.have_locals([first, second], pieces)
+
+
 @probes("version_of", "versions_of")
 def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)

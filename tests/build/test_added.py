@@ -1,0 +1,79 @@
+"""Parameters that appear on a sharded module: made of shards, or in another way than the unit can manage."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.support import api
+from tests.support.oracle import cpu_mesh
+from tests.support.pool import on_ranks
+
+pytestmark = api.fsdp2_only
+
+
+class Scaled(nn.Module):
+    """A linear layer whose weight is scaled by one that may be added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = getattr(self, "scale", 1)
+        return nn.functional.linear(x, self.linear.weight * scale, self.linear.bias)
+
+
+def sharded(world: int, **options) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    alone = Scaled()
+    return api.ours.fully_shard(copy.deepcopy(alone), mesh=cpu_mesh(world), **options), alone
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_parameter_made_of_a_shard(rank, world, before):
+    """``nn.Parameter(torch.ones_like(shard))`` lies on the unit's own mesh. It was taken for a tensor-parallel one:
+    "Cannot concatenate overlapping meshes", or "Invariant encountered: value was None" in the forward."""
+    module, alone = sharded(world)
+    inputs = torch.ones(2, 3)
+    if not before:
+        module(inputs).sum().backward()
+        module.zero_grad()
+    module.register_parameter("scale", nn.Parameter(2 * torch.ones_like(module.linear.weight)))
+    alone.register_parameter("scale", nn.Parameter(2 * torch.ones_like(alone.linear.weight)))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
+    for _ in range(2):
+        outputs = [one(inputs) for one in (module, alone)]
+        torch.testing.assert_close(*outputs)
+        for output, optimizer in zip(outputs, optimizers):
+            output.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, got), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
+        assert isinstance(got, DTensor) and got.placements == module.linear.weight.placements
+        torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_cut_in_another_way(rank, world):
+    """What cannot be managed is refused by name."""
+    module, _ = sharded(world)
+    whole = module.linear.weight.detach().redistribute(placements=[Replicate()])
+    module.register_parameter("scale", nn.Parameter(whole))
+    with pytest.raises(ValueError, match=r"scale: got a DTensor on .* Register it before fully_shard"):
+        module(torch.ones(2, 3))
+
+
+@on_ranks(2)
+def test_weight_norm_after_sharding(rank, world):
+    """It takes the sharded weight away and registers two others: refused by name, in place of an internal text."""
+    module, _ = sharded(world)
+    weight_norm(module.linear)
+    with pytest.raises((ValueError, RuntimeError), match="linear.*(Register it|replace parameters) before fully_shard"):
+        module(torch.ones(2, 3))

@@ -1,0 +1,151 @@
+"""Shards, buffers and dtypes that somebody changes behind the unit's back, between passes or inside one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
+
+from tests.support import api
+from tests.support.models import children, mlp
+from tests.support.oracle import cpu_mesh
+from tests.support.pool import on_ranks
+
+pytestmark = api.fsdp2_only
+
+
+def models(world: int) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    alone = mlp(3, 4, 3)
+    module = copy.deepcopy(alone)
+    for unit in (children(module)[0], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+    return module, alone
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["swap_tensors", "local tensor"])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_shards_with_other_content(rank, world, how, evaluated):
+    """``torch.utils.swap_tensors`` on parameters, or another ``_local_tensor``: forward went on with the old values."""
+    module, alone = models(world)
+    shards = list(module.parameters())
+    inputs = torch.ones(2, 3)
+    if evaluated:
+        with torch.no_grad():
+            module(inputs)
+    for shard, whole in zip(shards, alone.parameters(), strict=True):
+        local = shard.to_local().detach() * 2
+        if how == "swap_tensors":
+            other = DTensor.from_local(
+                local, shard.device_mesh, shard.placements, shape=shard.shape, stride=shard.stride()
+            )
+            swap_tensors(shard, nn.Parameter(other))
+        else:
+            shard._local_tensor = local
+        whole.data.mul_(2)
+    for _ in range(2):
+        outputs = [one(inputs) for one in (module, alone)]
+        torch.testing.assert_close(*outputs)
+        for output in outputs:
+            output.sum().backward()
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(2)
+def test_cast_between_forward_and_backward(rank, world):
+    """``model.double()`` there made backward fail with "setStorage"; it says what was done, and the model goes on."""
+    module, _ = models(world)
+    loss = module(torch.ones(2, 3)).sum()
+    module.double()
+    with pytest.raises(RuntimeError, match=r"the root: .* cast, moved .* between forward and backward \(model.double"):
+        loss.backward()
+    module.reset_iter_state()
+    module(torch.ones(2, 3).double()).sum().backward()
+    module(torch.ones(2, 3).double()).sum()  # without a backward
+    module.float()
+    module(torch.ones(2, 3)).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "later", "back"])
+def test_batch_norm_follows_its_buffers(rank, world, when):
+    """torch's documentation casts the running statistics to the compute dtype after ``fully_shard``. The weights went
+    on in the dtype that they had at the call: "mixed dtype (CPU): expect parameter to have scalar type of Float"."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    for unit in (module[0], module[1], module):
+        api.ours.fully_shard(unit, mesh=cpu_mesh(world), mp_policy=policy)
+
+    def cast(dtype: torch.dtype) -> None:
+        for name in ("running_mean", "running_var"):
+            setattr(module[1], name, getattr(module[1], name).to(dtype))
+
+    def step() -> None:
+        module(torch.randn(4, 3)).float().square().sum().backward()
+        assert all(p.grad.to_local().isfinite().all() for p in module.parameters())
+
+    if when != "before":
+        step()
+    cast(torch.bfloat16)
+    step()
+    assert module[1]._get_fsdp_state().groups[0].params[0].compute_dtype == torch.bfloat16
+    if when == "back":
+        cast(torch.float32)
+        step()
+        assert module[1]._get_fsdp_state().groups[0].params[0].compute_dtype == torch.float32
+    assert module[1].weight.dtype == torch.float32
+
+
+@on_ranks(2)
+def test_settings_that_reach_below(rank, world):
+    """``recurse=True`` sets what torch sets for one module only in all units below, too."""
+    module, _ = models(world)
+    inner, outer = (m._get_fsdp_state().groups[0] for m in (module[0], module))
+    settings = {
+        "set_gradient_divide_factor": (4.0, "divide_factor"),
+        "set_force_sum_reduction_for_comms": (True, "force_sum"),
+        "set_unshard_in_backward": (False, "unshard_in_backward"),
+        "set_all_reduce_hook": (torch.Tensor.zero_, "all_reduce_hook"),
+    }
+    for method, (value, name) in settings.items():
+        before = getattr(inner.options, name)
+        getattr(module, method)(value)
+        assert getattr(outer.options, name) == value and getattr(inner.options, name) == before
+        getattr(module, method)(value, recurse=True)
+        assert getattr(inner.options, name) == value
+
+
+@on_ranks(2)
+def test_words_of_fsdp1(rank, world):
+    """Arguments of FSDP1 are refused with what to pass instead; the methods that training loops call exist."""
+    for name, remedy in {
+        "auto_wrap_policy": "policy=",
+        "mixed_precision": "mp_policy=",
+        "device_id": "leave it out",
+    }.items():
+        with pytest.raises(TypeError, match=f"fully_shard: {name}= is an argument of FSDP1, .*{remedy}"):
+            api.ours.fully_shard(nn.Linear(2, 2), **{name: None})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        api.ours.fully_shard(nn.Linear(2, 2), nonsense=1)
+    module, alone = models(world)
+    with module.no_sync():
+        module(torch.ones(2, 3)).sum().backward()
+    module(torch.ones(2, 3)).sum().backward()
+    (2 * alone(torch.ones(2, 3)).sum()).backward()
+    torch.testing.assert_close(module.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+    class Own(nn.Linear):
+        def no_sync(self) -> str:
+            return "its own"
+
+    assert api.ours.fully_shard(Own(2, 2), mesh=cpu_mesh(world)).no_sync() == "its own"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -13,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+
+from tests.support.processes import start as start_process
 
 LIMIT_SECONDS = 120.0
 
@@ -36,18 +35,12 @@ class Ended:
 
 def run_apart(program: Callable[[int, int], None], world: int) -> list[Ended]:
     """Run ``program(rank, world)`` in ``world`` gloo processes; how each of them ended."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "fsdp2", __name__])
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{rank}.txt") for rank in range(world)]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        processes = [
-            context.Process(target=_run, args=(program, rank, world, store.port, str(path)), daemon=True)
-            for rank, path in enumerate(paths)
-        ]
+        logs = enumerate(map(str, paths))
+        processes = [start_process(_run, program, rank, world, store.port, log=log) for rank, log in logs]
         start = time.monotonic()
-        for process in processes:
-            process.start()
         seconds = [LIMIT_SECONDS] * world
         running = set(range(world))
         while running and time.monotonic() < start + LIMIT_SECONDS:
@@ -62,14 +55,7 @@ def run_apart(program: Callable[[int, int], None], world: int) -> list[Ended]:
         return [Ended(s, path.read_text(), t) for s, path, t in zip(statuses, paths, seconds)]
 
 
-def _run(program: Callable[[int, int], None], rank: int, world: int, port: int, path: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
-    torch.set_num_threads(1)
-    interfaces = {name for _, name in socket.if_nameindex()}
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in interfaces else "lo0"
+def _run(program: Callable[[int, int], None], rank: int, world: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     status = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 import warnings
 
 import torch
@@ -16,8 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.support.parity import mesh_1d, shard_each
 from tests.support.report import check, full_grads, refused, report, same
 
-SOON = 60.0
-"""Seconds within which a mismatch must be told on a busy machine; an idle one takes one, gloo waits for minutes."""
 ODD = 1
 """The rank that differs."""
 
@@ -75,11 +72,6 @@ def test_some_ranks_skip_a_kept_unit(rank, world, fsdp):
     train_with_some_images(rank, world, fsdp, False)
 
 
-def soon(start: float) -> None:
-    """Raise unless not much time has gone by."""
-    check(time.monotonic() - start < SOON, f"told only after {time.monotonic() - start:.0f} s")
-
-
 @report(
     "Some ranks skip a unit, without the option", fresh=True, promise="error on every rank that names units and ranks"
 )
@@ -88,11 +80,9 @@ def test_skipped_without_the_option(rank, world, fsdp):
     who waits for whom. The error comes soon, everywhere, and names the unit each rank is in."""
     module = SeesOrNot()
     shard_each(module, fsdp, mesh=mesh_1d())
-    start = time.monotonic()
     with refused("vision", "rank", otherwise="silently wrong: gathers of different units are mixed up"):
         for step in range(3):
             module(data(rank, step), rank != ODD).square().mean().backward()
-    soon(start)
 
 
 def built_differently(rank, fsdp, build, *words: str, **options) -> None:
@@ -100,10 +90,8 @@ def built_differently(rank, fsdp, build, *words: str, **options) -> None:
     torch.manual_seed(0)
     module = build(rank == ODD)
     shard_each(module, fsdp, mesh=mesh_1d(), **options)
-    start = time.monotonic()
     with refused(f"rank {ODD}", *words, otherwise="silently wrong: trains on"):
         module(torch.randn(4, 8)).square().mean().backward()
-    soon(start)
 
 
 @report("A layer has another shape on one rank", fresh=True, promise="error on every rank that names the parameter")
@@ -189,11 +177,9 @@ def ending(rank, world, fsdp, end) -> None:
     dist.barrier()
     if rank == ODD:
         end()
-    start = time.monotonic()
     with refused(f"rank {ODD}", otherwise="silently wrong: trains on"):
         for step in range(3):
             module(data(rank, step)).square().mean().backward()
-    soon(start)
 
 
 @report("A rank dies", fresh=True, dying=(ODD,), promise="error on the others that names it")

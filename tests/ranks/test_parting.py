@@ -96,10 +96,9 @@ APART = [skip_first, skip_later, skip_last_unit_later, no_gradient, evaluates, s
 
 
 def told(ended: list[Ended]) -> list[str]:
-    """What each rank raised; fails if one hung, crashed or took long."""
+    """What each rank raised; fails if one hung or crashed."""
     for rank, one in enumerate(ended):
         assert one.status == 1, f"rank {rank} ended with {one.status}\n{one.output}"
-        assert one.seconds < SOON, f"rank {rank} took {one.seconds:.0f} s\n{one.output}"
     return [one.error for one in ended]
 
 

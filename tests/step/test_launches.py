@@ -1,0 +1,106 @@
+"""How many collectives and copies a unit costs on one rank of 8, 64 and 1024 of NCCL: no more with more ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp2
+from tests.support import api
+from tests.support.fake import fake_mesh
+from tests.support.nccl import strict_nccl
+
+pytestmark = api.fsdp2_only
+
+WORLDS = (8, 64, 1024)
+HIDDEN, LAYERS = 256, 3
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETUPS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "mixed": {"mp_policy": MIXED},
+    "last dimension": {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+    "last dimension, mixed": {"mp_policy": MIXED, "shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+}
+
+
+class Block(nn.Module):
+    """The parameters of a Llama block in proportion, and one whose rows no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.q, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(HIDDEN, HIDDEN // 4, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(HIDDEN, 3 * HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+        self.odd = nn.Linear(HIDDEN, 9, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.o(self.q(h) + (self.k(h) + self.v(h)).repeat(1, 4))
+        h = self.norm2(x)
+        return x + self.down(torch.tanh(self.gate(h)) * self.up(h)) + self.odd(h).sum()
+
+
+class Launches(TorchDispatchMode):
+    """Counts, while it is active, collectives by kind and the tensors that are copied one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            self.found["gathers" if "gather" in name else "reductions" if "reduce_scatter" in name else name] += 1
+        elif name == "_foreach_copy_":
+            self.found["copies"] += len(args[0])
+        elif name == "copy_":
+            self.found["copies"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def launches(world: int, setup: str) -> dict[str, float]:
+    """Return what one unit costs in a third step; chunks are a fraction of a unit, however small units are here."""
+    with strict_nccl(), fake_mesh(world) as mesh:
+        torch.manual_seed(0)
+        module = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        for unit in (*module, module):
+            fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=True, **SETUPS[setup])
+        module.set_transfer_sizes(chunk_bytes=1, direct_param_bytes=64 << 10, direct_group_bytes=0)  # type: ignore[operator]
+        x = torch.randn(2, HIDDEN, dtype=torch.bfloat16 if "mixed" in setup else torch.float32)
+        for _ in range(2):
+            module(x).sum().backward()
+        module.zero_grad()
+        with Launches() as seen:
+            module(x).sum().backward()
+    return {kind: seen.found[kind] / LAYERS for kind in ("gathers", "reductions", "copies")} | {
+        "others": sum(seen.found.values()) - sum(seen.found[kind] for kind in ("gathers", "reductions", "copies"))
+    }
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_launches_of_a_unit(world: int, setup: str) -> None:
+    """A gather for forward and one for backward, each one launch. Chunks of about an eighth of a unit, where a chunk is
+    filled by matrices, and the small rest; one of everything from 512 ranks on."""
+    found = launches(world, setup)
+    assert found["gathers"] == 2
+    assert found["reductions"] == (1 if world == 1024 else 5)
+    assert found["others"] == 0
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_copies_do_not_grow_with_the_ranks(setup: str) -> None:
+    """A tensor is copied once for all ranks, twice where its last piece is shorter."""
+    few, some, many = (launches(world, setup)["copies"] for world in WORLDS)
+    assert many <= 2 * few and some <= 2 * few

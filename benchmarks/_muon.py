@@ -6,24 +6,25 @@ import argparse
 import importlib
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _common import Row, candidates, median, shard_units, spread
+from _common import FullyShard, Row, candidates, median, shard_units, spread
 from _processes import WORLD
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 WIDTH, LAYERS = 384, 8
-SHAPES = ((WIDTH, WIDTH), (2 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH))
 
 
 class Matrices(nn.Module):
     """Three matrices whose gradients are random, the same for every candidate."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(shape) / WIDTH**0.5) for shape in SHAPES)
+        shapes = ((width, width), (2 * width, width), (width, 2 * width))
+        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(shape) / width**0.5) for shape in shapes)
 
     def forward(self) -> torch.Tensor:
         """Return a scalar."""
@@ -33,9 +34,9 @@ class Matrices(nn.Module):
 class Layers(nn.Module):
     """All 24 matrices."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Matrices() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Matrices(width) for _ in range(LAYERS))
 
     def forward(self) -> torch.Tensor:
         """Return a scalar."""
@@ -78,6 +79,34 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
         "equal": all(torch.equal(a, b) for a, b in zip(whole["ours"], plain)) if options.rank == 0 else None,
         "theirs equal": all(torch.equal(a, b) for a, b in zip(whole["theirs"], plain)) if options.rank == 0 else None,
     }
+
+
+def modelled(fully_shard: FullyShard, *, whole: bool, ranks: int = 64, width: int = 2048) -> float:
+    """Seconds of a step on a pretended cluster under the cost model of `fsdp2.forecast`, for the rank that has most."""
+    from fsdp2.forecast.clock import Clock
+    from fsdp2.forecast.rank import simulated_rank
+
+    clock = Clock()
+    streams = {name: getattr(clock, name) for name in ("Stream", "Event", "current_stream", "stream")}
+    with mock.patch.multiple(torch.cpu, **streams), simulated_rank({"shard": ranks}, clock) as mesh:
+        model = Layers(width)
+        fully_shard(model, mesh=mesh)
+        model().backward()
+        optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
+        if whole:
+            importlib.import_module("fsdp2").use_full_params(optimizer)
+        for _ in range(2):
+            begin = clock.begin()
+            optimizer.step()
+        return clock.now - begin
+
+
+def modelled_row(options: argparse.Namespace) -> Row:
+    """The same step on 64 pretended ranks."""
+    both = candidates(options.ours)
+    ours = 1e3 * modelled(both["ours"], whole=options.ours != "torch")
+    theirs = 1e3 * modelled(both["theirs"], whole=False)
+    return Row("Muon step, 64 ranks, modelled", ours, theirs, "ms", 0.2, True, "H100s by the cost model of a forecast")
 
 
 def rows(found: dict[str, Any]) -> list[Row]:

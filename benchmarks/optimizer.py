@@ -126,6 +126,7 @@ def main() -> None:
     turn_arguments(parser, turns=15)
     options = parser.parse_args()
     muon = _muon.rows(on_two_processes(_muon.worker, options))
+    muon.append(_muon.modelled_row(options))
     sides, mesh = fake_sides(options, WORLD)
     package = None if options.ours == "torch" else importlib.import_module("fsdp2")
     found = rows(sides, mesh, package, options.rounds) + muon

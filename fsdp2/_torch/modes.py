@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as checkpointing
+from torch.distributed.device_mesh import DeviceMesh
 
 # Modes can be entered and left in public, but not taken off for a while.
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["dispatch_modes", "outside_modes"]
+__all__ = ["dispatch_modes", "outside_modes", "ranks_in"]
 
 _M = TypeVar("_M", bound=Callable[..., Any])
 
@@ -23,6 +24,12 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # the recomputation alone, makes it give out wrong ones or raise.
 _names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 _CHECKPOINTS = tuple(getattr(checkpointing, name) for name in _names if hasattr(checkpointing, name))
+
+
+def ranks_in(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh in the order of its elements, also where a mode makes fake tensors of everything."""
+    with torch._C._DisableTorchDispatch():
+        return mesh.mesh.flatten().tolist()
 
 
 def outside_modes(outer: Callable[[Any], int]) -> Callable[[_M], _M]:

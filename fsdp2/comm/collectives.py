@@ -36,6 +36,7 @@ __all__ = [
     "exchange_bytes",
     "exchange_objects",
     "gather_bytes",
+    "max_over_ranks",
     "prefers_all_to_all",
     "reduce_scatter",
     "share_bytes",
@@ -265,6 +266,13 @@ def _to_bytes(tensor: torch.Tensor) -> bytes:
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
     return bytes(data)
+
+
+def max_over_ranks(values: list[int], axis: Axis, device: torch.device) -> list[int]:
+    """The elementwise maximum over ranks; the host waits for it. Without memory (a forecast) ranks have the same."""
+    tensor = torch.tensor(values, dtype=torch.int32).to(device)
+    all_reduce_max(tensor, axis)
+    return values if tensor.untyped_storage().device.type == "meta" else tensor.tolist()
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:

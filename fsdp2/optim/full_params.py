@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.dynamo import outside_dynamo
 from fsdp2._torch.tensors import dtensor_spec, local_tensor, python_attributes
-from fsdp2.comm.collectives import all_reduce_max, exchange_objects
+from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.engine.param import lend_gradient
 from fsdp2.optim.alike import agreeing_local
 from fsdp2.optim.exchange import Arriving, Layout
@@ -189,9 +189,7 @@ class _FullParams:
         for ranks in reversed(self._ownership.sets):
             codes = [_code(owned) for owned in ranks.owned]
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
-            both = torch.tensor([*codes, *least, bool(wrong)], dtype=torch.int32).to(ranks.device)
-            all_reduce_max(both, ranks.axis)
-            *most, elsewhere = both.tolist()
+            *most, elsewhere = max_over_ranks([*codes, *least, bool(wrong)], ranks.axis, ranks.device)
             most, least = most[: len(codes)], most[len(codes) :]
             for owned, code, high, low in zip(ranks.owned, codes, most, least):
                 if high > _NOTHING_HERE and high != -low:
@@ -276,9 +274,7 @@ class _FullParams:
         """
         for ranks in reversed(self._ownership.sets):
             mine = [0 if error is None else ranks.axis.rank + 1, bool(groups.changed)]
-            both = torch.tensor(mine, dtype=torch.int32).to(ranks.device)
-            all_reduce_max(both, ranks.axis)
-            failed, changed = both.tolist()
+            failed, changed = max_over_ranks(mine, ranks.axis, ranks.device)
             if error is None and failed:
                 where = f"{type(self._optimizer).__name__} raised on rank {ranks.ranks[failed - 1]} during this step"
                 error = RuntimeError(

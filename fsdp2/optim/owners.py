@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp2._torch.modes import ranks_in
 from fsdp2._torch.tensors import StridedShard, local_tensor
 from fsdp2.weights.boxes import Box, numel, whole
 
@@ -56,7 +57,7 @@ class Route:
 
 def mesh_ranks(param: DTensor) -> tuple[int, ...]:
     """The global ranks that a parameter lies on, in ascending order."""
-    return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+    return tuple(sorted(ranks_in(param.device_mesh)))
 
 
 def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
@@ -69,9 +70,10 @@ def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
     known = all(isinstance(p, (Shard, StridedShard, Replicate)) for p in placements)
     found: dict[int, Box] = {}
     if known:
-        for coordinate in itertools.product(*map(range, mesh.mesh.shape)):
-            rank = int(mesh.mesh[coordinate])
-            found[rank] = _box(tuple(param.shape), placements, tuple(mesh.mesh.shape), coordinate)
+        sizes = tuple(mesh.shape)
+        coordinates = itertools.product(*map(range, sizes))  # in the order of the mesh's elements
+        for rank, coordinate in zip(ranks_in(mesh), coordinates):
+            found[rank] = _box(tuple(param.shape), placements, sizes, coordinate)
     mine = found.get(mesh.get_rank())
     if mine is None or tuple(length for _, length in mine) != tuple(local_tensor(param).shape):
         raise NotImplementedError(

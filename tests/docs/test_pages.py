@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,14 @@ def run(path: Path, folder: Path) -> None:
     """Run a page's blocks in order, in one namespace, in a folder that all ranks share."""
     before = os.getcwd()
     os.chdir(folder)
+    sys.path.insert(0, str(ROOT / "examples"))  # where pages say that they are run
     names = {"__name__": "page"}
     try:
         for block in blocks(path):
             exec(compile(block, path.name, "exec"), names)
     finally:
         os.chdir(before)
+        sys.path.remove(str(ROOT / "examples"))
         names.clear()  # sharded classes are kept for the next call, and with them the globals of their methods
 
 

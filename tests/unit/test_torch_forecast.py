@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.unit.meshes import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
@@ -60,3 +61,11 @@ def test_attention_of_fake_tensors_is_one_operator_each_way() -> None:
         q = torch.empty(1, 2, 64, 16, requires_grad=True)
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
     assert {_torch.CPU_ATTENTION, _torch.CPU_ATTENTION_BACKWARD} <= seen
+
+
+@probes("ranks_in")
+def test_a_mesh_has_its_ranks_among_fake_tensors() -> None:
+    with fake_mesh((4,)):
+        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+        with _torch.FakeTensorMode(allow_non_fake_inputs=True):
+            assert _torch.ranks_in(mesh) == [3, 1, 0, 2]

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2.comm.streams import ComputeLane, Lane
 from fsdp2.engine.param import FSDPParam
 
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
 __all__ = ["GatherExtension", "GroupExtensions", "has_extension"]
 
 
@@ -24,13 +26,18 @@ def has_extension(local: torch.Tensor) -> bool:
     """Whether ``local`` decides itself what travels.
 
     Raises:
-        AssertionError: it defines only one of the two functions (torch's contract).
+        AssertionError: it defines only one of the two functions, or none and the third (torch's contract).
     """
     pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if pre != post:
         raise AssertionError(
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
             f"{type(local).__name__} defines {'the first' if pre else 'the second'} only"
+        )
+    if not pre and hasattr(local, _RELEASE):
+        raise AssertionError(
+            f"{_RELEASE} requires fsdp_pre_all_gather and fsdp_post_all_gather to be defined: {type(local).__name__} "
+            "defines neither"
         )
     return pre
 
@@ -46,6 +53,9 @@ class GatherExtension:
         self._inner: list[torch.Tensor] = []
         self._input_sizes: list[torch.Size] = []
         self._metadata: Any = None
+        self.releases = getattr(param.local, _RELEASE, bool)()
+        if not isinstance(self.releases, bool):
+            raise AssertionError(f"{param.name}: {_RELEASE} must return a bool, got {type(self.releases)}")
 
     def encode(self) -> list[torch.Tensor]:
         """This rank's inputs of the gather, 1D each and of the same size on every rank."""
@@ -123,12 +133,13 @@ class GatherExtension:
                 param.set_full(full)
         self._metadata = None
 
+    def release(self) -> None:
+        """Give back the memory of what was gathered, of which the full parameter has no part any more."""
+        _free(self.outputs)
+
     def free(self) -> None:
         """Give back the memory of the full parameter."""
-        for tensor in (*self.outputs, *self._inner):
-            storage = tensor.untyped_storage()
-            if storage.size() != 0:
-                storage.resize_(0)
+        _free([*self.outputs, *self._inner])
 
 
 class GroupExtensions:
@@ -175,11 +186,23 @@ class GroupExtensions:
         compute.wait(done.event)
         for extension in self._extensions:
             extension.decode()
+        released = [extension for extension in self._extensions if extension.releases]
+        if released:
+            with lane.after(compute.event()):
+                for extension in released:
+                    extension.release()
 
     def free(self) -> None:
         """Give back the memory of the full parameters."""
         for extension in self._extensions:
             extension.free()
+
+
+def _free(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.size() != 0:
+            storage.resize_(0)
 
 
 def _allocate(tensor: torch.Tensor) -> None:

@@ -298,3 +298,60 @@ def test_wrong_extensions(rank, world):
     module.weight._local_tensor.fsdp_post_all_gather = lambda *_: None
     with pytest.raises(AssertionError, match="Invalid fsdp_pre_all_gather with 2 parameters"):
         module(torch.ones(1, 4))
+
+
+class Releasing(Halves):
+    """It says that what was gathered is not needed any more, as its sum has memory of its own."""
+
+    release: Any = True
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: None, size: Any, stride: Any) -> Tensor:
+        return Releasing(inner["_tensor"])
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return Releasing.release
+
+
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+@api.fsdp2_only  # torch's does so since 2.15
+@on_ranks(2)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("release", [False, True])
+def test_what_was_gathered_is_released_where_the_subclass_says_so(rank, world, keep, release):
+    """After each gather, whatever becomes of the full parameter's own memory; training is the same."""
+    weight = nn.Linear(8, 8, bias=False).weight
+    torch.distributed.broadcast(weight.detach(), 0)
+    Releasing.release, sums = release, []
+    for of in (Releasing, Halves):
+        module = nn.Sequential(nn.Linear(8, 8, bias=False))
+        module[0].weight = nn.Parameter(of(weight.detach().clone()))
+        api.ours.fully_shard(module, mesh=mesh_1d(), reshard_after_forward=False)
+        module.set_keep_unsharded_storage(keep)
+        (group,) = module._get_fsdp_state().groups
+        for _ in range(3):
+            output = module(torch.ones(2, 8))
+            (extension,) = group.store.extensions._extensions
+            held = sum(tensor.untyped_storage().size() for tensor in extension.outputs)
+            assert held == (0 if of is Releasing and release else 2 * 8 * 8 * 2)
+            output.square().sum().backward()
+        sums.append(module[0].weight.grad.full_tensor())
+    assert torch.equal(*sums)
+
+
+@api.fsdp2_only  # torch's refuses it since 2.15
+@on_ranks(2)
+def test_wrong_releases(rank, world):
+    """It must be a bool, and belongs to an extension."""
+    Releasing.release = 1
+    module = nn.Linear(8, 8, bias=False)
+    module.weight = nn.Parameter(Releasing(module.weight.detach()))
+    with pytest.raises(AssertionError, match="must return a bool"):
+        api.ours.fully_shard(module, mesh=mesh_1d())
+    module = nn.Linear(8, 8)
+    api.ours.fully_shard(module, mesh=mesh_1d())
+    setattr(module.weight._local_tensor, RELEASE, lambda: True)
+    with pytest.raises(AssertionError, match="requires fsdp_pre_all_gather and fsdp_post_all_gather"):
+        module(torch.ones(1, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import inspect
 import logging
 import sys
 import warnings
@@ -207,12 +208,17 @@ def _gather_as_torch(buffers: GatherBuffers, axis: Axis, lane: Lane, **options: 
     return call, axis.group, lane.async_op, lane, lane, buffers.full.bytes.device, options.get("custom")
 
 
+# What gradients become is not told torch's ``foreach_reduce`` from 2.15 on: each parameter has a dtype of its own.
+_TAKES_ORIGINAL_DTYPE = "orig_dtype" in inspect.signature(torch_group_module.foreach_reduce).parameters
+
+
 def _reduce_as_torch(
     grads: list[Any], rows: RowPlan, plan: ReducePlan, reductions: Retained, *rest: Any
 ) -> tuple[Any, ...]:
     """Arguments of torch's ``foreach_reduce`` that stand for these of ours; the gradients are taken from them again."""
     call, lanes = _Call(lambda ours, args: ours(args[1], rows, plan, reductions, *rest)), reductions.lanes
-    shard = (plan.shard.group, lanes.reduce, plan.custom, plan.out_dtype, plan.reduce_dtype, grads[0].device, None)
+    dtypes = (plan.out_dtype, plan.reduce_dtype) if _TAKES_ORIGINAL_DTYPE else (plan.reduce_dtype,)
+    shard = (plan.shard.group, lanes.reduce, plan.custom, *dtypes, grads[0].device, None)
     return call, grads, *shard, plan.replicate.group, lanes.replicate, True, None, plan.hook, False
 
 

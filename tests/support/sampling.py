@@ -2,9 +2,10 @@
 
 A test on ranks multiplies its cases by world sizes. Each set of parameters runs on one world size, in turn, so that
 each value of a parameter meets each world size; the first set runs on all. Two ranks, the fewest that communicate, have
-two turns. Where a test has one world size, the sizes of transfers take turns, and on four ranks, which cost most, the
-values of ``reshard``. Where three or more parameters are multiplied, only so many of these cases run that each value of
-one parameter meets each value of each other one.
+two turns. Where a test has one world size, the sizes of transfers take turns; on four ranks, which cost most, the
+values of ``reshard``, or of a parameter of two values; and in a very large matrix such a parameter beside world sizes.
+Where three or more parameters are multiplied, only so many of these cases run that each value of one parameter meets
+each value of each other one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 SMALL = 4
 """A matrix of up to so many cases runs whole."""
+LARGE = 100
+"""In a matrix of more cases than these, two parameters take turns."""
 
 Case = Mapping[str, int]
 """Which value of each parameter a case has: the size itself of ``world``, and the number of any other."""
@@ -43,27 +46,38 @@ def sample(cases: Sequence[Case]) -> list[int]:
         return list(range(len(cases)))
     several = [name for name in cases[0] if len({case[name] for case in cases}) > 1]
     turning = takes_turns(cases, several)
-    names = [name for name in several if name != turning]
+    names = [name for name in several if name not in turning]
     first = [index for index, case in enumerate(cases) if _same(case, cases[0], names)]
     others = [index for index in range(len(cases)) if index not in first]
-    if turning and names:
-        turns = [cases[index][turning] for index in first]
-        turns += [2] if turning == "world" and 2 in turns else []
-        others = [i for i in others if cases[i][turning] == turns[sum(cases[i][name] for name in names) % len(turns)]]
+    turn = {index: sum(cases[index][name] for name in names) for index in others}
+    for name in turning if names else ():
+        turns = list(dict.fromkeys(cases[index][name] for index in first))
+        turns += [2] if name == "world" and 2 in turns else []
+        others = [index for index in others if cases[index][name] == turns[turn[index] % len(turns)]]
+        turn = {index: turn[index] // len(turns) for index in others}
     if len(names) > 2:
         others = paired(cases, others, first)
     return sorted(first + others)
 
 
-def takes_turns(cases: Sequence[Case], several: Sequence[str]) -> str:
-    """Return the parameter of which each set of the others runs with one value, "" if there is none."""
+def takes_turns(cases: Sequence[Case], several: Sequence[str]) -> list[str]:
+    """Return the parameters of which each set of the others runs with one value."""
     costly = all(case.get("world", 0) >= 4 for case in cases)
-    for name in ("world", "transfer", *(["reshard"] if costly else [])):
-        others = [other for other in several if other != name]
-        sets = {tuple(case[other] for other in others) for case in cases}
+    pairs = [name for name in several if len({case[name] for case in cases}) == 2]
+    found = _multiplied(cases, several, ["world", "transfer", *(["reshard", *pairs[:1]] if costly else [])])[:1]
+    if len(cases) > LARGE and len(several) == 3:
+        found += _multiplied(cases, several, [name for name in pairs if name not in found])[:1]
+    return found
+
+
+def _multiplied(cases: Sequence[Case], several: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return those of the parameters named whose values each meet every set of the others."""
+    found = []
+    for name in names:
+        sets = {tuple(case[other] for other in several if other != name) for case in cases}
         if name in several and len(sets) * len({case[name] for case in cases}) == len(cases):
-            return name
-    return ""
+            found.append(name)
+    return found
 
 
 def paired(cases: Sequence[Case], among: Sequence[int], already: Sequence[int]) -> list[int]:

@@ -61,6 +61,15 @@ def test_transfers_take_turns_on_one_world(world):
     assert len(kept) == (18 if world == 2 else 8) and {case["kind"] for case in kept} == set("abcdef")
 
 
+def test_in_a_very_large_matrix_two_parameters_take_turns():
+    """Each kind runs once, the first in every way, and no world size has one value of ``meta`` alone."""
+    cases = matrix(world=(1, 2, 4), meta=(False, True), kind=[str(index) for index in range(29)])
+    kept = [cases[index] for index in sample(numbered(cases))]
+    assert len(kept) == 28 + 6 and {case["kind"] for case in kept} == {case["kind"] for case in cases}
+    later = [(case["world"], case["meta"]) for case in kept if case["kind"] != "0"]
+    assert min(later.count(one) for one in product((1, 2, 4), (False, True))) >= 3
+
+
 def test_what_is_given_together_with_its_world_stays():
     """No set of parameters is left without a case."""
     cases = [{"hidden": 2880 + index, "world": 16 << index} for index in range(6)]

@@ -198,8 +198,9 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
         if row.kind == "lists":
             which.fully_shard(block.feed.experts, **options)
         layers.append(Compiled(block) if row.kind == "compiled" else block)
-        own = two_groups(block, mesh) if row.kind == "groups" else {}
-        which.fully_shard(layers[-1], **options, **own)
+        if row.kind == "groups":
+            options |= two_groups(block, mesh)
+        which.fully_shard(layers[-1], **options)
     model = which.fully_shard(nn.Sequential(*layers), **options)
     if row.kind == "lists":
         prefetch(layers)
@@ -207,14 +208,19 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
 
 
 def two_groups(block: Block, mesh: DeviceMesh) -> dict[str, Any]:
-    """Options that give a unit two groups: those of its attention are on another mesh, of the same ranks."""
-    other, default = (FSDPMeshInfo(one, shard_mesh_dim=0) for one in (mesh, mesh))
-    attention = {id(parameter) for parameter in block.attention.parameters()}
+    """Options that give a unit two groups, as experts have: its feed-forward is cut over half of the ranks."""
+    most, half = (FSDPMeshInfo(one, shard_mesh_dim=0) for one in (flattened(mesh), mesh["shard"]))
+    feed = {id(parameter) for parameter in block.feed.parameters()}
 
     def place(parameter: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(Shard(0), other if id(parameter) in attention else default)
+        return ShardPlacementResult(Shard(0), half if id(parameter) in feed else most)
 
-    return {"shard_placement_fn": place}
+    return {"mesh": flattened(mesh), "shard_placement_fn": place}
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Every rank of ``mesh`` in one dimension."""
+    return mesh._flatten("all")
 
 
 def prefetch(blocks: list[Any]) -> None:
@@ -228,7 +234,7 @@ def prefetch(blocks: list[Any]) -> None:
 def measure(row: Row, which: ModuleType, hardware: Hardware = H100) -> Result:
     """Forward and backward of the second step; in the first one the order of units is not known yet."""
     clock = Clock(hardware)
-    sizes = {"replicate": 2, "shard": row.ranks // 2} if row.kind == "hybrid" else {"shard": row.ranks}
+    sizes = {"replicate": 2, "shard": row.ranks // 2} if row.kind in ("hybrid", "groups") else {"shard": row.ranks}
     streams = {name: getattr(clock, name) for name in ("Stream", "Event", "current_stream", "stream")}
     with mock.patch.multiple(torch.cpu, **streams), simulated_rank(sizes, clock) as mesh:  # torch.cpu is torch's own's
         model = build(row, which, mesh)

@@ -3,7 +3,7 @@
     python benchmarks/cluster.py [--ranks 8 64] [--models 8b] [--picture lanes.png] [--set memory_bytes_per_second=3e12]
 
 The training code of both runs as it is, on one rank of many: with tensors that have no memory, a process group that
-sends nothing, and streams on which time passes as a cost model says (`fsdp2/forecast/cost.py`; printed first, every
+sends nothing, and streams on which time passes as a cost model says (`fsdp2/forecasting/cost.py`; printed first, every
 constant can be set). The times are estimates; the order of kernels, collectives and waits is that of the real program.
 """
 
@@ -25,10 +25,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2.forecast.clock import Clock, Exposed, Span
-from fsdp2.forecast.cost import H100, Hardware
-from fsdp2.forecast.pictures import draw_lanes
-from fsdp2.forecast.rank import simulated_rank
+from fsdp2.forecasting.clock import Clock, Exposed, Span
+from fsdp2.forecasting.cost import H100, Hardware
+from fsdp2.forecasting.pictures import draw_lanes
+from fsdp2.forecasting.rank import simulated_rank
 
 LENGTH = 2048
 """Tokens in a sequence."""

@@ -14,7 +14,8 @@ __all__ = ["main"]
 
 _USAGE = """\
 python -m fsdp2 script.py [argument ...]
-       python -m fsdp2 -m module [argument ...]"""
+       python -m fsdp2 -m module [argument ...]
+       python -m fsdp2 forecast module:function --mesh shard=64"""
 _DESCRIPTION = """\
 Run a Python program in which torch.distributed.fsdp.fully_shard is fsdp2's, as if it had called
 fsdp2.install() before anything else. The program itself is not changed: accelerate, TRL, torchtitan and the like find
@@ -27,8 +28,15 @@ examples:
 
 Processes that the program starts by itself (torch.multiprocessing) do not inherit this: they call fsdp2.install()."""
 
+
+def _forecast(arguments: Sequence[str]) -> int:
+    from fsdp2.forecasting.command import main  # what it needs of torch is only imported where it is asked for
+
+    return main(arguments)
+
+
 # Each takes the arguments behind its name and returns the exit status.
-_SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {}
+_SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"forecast": _forecast}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,7 +12,14 @@ from torch._C._distributed_c10d import FakeWork, _resolve_process_group
 
 # Tensors without memory that know their shape, dtype and device: a model of any size fits. What a device mesh keeps its
 # ranks in stays real.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 
 # A process group that sends nothing is made from a store that holds nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,11 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "UnsupportedOperatorException",
     "finished_work",
+    "key_of",
     "operator_arguments",
     "operator_returns",
     "storage_key",
@@ -50,9 +61,14 @@ def operator_returns(func: Any) -> Any:
     return func._schema.returns
 
 
+def key_of(storage: torch.UntypedStorage) -> int:
+    """A number that Python objects of one storage share, as long as the storage lives."""
+    return storage._cdata
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors share if and only if they share their memory, as long as one of them lives."""
-    return tensor.untyped_storage()._cdata
+    return key_of(tensor.untyped_storage())
 
 
 def finished_work() -> Any:

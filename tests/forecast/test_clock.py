@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.forecast.clock import Clock
-from fsdp2.forecast.cost import H100, Hardware, Link
-from fsdp2.forecast.rank import simulated_rank
+from fsdp2.forecasting.clock import Clock
+from fsdp2.forecasting.cost import H100, Hardware, Link
+from fsdp2.forecasting.rank import simulated_rank
 
 MACHINE = Hardware(
     flops_per_second=1e12,

@@ -206,7 +206,7 @@ def is_collective(name: str) -> bool:
 def streams(source: Source) -> list[str]:
     """Stream primitives are used in comm/streams.py only; a forecast's own streams have their names, and annotations
     may name their types."""
-    if source.path in ("fsdp2/comm/streams.py", "fsdp2/forecast/clock.py"):
+    if source.path in ("fsdp2/comm/streams.py", "fsdp2/forecasting/clock.py"):
         return []
     found = [n for n in source.nodes if isinstance(n, ast.Attribute) and n.attr in STREAMS]
     complaints = [source.at(node, f"uses the stream primitive {node.attr}") for node in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +12,7 @@ from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
 
-@probes("FakeTensorMode", "FakeTensor", "unset_fake_temporarily", "storage_key")
+@probes("FakeTensorMode", "FakeTensor", "unset_fake_temporarily", "storage_key", "key_of")
 def test_fake_tensors_have_storages_of_any_size() -> None:
     with _torch.FakeTensorMode():
         x = torch.empty(1 << 40, dtype=torch.uint8)
@@ -22,7 +23,12 @@ def test_fake_tensors_have_storages_of_any_size() -> None:
             assert torch.arange(3).sum() == 3
         storage.resize_(0)
         assert x.untyped_storage().nbytes() == 0
-        assert _torch.storage_key(x) == _torch.storage_key(x[3:]) != _torch.storage_key(x.clone())
+        assert (
+            _torch.key_of(storage)
+            == _torch.storage_key(x)
+            == _torch.storage_key(x[3:])
+            != _torch.storage_key(x.clone())
+        )
 
 
 @probes("TorchDispatchMode", "operator_arguments", "operator_returns", "unboxed_group", "finished_work", "FakeStore")
@@ -69,3 +75,17 @@ def test_a_mesh_has_its_ranks_among_fake_tensors() -> None:
         mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
         with _torch.FakeTensorMode(allow_non_fake_inputs=True):
             assert _torch.ranks_in(mesh) == [3, 1, 0, 2]
+
+
+@probes("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+def test_what_depends_on_values_raises() -> None:
+    with _torch.FakeTensorMode():
+        x = torch.empty(3)
+        for error, call in (
+            (_torch.DataDependentOutputException, x.sum().item),
+            (_torch.DynamicOutputShapeException, x.nonzero),
+        ):
+            with pytest.raises(error) as raised:
+                call()
+            assert "aten" in str(raised.value.func)
+    assert issubclass(_torch.UnsupportedOperatorException, RuntimeError)

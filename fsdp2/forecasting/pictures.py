@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2.forecast.clock import COMPUTE, Exposed, Span, lane_names
+from fsdp2.forecasting.clock import COMPUTE, Exposed, Span, lane_names
 
 __all__ = ["draw_lanes"]
 

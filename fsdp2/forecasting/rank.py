@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._torch.forecast import FakeStore, FakeTensorMode
 from fsdp2.comm.streams import simulated_streams
-from fsdp2.forecast.clock import Clock
+from fsdp2.forecasting.clock import Clock
 from fsdp2.sharding.mesh import simulated_backend
 
 __all__ = ["simulated_rank"]

@@ -7,6 +7,7 @@ program; the host takes no time. Collectives move nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from fsdp2._torch.forecast import (
     unboxed_group,
     unset_fake_temporarily,
 )
-from fsdp2.forecast.cost import H100, Hardware, nbytes_of, tensors_in
+from fsdp2.forecasting.cost import H100, Hardware, nbytes_of, tensors_in
 
 __all__ = ["Clock", "Event", "Exposed", "Span", "Stream", "lane_names"]
 
@@ -176,6 +177,8 @@ class Clock(TorchDispatchMode):
         if not any(issubclass(kind, FakeTensor) for kind in types) and tensors_in(args):
             with unset_fake_temporarily():  # the ranks of a mesh, say: their values count
                 return func(*args, **kwargs)
+        if func.overloadpacket.__name__ == "_local_scalar_dense" and _in_optimizer():
+            return 1.0  # the number of steps so far, which scales updates alone
         out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             self._functional(func, args, out)
@@ -257,6 +260,13 @@ _FUNCTIONAL = {
     "all_to_all": "all_to_all",
     "broadcast": "broadcast",
 }
+
+
+def _in_optimizer() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.optim"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_free(func: Any) -> bool:

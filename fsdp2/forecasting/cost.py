@@ -50,7 +50,10 @@ class Hardware:
 
     def __str__(self) -> str:
         """Every constant, one to a line."""
-        lines = [f"{field.name} = {getattr(self, field.name)!r}" for field in fields(self) if field.name != "links"]
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "links"}
+        lines = [
+            f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}" for name, value in values.items()
+        ]
         lines += [
             f"{link.ranks} ranks: {link.seconds * 1e3:g} ms, {link.bytes_per_second:g} B/s" for link in self.links
         ]

@@ -1,0 +1,158 @@
+"""Bytes that are alive while code runs, what each of them is for, and who was running when they were most."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch.forecast import TorchDispatchMode, key_of, storage_key
+from fsdp2._torch.tensors import local_tensor
+from fsdp2.forecasting.cost import tensors_in
+
+__all__ = ["KINDS", "Block", "Memory", "Peak"]
+
+KINDS = ("shards", "gathered", "gradients", "optimizer state", "activations", "other")
+Storage = torch.UntypedStorage
+_SENT = {"_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_base_", "allreduce_"}
+_PACKED = {"_chunk_cat", "chunk_cat"}
+_CAST = {"_to_copy", "div", "to"}
+
+
+@dataclass(eq=False)
+class Block:
+    """Some memory that was given out, and what it is for as far as is known."""
+
+    nbytes: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes alive at once, by kind, and what was running."""
+
+    nbytes: int
+    by_kind: dict[str, int]
+    running: str
+
+
+class Memory(TorchDispatchMode):
+    """While active, follows every storage that an operator returns.
+
+    What memory is for often turns out later: a block is a gradient because it is reduced in the end. So a step is noted
+    as a list of changes, and ``peak`` goes through it again.
+    """
+
+    def __init__(self, running: Callable[[], str] = lambda: "") -> None:
+        super().__init__()
+        self._running = running
+        self._blocks: dict[int, Block] = {}
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Storage]] = {}
+        self._base: list[Block] = []
+        self._changes: list[tuple[Block, int, str]] = []
+
+    # ---- what is alive ----
+
+    def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Say what ``tensors`` are for; they are followed from now on."""
+        for tensor in tensors:
+            local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            if not local.is_meta:
+                self._follow(local)
+                self._blocks[storage_key(local)].kind = kind
+
+    def _follow(self, tensor: torch.Tensor, kind: str = "activations") -> None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key not in self._sizes:
+            self._references[key] = weakref.ref(storage, lambda _: self._died(key))
+            self._sizes[key] = 0
+            self._resize(key, storage.nbytes(), kind)
+        elif storage.nbytes() != self._sizes[key]:
+            _resize(storage, self._sizes[key])  # a view of a fake tensor without memory has given it memory again
+
+    def _resize(self, key: int, size: int, kind: str) -> None:
+        if self._sizes[key]:
+            self._changes.append((self._blocks[key], -1, self._running()))
+        self._sizes[key] = size
+        self._blocks[key] = Block(size, kind)
+        if size:
+            self._changes.append((self._blocks[key], 1, self._running()))
+
+    def _died(self, key: int) -> None:
+        self._resize(key, 0, "other")
+        del self._sizes[key], self._references[key], self._blocks[key]
+
+    # ---- one step ----
+
+    def begin(self) -> None:
+        """Note changes from here on."""
+        self._base = [block for block in self._blocks.values() if block.nbytes]
+        self._changes.clear()
+
+    def peak(self) -> Peak:
+        """The most bytes that were alive since ``begin``."""
+        now = most = sum(block.nbytes for block in self._base)
+        at, running = 0, self._running()
+        for index, (block, sign, label) in enumerate(self._changes):
+            now += sign * block.nbytes
+            if now > most:
+                most, at, running = now, index + 1, label
+        by_kind = Counter[str]()
+        for block in self._base:
+            by_kind[block.kind] += block.nbytes
+        for block, sign, _ in self._changes[:at]:
+            by_kind[block.kind] += sign * block.nbytes
+        return Peak(most, {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}, running)
+
+    # ---- as a mode ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and follow what it returns."""
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        for tensor in tensors_in(out):
+            self._follow(tensor)
+        if name in _SENT:
+            self._mark(tensors_in(args))
+        elif name in _PACKED:
+            self._mark(tensors_in((args, kwargs)))
+        elif name in _CAST and args and self._kind(args[0]) == "gradients":
+            self._mark(tensors_in(out))
+        return out
+
+    def _kind(self, tensor: Any) -> str:
+        block = self._blocks.get(storage_key(tensor)) if isinstance(tensor, torch.Tensor) else None
+        return block.kind if block else ""
+
+    def _mark(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            block = self._blocks.get(storage_key(tensor))
+            if block is not None and block.kind == "activations":
+                block.kind = "gradients"
+
+    def __enter__(self) -> Memory:
+        def resized(storage: Storage, size: int) -> Any:
+            _resize(storage, size)
+            key = key_of(storage)
+            if key in self._sizes:
+                self._resize(key, size, "gathered")
+            return storage
+
+        Storage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        Storage.resize_ = _resize  # type: ignore[method-assign]
+
+
+_resize = Storage.resize_

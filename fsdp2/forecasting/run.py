@@ -1,0 +1,212 @@
+"""One training step of the user's own code on a pretended rank, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2._torch.forecast import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from fsdp2._trace import listening
+from fsdp2.build.modules import fsdp_modules
+from fsdp2.forecasting.clock import COMPUTE, Clock, Exposed, Span
+from fsdp2.forecasting.cost import H100, Hardware, tensors_in
+from fsdp2.forecasting.memory import Memory, Peak
+from fsdp2.forecasting.rank import simulated_rank
+
+__all__ = ["Collectives", "Forecast", "forecast"]
+
+_WHILE = {"pre_forward": "forward", "pre_backward": "backward", "post_forward": "after forward", "reduce": "backward"}
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What one kind of collective sends along one mesh axis in a step: launches, and bytes of the whole tensors."""
+
+    axis: str
+    kind: str
+    launches: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training step needs on one rank. ``padding_bytes`` is what a gather of everything carries for nothing."""
+
+    mesh: dict[str, int]
+    device: str
+    peak: Peak
+    collectives: tuple[Collectives, ...]
+    padding_bytes: int
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    exposed_by_unit: dict[str, float]
+    spans: list[Span] = field(repr=False, default_factory=list)
+    waits: list[Exposed] = field(repr=False, default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are alive at once."""
+        return self.peak.nbytes
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """What these bytes are."""
+        return self.peak.by_kind
+
+    def to_json(self) -> str:
+        """All figures, without the lanes."""
+        values = {name: value for name, value in asdict(self).items() if name not in ("spans", "waits")}
+        return json.dumps(values, indent=2)
+
+    def table(self) -> str:
+        """The figures for people."""
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        lines = [
+            f"one rank of {mesh}, {self.device}",
+            "",
+            f"peak memory     {_size(self.peak_bytes)}, {self.peak.running}",
+        ]
+        lines += [f"  {kind:<16}{_size(nbytes)}" for kind, nbytes in self.bytes_by_kind.items()]
+        lines += ["", "sent in a step  launches       bytes"]
+        lines += [f"  {c.axis + ' ' + c.kind:<22}{c.launches:>4}  {_size(c.nbytes)}" for c in self.collectives]
+        lines += [f"  padding of a gather       {_size(self.padding_bytes)}", ""]
+        lines += [f"step            {self.step_seconds * 1e3:10.2f} ms (a model's estimate)"]
+        lines += [f"  compute       {self.compute_seconds * 1e3:10.2f} ms"]
+        lines += [f"  exposed       {self.exposed_seconds * 1e3:10.2f} ms of communication"]
+        most = sorted(self.exposed_by_unit.items(), key=lambda item: -item[1])[:5]
+        lines += [f"    {unit or 'the root':<20}{seconds * 1e3:8.2f} ms" for unit, seconds in most]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):10.1f} MiB"
+
+
+def forecast(
+    build: Callable[[DeviceMesh], Any],
+    step: Callable[[Any, Any], object],
+    *,
+    mesh: Mapping[str, int],
+    hardware: Hardware = H100,
+    backend: str = "nccl",
+    rank: int = 0,
+    steps: int = 3,
+) -> Forecast:
+    """What the last of some ``steps`` needs on one ``rank`` of a mesh of these dimensions.
+
+    ``build(mesh)`` returns the model, or the model and its optimizer, with its ``fully_shard`` calls; ``step(model,
+    optimizer)`` trains once. Both run as they are, with tensors that have no memory and collectives that send nothing:
+    no weights, no device, no other process. Values do not exist, so code must not look at any (``loss.item()``).
+
+    Raises:
+        RuntimeError: this process has a process group already, or the code looks at a value, needs a device, or calls
+            an operator that says nothing of the shape of its result.
+    """
+    clock = Clock(hardware)
+    phase = ["building"]
+    memory = Memory(lambda: f"{phase[0]} of {clock.unit}" if clock.unit else phase[0])
+
+    def heard(event: str, name: str) -> None:
+        if event in _WHILE:
+            clock.unit, phase[0] = name, _WHILE[event]
+        elif event == "root_post_backward":
+            clock.unit, phase[0] = "", "after backward"
+
+    with _explained(), listening(heard), simulated_rank(mesh, clock, backend=backend, rank=rank) as made, memory:
+        built = build(made)
+        model, optimizer = built if isinstance(built, tuple) else (built, None)
+        begin = 0.0
+        for _ in range(steps):
+            _know(memory, model, optimizer)
+            clock.unit, phase[0] = "", "forward"
+            begin = clock.begin()
+            memory.begin()
+            step(model, optimizer)
+        _know(memory, model, optimizer)
+        axes = {str(made.get_group(name).group_name): name for name in mesh}
+        return _result(dict(mesh), clock, memory, begin, axes, _padding(model))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RuntimeError(
+            f"a forecast runs without values, but {error.func} depends on them; leave out what looks at tensors "
+            "in build and step (loss.item(), printing, tensor.nonzero())"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise RuntimeError(
+            f"{error.func} does not say what its result looks like; give it a fake kernel with "
+            "torch.library.register_fake"
+        ) from error
+    except (AssertionError, RuntimeError) as error:  # of torch.cuda, and of operators
+        if not any(text in str(error) for text in ("CUDA enabled", "support for cuda")):
+            raise
+        raise RuntimeError(
+            f"a forecast needs no device, but the code asks for one ({error}); make tensors on mesh.device_type instead"
+        ) from error
+
+
+def _know(memory: Memory, model: nn.Module, optimizer: Any) -> None:
+    parameters = list(model.parameters())
+    memory.know(parameters, "shards")
+    memory.know([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
+    memory.know(model.buffers(), "other")
+    if optimizer is not None:
+        memory.know(tensors_in([*optimizer.state.values()]), "optimizer state")
+
+
+def _padding(model: nn.Module) -> int:
+    total = 0
+    for module in fsdp_modules(model):
+        for group in module._get_fsdp_state().groups:
+            for param in group.params:
+                layout = param.spec.layout
+                total += (layout.slot_numel * layout.ranks - layout.numel) * param.compute_dtype.itemsize
+    return total
+
+
+def _result(
+    mesh: dict[str, int], clock: Clock, memory: Memory, begin: float, axes: dict[str, str], padding: int
+) -> Forecast:
+    launches, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for span in clock.spans:
+        if span.group:
+            key = (axes.get(span.group, f"{span.ranks} ranks"), span.kind)
+            launches[key] += 1
+            sent[key] += span.nbytes
+    exposed = Counter[str]()
+    for wait in clock.exposed:
+        exposed[wait.unit] += wait.end - wait.begin  # type: ignore[assignment]  # seconds
+    compute = sum(span.seconds for span in clock.spans if span.lane == COMPUTE and not span.group)
+    total = clock.now - begin
+    return Forecast(
+        mesh=mesh,
+        device=clock.hardware.name,
+        peak=memory.peak(),
+        collectives=tuple(Collectives(*key, launches[key], sent[key]) for key in sorted(launches)),
+        padding_bytes=padding,
+        step_seconds=total,
+        compute_seconds=compute,
+        exposed_seconds=total - compute,
+        exposed_by_unit=dict(exposed),
+        spans=list(clock.spans),
+        waits=list(clock.exposed),
+    )

@@ -15,6 +15,7 @@ from tests.support.sampling import numbered, sample
 settings.register_profile(
     "ci", derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+settings.register_profile("all", deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 settings.register_profile("long", deadline=None, max_examples=2000, suppress_health_check=list(HealthCheck))
 
 
@@ -38,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.pool import POOL  # imports what the variable above chooses
 
         POOL.longest = limit
-    settings.load_profile("long" if config.getoption("--long") else "ci")
+    settings.load_profile(next((name for name in ("long", "all") if config.getoption(f"--{name}")), "ci"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

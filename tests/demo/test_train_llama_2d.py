@@ -72,6 +72,7 @@ def test_two_processes_go_on_from_what_four_saved(saved, tp, options):
     assert losses(out) == pytest.approx({step: expected[step] for step in (4, 5, 6)}, abs=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

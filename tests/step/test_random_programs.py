@@ -1,6 +1,6 @@
 """Random programs on random models with random options compute what a single process computes, and torch's as well.
 
-A few dozen in a usual run, always the same ones; ``pytest --long`` runs thousands of new ones.
+A few dozen in a usual run, always the same ones; ``pytest --all`` runs hundreds of new ones, ``--long`` thousands.
 """
 
 from __future__ import annotations

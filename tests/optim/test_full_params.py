@@ -372,3 +372,16 @@ def test_memory_of_a_step_is_bounded_by_buckets(rank, world):
     bucket = 2 * matrix
     assert live.peak - before <= bucket + 2 * 2 * bucket + 2 * bucket + 6 * matrix
     assert live.peak - before < 2 * count * matrix
+
+
+@on_ranks(2)
+def test_cost_decides_who_owns(rank, world):
+    """By default the expensive matrix has an owner for itself; where all cost the same, parameters are dealt out."""
+    for cost, expected in ((None, {1, 3}), (lambda p: 1.0, {2})):
+        torch.manual_seed(0)
+        module = shard(nn.Sequential(*(nn.Linear(8, size, bias=False) for size in (64, 8, 8, 8))), mesh_1d())
+        optimizer = fsdp2.use_full_params(torch.optim.Muon(module.parameters()), cost=cost)
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert len(optimizer.state) in expected

@@ -272,7 +272,7 @@ class SumsOfTensorParallelism(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@composes("tensor parallel", "sequence parallel", "mixed precision", "gradient accumulation")
+@composes("tensor parallel", "sequence parallel", "mixed precision", "accumulation")
 @on_ranks(4)
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])

@@ -20,8 +20,9 @@ from fsdp2._torch.collectives import (
     SymmMemReduceScatter,
 )
 from fsdp2.comm.streams import Lane
-from fsdp2.engine.handles import GradientReduction, Unsharding
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import states_below
+from fsdp2.engine.passes import GradientReduction
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
@@ -54,17 +55,12 @@ class FSDPModule(TorchFSDPModule):
             recurse: All of them are in memory at once then, until ``reshard(recurse=True)``.
         """
         groups = list(dict.fromkeys(group for state in self._states(recurse) for group in state.groups))
+        state = self._get_fsdp_state()
         for group in groups:
-            if group.lifecycle.lent:
-                group.lifecycle.refuse_lent("unshard")
+            group.lifecycle.refuse_summoned("unshard")
             group.lazy_init(in_root=group.in_root)
-            group.drop_evaluated()
-            group.drop_stale()
-            lanes = group.root.comm.lanes
-            lanes.gather.wait(lanes.compute.event())  # the caller may just have changed the shards
-            group.unshard()
-            group.note_kept()  # from now on: the caller may change the shards before waiting
-        handle = Unsharding(groups)
+            state.gather_by_hand(group)
+        handle = _Unsharding(groups)
         if async_op:
             return handle
         handle.wait()
@@ -143,7 +139,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: the module is not the root, or a backward has begun and was neither ended nor reset.
         """
-        self._root_state("set_manual_backward_finalization").root.finalization.set_manual(_bool("enabled", enabled))
+        self._root_state("set_manual_backward_finalization").root.set_manual(_bool("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what the backwards since the last call left, and free full parameters, as the setters ask by now.
@@ -159,7 +155,7 @@ class FSDPModule(TorchFSDPModule):
                 an earlier call was not waited for, or a unit is told not to all-reduce.
         """
         state = self._root_state("finalize_backward")
-        reduction = GradientReduction(None) if state.is_root is None else state.root.finalization.run(state.root)
+        reduction = GradientReduction(None) if state.is_root is None else state.root.finalize()
         if async_op:
             return reduction
         reduction.wait()
@@ -206,7 +202,7 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         self._set(recurse, reduce_inputs=max_input_buffers)
         for state in self._states(recurse):
-            state.root.limit_reductions()
+            state.root.use_comm(state.root.comm)
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
@@ -277,8 +273,8 @@ class FSDPModule(TorchFSDPModule):
                 axis = group.mesh.shard
                 if enable and axis.group is not None:
                     if axis.group not in made:
-                        own = group.reduce_axis.group is not axis.group
-                        made[axis.group] = group.reduce_axis if own else axis.with_own_group()
+                        own = group.gradients.axis.group is not axis.group
+                        made[axis.group] = group.gradients.axis if own else axis.with_own_group()
                     axis = made[axis.group]
                 group.use_reduce_axis(axis)
 
@@ -290,7 +286,7 @@ class FSDPModule(TorchFSDPModule):
         """
         _bool("enable", enable)
         for group in self._get_fsdp_state().groups:
-            shard, reduce = group.mesh.shard.group, group.reduce_axis.group
+            shard, reduce = group.mesh.shard.group, group.gradients.axis.group
             gather = None if shard is None or not enable else ProcessGroupAllocAllGather(shard)
             scatter = None if reduce is None or not enable else ProcessGroupAllocReduceScatter(reduce)
             group.set_options(group.options.with_comms("set_allocate_memory_from_process_group", gather, scatter))
@@ -303,7 +299,7 @@ class FSDPModule(TorchFSDPModule):
             AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
         """
         for group in self._get_fsdp_state().groups:
-            shard, reduce = group.mesh.shard, group.reduce_axis.group
+            shard, reduce = group.mesh.shard, group.gradients.axis.group
             if not shard.is_nccl or backend != "NCCL" or shard.group is None or reduce is None:
                 raise NotImplementedError(
                     f"{group.name or 'the root'}: set_symm_mem_for_comm needs NCCL, got the backend {shard.backend!r} "
@@ -410,6 +406,19 @@ def _states(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
     return states
 
 
+class _Unsharding(UnshardHandle):
+    """Gathers in flight."""
+
+    def __init__(self, groups: list[FSDPParamGroup]) -> None:
+        self._groups = groups
+
+    def wait(self) -> None:
+        """Wait until the full parameters may be used; they are then shown on the module."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.wait_for_unshard()
+
+
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots (the stages of a pipeline) use the same lanes, so that they reuse each other's memory.
 
@@ -418,4 +427,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     states = _states(modules)
     for state in states[1:]:
-        state.root.comm = states[0].root.comm
+        state.root.use_comm(states[0].root.comm)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 
-# install() routes what torch's test helpers replace in this module.
+# torch's test helpers and trackers patch the class of groups, which they import from this module.
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group_module
 
 # Newer than torch 2.11: what code written for torch's fully_shard returns from shard_placement_fn.

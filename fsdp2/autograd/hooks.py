@@ -6,6 +6,7 @@ A hook holds no module and no group by itself; it is given a bound method, and e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fsdp2._torch.tensors import AsyncCollectiveTensor
 from fsdp2.autograd.trees import find_tensors, map_tensors
 
 __all__ = [
+    "Inputs",
     "carry_hooks",
     "hook_error",
     "hook_forward",
@@ -41,6 +43,14 @@ __all__ = [
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Inputs(Enum):
+    """How it becomes known that backward is through with the inputs of a call."""
+
+    ATTACHED = 0  # hooks on them
+    NONE_NEEDED = 1  # none of them requires a gradient
+    UNREACHABLE = 2  # they cannot be replaced by tensors with hooks
 
 
 def hook_forward(
@@ -163,18 +173,16 @@ def settle_optimizer(optimizer: torch.optim.Optimizer, settle: Callable[[], None
     optimizer.register_load_state_dict_pre_hook(lambda *unused: settle())
 
 
-def watch_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None]
-) -> tuple[Arguments, bool | None]:
-    """(``args``, ``kwargs``) that tell when backward is through with them, and whether they do: None if they cannot.
+def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None]) -> tuple[Arguments, Inputs]:
+    """(``args``, ``kwargs``) with hooks for when backward is through with them, and whether they have some.
 
     ``done`` runs when the gradients of all inputs that need one are computed. A single such input becomes a view with a
     hook on its node, so that the module may still change it in place; several go through one autograd function, which
     alone can tell when the last is done, and so does one that a collective still fills. Inputs inside plain objects
-    cannot be replaced; then none is watched (None).
+    cannot be replaced; then none is watched.
     """
     if not torch.is_grad_enabled():
-        return (args, kwargs), False
+        return (args, kwargs), Inputs.NONE_NEEDED
     needing, flat = [], True
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -186,23 +194,23 @@ def watch_inputs(
         needing = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
         replaceable = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
         if len(replaceable) != len(needing):
-            return (args, kwargs), None
+            return (args, kwargs), Inputs.UNREACHABLE
     if not needing:
-        return (args, kwargs), False
-    if any(t.layout is not torch.strided for t in needing):
-        return (args, kwargs), None
+        return (args, kwargs), Inputs.NONE_NEEDED
+    if any([t.layout is not torch.strided for t in needing]):
+        return (args, kwargs), Inputs.UNREACHABLE
     new = []
     if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
         view = needing[0].view_as(needing[0])
         if view.grad_fn is not None:  # under torch.func its node is out of reach
             view.grad_fn.register_prehook(lambda grads: done())
             if args and args[0] is needing[0]:
-                return ((view, *args[1:]), kwargs), True
+                return ((view, *args[1:]), kwargs), Inputs.ATTACHED
             new = [view]
     new = new or list(_InputsDone.apply(done, *needing))
     replacements = iter(new)
     args, kwargs = map_tensors(lambda t: next(replacements) if t.requires_grad else t, (args, kwargs))
-    return (args, kwargs), True
+    return (args, kwargs), Inputs.ATTACHED
 
 
 class _InputsDone(torch.autograd.Function):

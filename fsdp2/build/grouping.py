@@ -124,7 +124,8 @@ class Unit:
         before = len(state.groups)
         self.manage(state, Managed(managed.modules, added, managed.buffers))
         for group in state.groups[: len(state.groups) - before]:
-            group.root, group.in_root = state.root, bool(state.is_root)
+            group.use_comm(state.root.comm)
+            group.in_root, group.gradients.noticed = bool(state.is_root), state.notice_backward
             group.set_names(state.name, {})
 
 
@@ -239,7 +240,7 @@ def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) 
         options = replace(options, reshard_after_forward=True)
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
-    group = FSDPParamGroup(params, pieces, state.modules, mesh, options, state.root)
+    group = FSDPParamGroup(params, pieces, state.modules, mesh, options, state.root.comm)
     if mesh.mesh.size() > 1:
         group.initial = (_first_values(placed[0].found.param), group.store.stamp())
     originals = [p.found.param for p in placed]

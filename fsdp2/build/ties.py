@@ -84,8 +84,8 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     if group.shared:
         return group
     group.reshard()
-    alone = FSDPParamGroup([param], [param.local], group.modules, group.mesh, group.options, group.root)
-    alone.shared, alone.in_root = True, group.in_root
+    alone = FSDPParamGroup([param], [param.local], group.modules, group.mesh, group.options, group.comm)
+    alone.shared, alone.in_root, alone.gradients.noticed = True, group.in_root, group.gradients.noticed
     owner = get_state(group.modules[0])
     assert owner is not None
     owner.groups.append(alone)

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2._torch.fsdp import torch_group_module
-from fsdp2.comm import gather, reduce
-from fsdp2.comm.gather import GatherBuffers
-from fsdp2.comm.reduce import ReducePlan
-from fsdp2.comm.streams import Lane, Retained
-from fsdp2.engine import group as param_group
-from fsdp2.engine import reducer as gradients
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
 from fsdp2.module import share_comm_ctx
-from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import RowPlan
 
 __all__ = ["Installation", "install", "uninstall"]
 
@@ -45,12 +34,6 @@ _PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "tor
 # Helpers of torch that patch the class of groups by name; torch's own replicate goes on using torch's class.
 _GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
 _TORCH_GROUP = torch_group_module.FSDPParamGroup
-_GROUP_METHODS = ("unshard", "wait_for_unshard", "reshard", "post_backward")
-# The autograd function from which torch's groups learn that backward is through with their inputs.
-_AfterInputs = torch_group_module.RegisterPostBackwardFunction
-# The public functions by which torch's groups communicate; torch 2.13 renamed the first two.
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class Installation:
@@ -100,126 +83,7 @@ class Installation:
         for name, module in list(sys.modules.items()):
             if module is not None and (name in _PUBLIC or name in _GROUP_USERS or _is_test_helper(name)):
                 self.adopt(module)
-        self._route_collectives()
-        self._route_public_collectives()
-        self._route_methods()
         sys.meta_path.insert(0, self._finder)
-
-    def _route_collectives(self) -> None:
-        """Let those who replace torch's collective functions of a group, to slow or count them, reach ours."""
-        for name, owner, attribute, as_torch in (
-            ("foreach_all_gather", param_group, "start_gather", _gather_as_torch),
-            ("foreach_reduce", gradients, "reduce_chunk", _reduce_as_torch),
-        ):
-            theirs, ours = getattr(torch_group_module, name), getattr(owner, attribute)
-
-            def shared(*args: Any, _ours: Any = ours, _theirs: Any = theirs, **kwargs: Any) -> Any:
-                ours_called = args and isinstance(args[0], _Call)
-                return args[0].made(_ours, args) if ours_called else _theirs(*args, **kwargs)
-
-            def through(*args: Any, _name: str = name, _as_torch: Any = as_torch, **kwargs: Any) -> Any:
-                return getattr(torch_group_module, _name)(*_as_torch(*args, **kwargs))
-
-            self.set(sys.modules[theirs.__module__], name, shared)
-            self.set(torch_group_module, name, shared)
-            self.set(owner, attribute, through)
-
-    def _route_public_collectives(self) -> None:
-        """Let those who replace torch's public collectives, to slow, count or check them, be called by ours."""
-        gathers, scatters, sums = (_Replaceable(name) for name in (_ALL_GATHER, _REDUCE_SCATTER, "all_reduce"))
-        all_gather, reduce_scatter, all_reduce = gather.all_gather, reduce.reduce_scatter, reduce.all_reduce
-        prefers_all_to_all = reduce.prefers_all_to_all
-
-        def gather_by(*args: Any, custom: Any = None, **options: Any) -> list[Any]:
-            return all_gather(*args, custom=custom or gathers.replacement(_as_gather), **options)
-
-        def scatter_by(*args: Any, custom: Any = None, **options: Any) -> list[Any]:
-            return reduce_scatter(*args, custom=custom or scatters.replacement(_as_scatter), **options)
-
-        def exchange(*args: Any) -> bool:
-            return scatters.replacement() is None and prefers_all_to_all(*args)
-
-        def sum_by(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[Any]:
-            theirs = sums.replacement()
-            if theirs is None or axis.size == 1:
-                return all_reduce(tensor, axis, average=average, async_op=async_op)
-            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-            work = theirs(tensor, op=op, group=axis.group, async_op=async_op)
-            return [] if work is None else [work]
-
-        self.set(gather, "all_gather", gather_by)
-        self.set(reduce, "reduce_scatter", scatter_by)
-        self.set(reduce, "prefers_all_to_all", exchange)
-        self.set(reduce, "all_reduce", sum_by)
-
-    def _route_methods(self) -> None:
-        """Let those who wrap methods of torch's class of groups, to record or count them, reach our groups."""
-        for name in _GROUP_METHODS:
-            theirs, ours = getattr(_TORCH_GROUP, name), getattr(FSDPParamGroup, name)
-
-            def either(self: object, *args: Any, _ours: Any = ours, _theirs: Any = theirs, **kwargs: Any) -> Any:
-                return (_ours if isinstance(self, FSDPParamGroup) else _theirs)(self, *args, **kwargs)
-
-            self.set(_TORCH_GROUP, name, either)
-
-        ours = FSDPParamGroup.inputs_done
-
-        def inputs_done(group: FSDPParamGroup) -> None:
-            _AfterInputs.backward(SimpleNamespace(param_group=SimpleNamespace(post_backward=lambda: ours(group))))
-
-        self.set(FSDPParamGroup, "inputs_done", inputs_done)
-
-
-class _Replaceable:
-    """A public function of ``torch.distributed`` that somebody may replace for a while."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._original = name, getattr(dist, name)
-
-    def replacement(self, adapt: Callable[[Any], Any] = lambda function: function) -> Any:
-        """What is called in its place now, adapted; None while nothing is."""
-        now = getattr(dist, self._name)
-        return None if now is self._original else adapt(now)
-
-
-def _as_gather(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A custom all-gather that calls ``function`` with the arguments torch's groups give it."""
-    return lambda *, output_tensor, input_tensor, **options: function(output_tensor, input_tensor, **options)
-
-
-def _as_scatter(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A custom reduce-scatter that calls ``function`` with the arguments torch's groups give it."""
-    return lambda *, output_tensor, input_tensor, **options: function(
-        output=output_tensor, input=input_tensor, **options
-    )
-
-
-class _Call(list[Any]):
-    """A call of ours in the place of torch's list of parameters: the other arguments are torch's, for wrappers."""
-
-    def __init__(self, make: Callable[[Any, Sequence[Any]], Any]) -> None:
-        super().__init__()
-        self.made = make
-
-
-def _gather_as_torch(buffers: GatherBuffers, axis: Axis, lane: Lane, **options: Any) -> tuple[Any, ...]:
-    """Arguments of torch's ``foreach_all_gather`` that stand for these of ours; a lane stands for its stream."""
-    call = _Call(lambda ours, args: ours(buffers, axis, lane, **options))
-    return call, axis.group, lane.async_op, lane, lane, buffers.full.bytes.device, options.get("custom")
-
-
-# What gradients become is not told torch's ``foreach_reduce`` from 2.15 on: each parameter has a dtype of its own.
-_TAKES_ORIGINAL_DTYPE = "orig_dtype" in inspect.signature(torch_group_module.foreach_reduce).parameters
-
-
-def _reduce_as_torch(
-    grads: list[Any], rows: RowPlan, plan: ReducePlan, reductions: Retained, *rest: Any
-) -> tuple[Any, ...]:
-    """Arguments of torch's ``foreach_reduce`` that stand for these of ours; the gradients are taken from them again."""
-    call, lanes = _Call(lambda ours, args: ours(args[1], rows, plan, reductions, *rest)), reductions.lanes
-    dtypes = (plan.out_dtype, plan.reduce_dtype) if _TAKES_ORIGINAL_DTYPE else (plan.reduce_dtype,)
-    shard = (plan.shard.group, lanes.reduce, plan.custom, *dtypes, grads[0].device, None)
-    return call, grads, *shard, plan.replicate.group, lanes.replicate, True, None, plan.hook, False
 
 
 def _is_test_helper(name: str) -> bool:

@@ -14,6 +14,7 @@ class Residency(IntEnum):
     GATHERING = 1
     UNSHARDED = 2
     SUBGROUP = 3
+    SUMMONED = 4  # somebody else decides what the modules show; nothing is gathered or freed meanwhile
 
 
 class Phase(IntEnum):
@@ -39,6 +40,11 @@ _RESIDENCY = {
     },
     "reshard_to_subgroup": {Residency.UNSHARDED: Residency.SUBGROUP, Residency.SUBGROUP: Residency.SUBGROUP},
     "abandon": {Residency.GATHERING: Residency.SHARDED},
+    "summon": {
+        Residency.SHARDED: Residency.SUMMONED,
+        Residency.UNSHARDED: Residency.SUMMONED,
+        Residency.SUBGROUP: Residency.SUMMONED,
+    },
 }
 
 _PHASE = {
@@ -66,19 +72,19 @@ _PHASE = {
 
 
 class Lifecycle:
-    """The residency and the phase of one group; an illegal step raises and changes nothing.
+    """The residency and the phase of one group; an illegal step raises and changes nothing."""
 
-    While parameters of the group are ``lent``, somebody else decides what the modules show of them, so it must neither
-    gather nor free.
-    """
-
-    __slots__ = ("lent", "name", "phase", "residency")
+    __slots__ = ("beneath", "name", "phase", "residency")
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.residency = Residency.SHARDED
         self.phase = Phase.IDLE
-        self.lent: set[object] = set()
+        self.beneath = Residency.SHARDED  # what it was when it became SUMMONED, and is again when that ends
+
+    def changes(self, step: str) -> bool:
+        """Whether ``step`` of the first table may be taken and leads elsewhere."""
+        return _RESIDENCY[step].get(self.residency, self.residency) is not self.residency
 
     def move(self, step: str) -> None:
         """Change the residency by ``step`` of the first table."""
@@ -87,25 +93,43 @@ class Lifecycle:
             raise RuntimeError(self._refusal(step, self.residency, _RESIDENCY[step]))
         self.residency = target
 
-    def enter(self, step: str) -> None:
-        """Change the phase by ``step`` of the second table."""
-        target = _PHASE[step].get(self.phase)
-        if target is None:
-            raise RuntimeError(self._refusal(step, self.phase, _PHASE[step]))
-        self.phase = target
+    def summon(self) -> None:
+        """Become SUMMONED, if it is not already."""
+        if not self.summoned:
+            self.beneath = self.residency
+            self.move("summon")
 
-    def refuse_lent(self, step: str) -> None:
-        """Raise RuntimeError because somebody else decides what the modules show."""
-        raise RuntimeError(
-            f"{self.name or 'the root'}: {step} while summon_full_params shows its parameters; expected outside of "
-            "that context. Leave it first, or summon fewer modules"
-        )
+    def dismiss(self) -> None:
+        """Be what it was before."""
+        self.residency = self.beneath
+
+    def enter(self, step: str) -> bool:
+        """Change the phase by ``step`` of the second table; whether it was another one."""
+        target, before = _PHASE[step].get(self.phase), self.phase
+        if target is None:
+            raise RuntimeError(self._refusal(step, before, _PHASE[step]))
+        self.phase = target
+        return target is not before
+
+    @property
+    def summoned(self) -> bool:
+        """Whether ``summon_full_params`` decides what the modules show."""
+        return self.residency is Residency.SUMMONED
+
+    def refuse_summoned(self, step: str) -> None:
+        """Raise RuntimeError if ``summon_full_params`` shows parameters of the group, in the name of ``step``."""
+        if self.summoned:
+            raise RuntimeError(
+                f"{self.name or 'the root'}: {step} while summon_full_params shows its parameters; expected outside "
+                "of that context. Leave it first, or summon fewer modules"
+            )
 
     def reset(self) -> None:
         """Back to SHARDED and IDLE from anywhere (recovery)."""
         self.residency, self.phase = Residency.SHARDED, Phase.IDLE
 
     def _refusal(self, step: str, got: IntEnum, table: dict) -> str:
+        self.refuse_summoned(step)
         allowed = ", ".join(sorted(state.name.lower() for state in table))
         return (
             f"{self.name or 'the root'}: {step} out of order; the group is {got.name.lower()}, expected one of: "

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from fsdp2.engine.group import FSDPParamGroup
-    from fsdp2.engine.root import RootContext
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Answer", "Observer", "Step", "make_observer", "observe_with"]
 
@@ -20,7 +16,7 @@ class Step(NamedTuple):
     """One step of a pass: "gather" or "reduce", of which group, and which part of it."""
 
     kind: str
-    group: FSDPParamGroup | None
+    group: Any  # an FSDPParamGroup; None at the end of a pass
     part: tuple[int, ...] = ()
 
 
@@ -66,7 +62,7 @@ class Observer(Protocol):
         """The same passes will take other steps from now on, on every rank."""
 
 
-MakeObserver = Callable[["RootContext", "RuntimeError | None"], "Observer | None"]
+MakeObserver = Callable[[Any, "RuntimeError | None"], "Observer | None"]
 _make: MakeObserver | None = None
 
 
@@ -76,7 +72,7 @@ def observe_with(make: MakeObserver) -> None:
     _make = make
 
 
-def make_observer(root: RootContext, error: RuntimeError | None) -> Observer | None:
+def make_observer(root: Any, error: RuntimeError | None) -> Observer | None:
     """The observer of ``root``, whose first forward starts, or fails with ``error``.
 
     Raises:

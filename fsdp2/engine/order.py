@@ -10,37 +10,23 @@ T = TypeVar("T")
 
 
 class ForwardOrder(Generic[T]):
-    """The order of one forward, followed by the next: ``visit`` says who came after last time.
+    """The ``calls`` of one forward; as long as they are those of the last one, ``visit`` returns which comes next.
 
-    A forward that goes another way gets no more advice and is recorded in its place; being wrong costs only overlap.
+    A forward that goes another way gets no more advice; being wrong costs only overlap.
     """
 
-    def __init__(self) -> None:
-        self._known: list[T] = []
-        self._current: list[T] = []
-        self._on_track = False
-
-    def begin(self) -> None:
-        """A new forward of the root starts."""
-        if self._current:
-            self._known = self._current
-        self._current = []
-        self._on_track = bool(self._known)
+    def __init__(self, known: list[T]) -> None:
+        self.calls: list[T] = []
+        self._known = known
 
     def visit(self, group: T) -> T | None:
         """Note that ``group`` runs now; the one expected next, or None."""
-        position = len(self._current)
-        self._current.append(group)
-        if not self._on_track:
+        position, known = len(self.calls), self._known
+        self.calls.append(group)
+        if position >= len(known) or known[position] is not group:
+            self._known = []
             return None
-        if position >= len(self._known) or self._known[position] is not group:
-            self._on_track = False
-            return None
-        return self._known[position + 1] if position + 1 < len(self._known) else None
-
-    def forget(self) -> None:
-        """Start from nothing (the groups changed)."""
-        self._known, self._current, self._on_track = [], [], False
+        return known[position + 1] if position + 1 < len(known) else None
 
 
 class BackwardOrder(Generic[T]):
@@ -62,8 +48,3 @@ class BackwardOrder(Generic[T]):
             return None
         position = positions.pop()
         return self._calls[position - 1] if position > 0 else None
-
-    def clear(self) -> None:
-        """The backward is over."""
-        self._calls.clear()
-        self._positions.clear()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import explicit_grad_dtype, gradient_hooks
 from fsdp2._torch.modules import overrides_setattr
@@ -406,28 +406,3 @@ class FSDPParam:
             own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=dtype, device=self.local.device)
             sharded.grad = spec.shard_as(own)
         local_tensor(sharded.grad).copy_(cut)
-
-    # ---- names that other libraries read ----
-
-    @property
-    def sharded_param(self) -> nn.Parameter | None:
-        """``sharded``."""
-        return self.sharded
-
-    @property
-    def unsharded_param(self) -> nn.Parameter | None:
-        """``full``."""
-        return self.full
-
-    @property
-    def _unsharded_param(self) -> nn.Parameter | None:
-        return self.full
-
-    @property
-    def _param_fqn(self) -> str:
-        return self.name
-
-    @property
-    def fsdp_placement(self) -> Shard | None:
-        """How the parameter is cut; None if it is not."""
-        return None if self.spec.layout.dim is None else Shard(self.spec.layout.dim)

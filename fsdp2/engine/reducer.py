@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,17 +12,18 @@ from fsdp2._torch.autograd import accumulate_grad_node, graph_task_id, will_exec
 from fsdp2._trace import emit
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.collectives import prefers_all_to_all
+from fsdp2.comm.context import CommContext
 from fsdp2.comm.reduce import ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
-from fsdp2.engine.lifecycle import Phase
-from fsdp2.engine.observer import Step
+from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.param import FSDPParam
+from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import ChunkPlan, RowPlan, plan_chunks
 
-if TYPE_CHECKING:
-    from fsdp2.engine.group import FSDPParamGroup
+__all__ = ["Admit", "GroupGradients"]
 
-__all__ = ["GroupGradients"]
+Admit = Callable[[tuple[int, ...]], object]
+"""Called with the parameters of a chunk before it leaves; raises where the ranks do not all come to it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,19 @@ class _Dtypes:
     follows: bool
 
 
+@dataclass
+class _Backward:
+    """One backward through the group, from its entry until the rest of its gradients left."""
+
+    task: int
+    ready: list[set[int]]  # of each chunk that leaves early, what is finished
+    awaited: set[int] | None  # gradients after the last of which ``through`` runs, if anything
+    through: Callable[[], None]
+    admit: Admit | None
+    at_once: bool  # nothing is computed between two gradients
+    launched: int = 0
+
+
 class GroupGradients:
     """Streams the gradients of one group: chunks of large ones leave as they are finished, the rest at the end.
 
@@ -48,19 +61,21 @@ class GroupGradients:
     in which autograd finishes the gradients.
     """
 
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self._group = group
+    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext) -> None:
+        """Gradients travel over ``axis``: the shard axis, or one of the same ranks with a communicator of its own."""
+        self.axis = axis
+        self.comm = comm
+        self.name = ""
+        # Called when a gradient is finished although no backward entered the group.
+        self.noticed: Callable[[], None] = lambda: None
+        self._store = store
         self._plan: ChunkPlan | None = None
         self._plans: dict[object, ReducePlan] = {}
         self._dtypes: dict[int, _Dtypes] = {}
         self._rows: dict[tuple[int, ...], RowPlan] = {}
         self._chunk_of: dict[int, int] = {}
-        self._ready: list[set[int]] = []
-        self._launched = 0
-        self._at_once = False
+        self._backward: _Backward | None = None
         self._hooked: dict[int, torch.Tensor] = {}
-        self._awaited: set[int] | None = None
-        self._task = -1
         # A backward did not reduce, so gradients may be in the reduce dtype, on whichever ranks have them.
         self._kept = False
         # What autograd was told to make of gradients: ones to be reduced at once (True), to accumulate, nothing yet.
@@ -82,7 +97,7 @@ class GroupGradients:
         Where dtypes of reduced gradients were chosen and none to reduce in, gradients of weights of one dtype are all
         summed in the widest that any of them accumulates in, as torch sums them.
         """
-        params, rounded = [self._group.params[i] for i in reduced], self._rounded
+        params, rounded = [self._store.params[i] for i in reduced], self._rounded
         chosen = any(param.grad_dtype for param in params)
         found = {}
         for i, param in zip(reduced, params):
@@ -99,19 +114,19 @@ class GroupGradients:
     @property
     def _rounded(self) -> bool:
         """Whether gradients are sent as computed, so that all ranks must have them in what is computed with."""
-        options = self._group.options
-        exchanges = prefers_all_to_all(self._group.reduce_axis, 1 << 62, options.sizes.exchange_bytes)
+        options = self._store.options
+        exchanges = prefers_all_to_all(self.axis, 1 << 62, options.sizes.exchange_bytes)
         return exchanges and options.reduce_scatter is None
 
     def _make_plan(self) -> ChunkPlan:
-        params = self._group.params
+        params = self._store.params
         reduced = [i for i, param in enumerate(params) if param.requires_grad or param.has_gradient]
         self._dtypes = self._find_dtypes(reduced)
         keys = list(self._dtypes.values())
         nbytes = [params[i].spec.layout.numel * key.computed.itemsize for i, key in zip(reduced, keys)]
-        mesh = self._group.mesh
+        mesh = self._store.mesh
         ranks = max(mesh.shard.size, mesh.replicate.size)
-        plan = plan_chunks(keys, nbytes, self._group.options.chunk_sizes, ranks)
+        plan = plan_chunks(keys, nbytes, self._store.options.chunk_sizes, ranks)
         self._plan = plan = ChunkPlan(
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
@@ -124,7 +139,7 @@ class GroupGradients:
 
     def _hook(self, i: int) -> None:
         """Learn when parameter ``i``'s gradient is finished; once per full parameter."""
-        full = self._group.params[i].full
+        full = self._store.params[i].full
         assert full is not None
         if self._hooked.get(i) is full:
             return
@@ -140,25 +155,26 @@ class GroupGradients:
 
     # ---- one backward ----
 
-    def begin_backward(self, *, count: bool, watch_all: bool, nodes: int) -> None:
-        """Backward enters the group; with ``count`` its post-backward runs when the last gradient is finished.
+    def begin_backward(
+        self, *, count: bool, watch_all: bool, nodes: int, through: Callable[[], None], admit: Admit | None
+    ) -> None:
+        """Backward enters the group; with ``count`` it is ``through`` when the last gradient is finished.
 
         With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
         ``nodes`` is how many autograd nodes the forward made: with fewer than parameters (a compiled block makes one)
         gradients come at once, and nothing is computed in between.
         """
         plan = self._plan or self._make_plan()
-        self._ready = [set() for _ in plan.streamed]
-        self._launched = 0
-        self._at_once = nodes < len(self._chunk_of)
-        reduced = self._group.options.reduce_gradients and not self._kept
+        reduced = self._store.options.reduce_gradients and not self._kept
         if reduced is not self._told:
             self._told, rounded = reduced, self._rounded
-            for param in self._group.params:
+            for param in self._store.params:
                 if param.requires_grad:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
-        self._awaited = self._expected() if count else None
-        self._task = graph_task_id()
+        ready: list[set[int]] = [set() for _ in plan.streamed]
+        at_once = nodes < len(self._chunk_of)
+        awaited = self._expected() if count else None
+        self._backward = _Backward(graph_task_id(), ready, awaited, through, admit, at_once)
         if watch_all:
             self.watch_all()
 
@@ -173,7 +189,7 @@ class GroupGradients:
         expected = set()
         for i in self._chunk_of:
             self._hook(i)
-            full = self._group.params[i].full
+            full = self._store.params[i].full
             assert full is not None
             # Not kept: a node runs on the stream that it was made on, and the next forward may use another.
             if will_execute(accumulate_grad_node(full)):
@@ -182,28 +198,32 @@ class GroupGradients:
 
     def _finished(self, i: int) -> None:
         """Autograd has finished parameter ``i``'s gradient."""
-        group = self._group
-        group.root.queue_end()  # also where nothing before told that a backward runs
-        plan = self._plan
-        if group.lifecycle.phase is not Phase.BACKWARD or plan is None:
+        backward, plan = self._backward, self._plan
+        if backward is None or plan is None:
+            self.noticed()
             return
-        if group.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
-            self._ready[self._chunk_of[i]].add(i)
-            joins = self._at_once and self._launched > 0
-            while self._launched < len(plan.streamed) and self._complete(plan.streamed[self._launched]):
-                self._launched += 1
-                self._launch(plan.streamed[self._launched - 1], joins=joins)
+        if self._store.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
+            backward.ready[self._chunk_of[i]].add(i)
+            joins = backward.at_once and backward.launched > 0
+            while backward.launched < len(plan.streamed):
+                chunk = plan.streamed[backward.launched]
+                if len(backward.ready[backward.launched]) < len(chunk):
+                    break
+                backward.launched += 1
+                self._launch(chunk, backward.admit, joins=joins)
                 joins = True
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
-        if self._awaited is not None and graph_task_id() == self._task:
-            self._awaited.discard(i)
-            if not self._awaited:
-                self._awaited = None
-                group.post_backward()
+        if backward.awaited is not None and graph_task_id() == backward.task:
+            backward.awaited.discard(i)
+            if not backward.awaited:
+                backward.awaited = None
+                backward.through()
 
-    def reduce_rest(self) -> None:
-        """Reduce every gradient that is there and has not left."""
-        params, unused = self._group.params, self._group.options.reduce_unused
+    def reduce_rest(self, admit: Admit | None) -> None:
+        """Reduce every gradient that is there and has not left; that ends the backward through the group."""
+        backward, self._backward = self._backward, None
+        launched = 0 if backward is None else backward.launched
+        params, unused = self._store.params, self._store.options.reduce_unused
         for param in params if unused else ():
             if param.requires_grad and param.reduce_dtype is None:
                 raise ValueError(
@@ -214,35 +234,30 @@ class GroupGradients:
         if self._plan is None and not unused and not any(param.has_gradient for param in params):
             return
         plan = self._plan or self._make_plan()
-        self._awaited = None
-        joins = self._launched > 0
+        joins = launched > 0
         for c, chunk in enumerate(plan.chunks):
-            sent = c < self._launched
+            sent = c < launched
             present = [i for i in chunk if params[i].has_gradient or (not sent and (unused or self._must_flush(i)))]
             if present:
-                self._launch(tuple(present), joins=joins)
+                self._launch(tuple(present), admit, joins=joins)
                 joins = True
-        self._launched = 0
         self._kept = False
 
     def left_over(self) -> bool:
         """Whether autograd finished a gradient after the group's last reduction, which should have been part of it."""
-        if self._group.options.reduce_gradients:
-            for param in self._group.params:
+        if self._store.options.reduce_gradients:
+            for param in self._store.params:
                 if param.full is not None and param.full.grad is not None:
                     return True
         return False
 
-    def _complete(self, chunk: tuple[int, ...]) -> bool:
-        return len(self._ready[self._launched]) == len(chunk)
-
     def _must_flush(self, i: int) -> bool:
-        return i in self._partial and self._group.options.all_reduce_gradients
+        return i in self._partial and self._store.options.all_reduce_gradients
 
     def keep(self) -> None:
         """Leave the gradients unreduced for a later backward."""
-        self._kept, self._told = True, False
-        for param in self._group.params:
+        self._backward, self._kept, self._told = None, True, False
+        for param in self._store.params:
             if param.requires_grad:
                 param.expect_gradients(reduced=False, rounded=False)
 
@@ -250,28 +265,28 @@ class GroupGradients:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()
         self._kept = False
-        self._awaited = self._told = None
-        for param in self._group.params:
+        self._backward = self._told = None
+        for param in self._store.params:
             param.drop_gradient()
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...], *, joins: bool = False) -> None:
+    def _launch(self, indices: tuple[int, ...], admit: Admit | None, *, joins: bool) -> None:
         """Send these gradients; the chunk ``joins`` the one before if nothing was computed since that left."""
-        group = self._group
-        if group.root.observer is not None:
-            group.root.observer.before(Step("reduce", group, indices))
-        params = [group.params[i] for i in indices]
+        if admit is not None:
+            admit(indices)
+        store = self._store
+        params = [store.params[i] for i in indices]
         grads = []
         for param in params:
             grad = param.take_gradient()
-            grads.append(_zeros(param, group) if grad is None else grad)
+            grads.append(_zeros(param, store.mesh.device) if grad is None else grad)
 
         def deliver(shards: list[torch.Tensor]) -> None:
             for param, shard in zip(params, shards):
                 param.accumulate_gradient(shard)
 
-        emit("reduce", group.name)
+        emit("reduce", self.name)
         plan = self._reduce_plan(indices, grads)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
@@ -279,15 +294,15 @@ class GroupGradients:
         if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=plan.out_dtype, device=p.local.device) for p in params])
             return
-        settle = self._settle(indices) if group.mesh.replicate.size > 1 else None
-        reductions = group.root.comm.reductions
+        settle = self._settle(indices) if store.mesh.replicate.size > 1 else None
+        reductions = self.comm.reductions
         operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, settle)
         del grads
         reductions.add(operation, joins=joins)
 
     def _row_padding(self, dtype: torch.dtype) -> int:
         """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'."""
-        if not self._group.mesh.shard.is_nccl:
+        if not self._store.mesh.shard.is_nccl:
             return 1
         return max(16 // dtype.itemsize, 1)
 
@@ -304,15 +319,15 @@ class GroupGradients:
         return self._plans[key]
 
     def _make_reduce_plan(self, dtypes: _Dtypes) -> ReducePlan:
-        group = self._group
-        options, mesh = group.options, group.mesh
+        store = self._store
+        options, mesh = store.options, store.mesh
         reduce = dtypes.reduce
         wire = reduce if self._kept else dtypes.wire
         scaling = choose_scaling(
             reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
         )
         return ReducePlan(
-            shard=group.reduce_axis,
+            shard=self.axis,
             replicate=mesh.replicate,
             reduce_dtype=reduce,
             wire_dtype=wire,
@@ -322,13 +337,13 @@ class GroupGradients:
             custom=options.reduce_scatter,
             hook=options.all_reduce_hook,
             hook_lane=options.all_reduce_lane,
-            offload=group.store.offloads,
-            pin_memory=group.store.pins,
+            offload=store.offloads,
+            pin_memory=store.pins,
         )
 
     def _settle(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
         """What becomes of sums over the shard axis: joined with earlier ones, then all-reduced (True) or kept."""
-        all_reduce = self._group.options.all_reduce_gradients
+        all_reduce = self._store.options.all_reduce_gradients
 
         def settle(pieces: list[torch.Tensor]) -> bool:
             for i, piece in zip(indices, pieces):
@@ -342,9 +357,7 @@ class GroupGradients:
         return settle
 
 
-def _zeros(param: FSDPParam, group: FSDPParamGroup) -> torch.Tensor:
+def _zeros(param: FSDPParam, device: torch.device) -> torch.Tensor:
     """The gradient of a parameter that took no part, for ranks on which it did."""
     layout = param.spec.layout
-    return torch.zeros(layout.shape, dtype=param.compute_dtype, device=group.mesh.device).as_strided(
-        layout.shape, layout.stride
-    )
+    return torch.zeros(layout.shape, dtype=param.compute_dtype, device=device).as_strided(layout.shape, layout.stride)

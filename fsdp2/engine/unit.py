@@ -17,6 +17,7 @@ from fsdp2._torch.modes import dispatch_modes, outside_modes
 from fsdp2._torch.modules import ComposableState, composable_state
 from fsdp2.autograd.hooks import (
     Arguments,
+    Inputs,
     hook_error,
     registrations,
     watch_inputs,
@@ -26,13 +27,13 @@ from fsdp2.autograd.hooks import (
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import LeftOnModules
 from fsdp2.autograd.trees import map_tensors
+from fsdp2.comm.context import CommContext
 from fsdp2.engine.casts import cast_inputs, cast_output
-from fsdp2.engine.finalization import Finalization
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
-from fsdp2.engine.lifecycle import Phase, Residency
+from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.param import FSDPParam, Slot
-from fsdp2.engine.root import CommContext, RootContext
+from fsdp2.engine.passes import Call, Mode, Pass, RootContext
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = ["Adopting", "FSDPState", "get_state", "live_states"]
@@ -47,7 +48,7 @@ def live_states() -> list[FSDPState]:
 
 def _shards(states: Iterable[FSDPState]) -> dict[FSDPParam, str]:
     groups = dict.fromkeys(group for state in states for group in state.groups)
-    return {p: g.name for g in groups if g.lifecycle.residency is Residency.SHARDED for p in g.params}
+    return {p: g.name for g in groups for p in g.params if p.module._parameters.get(p.slots[0].name) is p.sharded}
 
 
 def get_state(module: nn.Module) -> FSDPState | None:
@@ -75,17 +76,18 @@ class FSDPState(ComposableState):
         self.device = device
         self.mp_policy = mp_policy
         self.groups: list[FSDPParamGroup] = []
-        self.root = RootContext(CommContext(device), self)
-        self.is_root: bool | None = None  # decided by the first forward
         self.name = ""
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
-        self.members_to_run: set[nn.Module] = set()
-        self._recursive = False  # its forward has called it again
         # torch's memory tracker takes our hooks out and puts its own in; then handles are all it needs.
         self._pre_forward_hook_handle: RemovableHandle | None = None
         self._post_forward_hook_handle: RemovableHandle | None = None
-        self._first_node = 0
+        # Its own root holds settings until the first forward, and for good in the outermost unit. The root that it runs
+        # under is another's: a weak reference, or one leaf would keep a whole model alive.
+        self._own_root: RootContext[FSDPState] = RootContext(CommContext(device), self)
+        self._root: weakref.ref[RootContext[FSDPState]] | None = None
+        self._calls: list[Call] = []  # that are under way, the latest last; an exception may leave some behind
+        self._first_node = 0  # autograd nodes made by its latest forward have this number or a higher one
         self._left = LeftOnModules(modules, lambda module: get_state(module) is not None)
         self._explains = False  # errors that leave its forward
         # Takes in parameters added since; asked when the process has seen registrations that this state has not.
@@ -95,97 +97,155 @@ class FSDPState(ComposableState):
         self.summoned: str | None = None
         _live.add(self)
 
+    @property
+    def root(self) -> RootContext[FSDPState]:
+        """What the units of the tree share."""
+        root = None if self._root is None else self._root()
+        return self._own_root if root is None else root
+
+    @property
+    def is_root(self) -> bool | None:
+        """Whether it is the outermost unit; None until the first forward shows that."""
+        root = None if self._root is None else self._root()
+        return None if root is None else root is self._own_root
+
+    @property
+    def members_to_run(self) -> set[nn.Module]:
+        """The modules whose part of the forward that runs is still to come, its own included."""
+        return self._calls[-1].members if self._calls else set()
+
     # ---- forward ----
 
     @outside_dynamo
     @outside_modes(lambda state: state.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Gather, cast inputs, and arrange for backward to tell when it is through with them."""
+        """Gather, cast inputs, and have backward report when it is through with them."""
         if self.summoned is not None:
             self._check_summoned()
             return args, kwargs
-        if self.is_root is None:
-            self.init_root()
-        in_backward = graph_task_id() != -1
-        if self._registrations != registrations() and not in_backward:
-            # The outermost forward looks for all: a unit's gather may start before its own forward.
-            for state in self.root.all_states if self.root.forward_root is None else [self]:
-                state.notice_added()
-        if in_backward and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
+        call, first = self._enter(module)
+        run = call.run
+        if call.mode is Mode.RECOMPUTED:
             for group in self.groups:  # an earlier post-backward may have resharded
-                group.unshard_now()
-            return cast_inputs(self.mp_policy, args, kwargs)
-        first = len(self.modules) == 1 or not self.members_to_run
-        if self.members_to_run and first and calls_under_way(module) > 1:
-            self._recursive = True  # gathered already, and both are through when the outer call is
-            return cast_inputs(self.mp_policy, args, kwargs)
-        if first:
-            self.members_to_run.update(self.modules)
-            if not in_backward and self.root.begin_forward(self):
-                args, kwargs = self._move_inputs(args, kwargs)
-        args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
-        entering = [group for group in self.groups if group.pre_forward(self)]
+                group.unshard_now(admit=run.admit, in_backward=True)
+        if first and run.outermost is self and self.device.type != "cpu":
+            args, kwargs = self._move_inputs(args, kwargs)
+        if self.mp_policy.param_dtype is not None:
+            args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
+        if call.mode is not Mode.NORMAL:
+            return args, kwargs
+        entering = []
+        for group in self.groups:
+            alone = first and (not group.shared or run.enter_shared(group, self))
+            group.pre_forward(first=alone, admit=run.admit, unseen=run.is_unseen)
+            if alone:
+                entering.append(group)
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
-            for group in entering:
-                (args, kwargs), watched = watch_inputs(args, kwargs, group.inputs_done)
-                group.note_inputs(tell=watched)
-        if first and not in_backward:
-            self._prefetch_forward()
+            if entering:
+                (args, kwargs), inputs = watch_inputs(args, kwargs, lambda: self._inputs_done(entering))
+                pending = self.root.pending.inputs
+                for group in entering:
+                    pending.setdefault(group, set()).add(inputs)
+        if first and not run.is_backward:
+            self._prefetch_forward(run)
         return args, kwargs
+
+    def _enter(self, module: nn.Module) -> tuple[Call, bool]:
+        """(The call that starts, or goes on with another member, whether it starts); what it is is settled here."""
+        if self._root is None or self._root() is None:
+            self.init_root()
+        root, in_backward, calls = self.root, graph_task_id() != -1, self._calls
+        if self._registrations != registrations() and not in_backward:
+            # The outermost forward looks for all: a unit's gather may start before its own forward.
+            for state in root.all_states if root.forward is None else [self]:
+                state.notice_added()
+        if in_backward and any([group.lifecycle.phase is Phase.BACKWARD for group in self.groups]):
+            calls.append(Call(Mode.RECOMPUTED, root.enter_backward()))
+            return calls[-1], True
+        if calls and calls[-1].run is (root.backward if in_backward else root.forward):
+            if len(self.modules) > 1 and calls[-1].members:
+                return calls[-1], False
+            depth = calls_under_way(module)
+            if depth > 1:  # gathered already, and both are through when the outer call is
+                calls.append(Call(Mode.RECURSIVE, calls[-1].run, depth))
+                return calls[-1], True
+        run = root.enter_backward() if in_backward else root.begin_forward(self)
+        if calls and calls[-1].run is not run:
+            calls.clear()  # left behind by exceptions
+        call = Call(Mode.NORMAL, run, members=set(self.modules))
+        calls.append(call)
+        run.entered[self] = call
+        return call, True
 
     @outside_dynamo
     @outside_modes(lambda state: state.outer_modes)
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Reshard, arrange for backward to gather first, cast outputs; a grouped call does so with its last member."""
-        if self.summoned is not None:
-            return cast_output(self.mp_policy, output)
-        if graph_task_id() != -1 and any(group.lifecycle.phase is Phase.BACKWARD for group in self.groups):
-            return cast_output(self.mp_policy, output)
-        if self._recursive and calls_under_way(module) > 1:
-            return cast_output(self.mp_policy, output)
-        self._recursive = False
-        self.members_to_run.discard(module if len(self.modules) > 1 else self.modules[0])  # or a shallow copy of it
-        if self.members_to_run:
-            if torch.is_grad_enabled():
+        """Reshard, have backward gather first, cast outputs; a grouped call does so with its last member."""
+        call = self._leave(module)
+        if call is not None and (call.mode is not Mode.NORMAL or call.members):
+            if call.mode is Mode.NORMAL and torch.is_grad_enabled():
                 watch_outputs(output, self._enter_member, self._first_node)
                 output = watch_transformed(output, self._enter_member)
             return cast_output(self.mp_policy, output)
-        output = self.complete_forward(output)
-        if self.root.forward_root is self:
-            for state in reversed(self.root.all_states):
-                if state is not self and state.members_to_run:
-                    state.members_to_run.clear()
-                    output = state.complete_forward(output)
-            self.root.end_forward()
-        return output
+        if self.summoned is None:
+            output = self._complete(call, output)
+            root = self.root
+            if root.forward is not None and root.forward.outermost is self:
+                for state, open_call in reversed(list(root.forward.entered.items())):
+                    state._calls.clear()
+                    output = state._complete(open_call, output)
+                root.forward.end_forward()
+        return cast_output(self.mp_policy, output)
 
     @property
     def outer_modes(self) -> int:
         """How many dispatch modes are there for the whole forward or backward that runs, and may see what it does."""
-        in_backward = graph_task_id() != -1
-        return self.root.outer_modes if in_backward or self.is_root is False else dispatch_modes()
+        if graph_task_id() == -1 and self.is_root is not False:
+            return dispatch_modes()
+        running = self.root.running
+        return 0 if running is None else running.modes
 
-    def complete_forward(self, output: Any) -> Any:
+    def _leave(self, module: nn.Module) -> Call | None:
+        """The call that ends, or one of whose members does; None within ``summon_full_params``, and if it did before.
+
+        It did where a registered method called the forward.
+        """
+        calls = self._calls
+        if self.summoned is not None or not calls:
+            return None
+        while calls[-1].mode is Mode.RECURSIVE and calls_under_way(module) < calls[-1].depth:
+            calls.pop()  # left behind by an exception
+        call = calls[-1]
+        call.members.discard(module if len(self.modules) > 1 else self.modules[0])  # or a shallow copy of it
+        if not call.members:
+            calls.pop()
+        return call
+
+    def _complete(self, call: Call | None, output: Any) -> Any:
         """What ends the forward of all members, run or not."""
         in_backward = graph_task_id() != -1
+        ended = call is None or call.run.entered.pop(self, None) is None
         for group in self.groups:
-            group.post_forward(self, reshard=not in_backward)
+            if call is not None and group.shared and not call.run.leave_shared(group, self):
+                continue
+            after = True if call is None or ended else call.run.after_forward(group)
+            group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
             for group in self.groups:
                 group.nodes = autograd_sequence_number() - self._first_node
             watched = watch_outputs(output, self.pre_backward, self._first_node)
-            watched |= not in_backward and self._watch_left()
+            watched |= not in_backward and self._watch_left(call)
             output = watch_transformed(output, self.pre_backward)
             for group in self.groups if watched and not in_backward else ():
-                self.root.backward_order.record(group)
-        return cast_output(self.mp_policy, output)
+                self.root.pending.calls.record(group)
+        return output
 
-    def _watch_left(self) -> bool:
+    def _watch_left(self, call: Call | None) -> bool:
         """Whether backward may enter by tensors that the forward left on modules: here, and in the units around."""
         if all([group.after_forward is False for group in self.groups]):
             return False
-        around = (state for state in self.root.all_states if state.members_to_run and state is not self)
+        around = [] if call is None else list(call.run.entered)
         return self._left.watch(self._first_node, lambda: [self.pre_backward, *(s.pre_backward for s in around)])
 
     def _check_summoned(self) -> None:
@@ -202,15 +262,15 @@ class FSDPState(ComposableState):
                 f"{self.name or 'the root'}: forward inside summon_full_params; {reason}, or leave the context first"
             )
 
-    def _prefetch_forward(self) -> None:
+    def _prefetch_forward(self, run: Pass) -> None:
         for state in self.forward_prefetch:
             for group in state.groups:
-                group.prefetch(Phase.FORWARD)
+                run.prefetch(group)
         for group in self.groups:
-            following = self.root.forward_order.visit(group)  # noted in any case: others go by the whole order
+            following = run.order.visit(group)  # noted in any case: others go by the whole order
             if not self.forward_prefetch and following is not None and following not in self.groups:
                 for other in following.of_unit:
-                    other.prefetch(Phase.FORWARD)
+                    run.prefetch(other)
 
     def notice_added(self) -> None:
         """Take in parameters that somebody put on the modules since this was last asked."""
@@ -225,25 +285,56 @@ class FSDPState(ComposableState):
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Gather for backward, and start the gather of the groups backward meets next."""
         for group in self.groups if self.summoned is not None else ():
-            group.lifecycle.refuse_lent("backward")
+            group.lifecycle.refuse_summoned("backward")
         root = self.root
-        root.queue_end()
-        root.creates_graph = torch.is_grad_enabled()
+        run, pending = root.enter_backward(), root.pending
+        if not run.ends:
+            run.queue_end()
+        run.creates_graph = torch.is_grad_enabled()
         # All of this unit's gathers go ahead of those for later.
-        for group in [group for group in self.groups if group.pre_backward(not self.backward_prefetch)]:
-            following = root.backward_order.visit(group)  # noted in any case, as the forward's is
+        entered = [g for g in self.groups if g.pre_backward(run.admit, recorded=g in pending.inputs)]
+        for group in entered:
+            alone = pending.inputs.get(group) == _NO_INPUTS and group.knows_when_through()
+            run.begin_backward(group, count=alone)
+            following = pending.calls.visit(group)  # noted in any case, as the forward's is
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.of_unit):
                     if other.options.unshard_in_backward:
-                        other.prefetch(Phase.BACKWARD)
+                        run.prefetch(other)
         for state in self.backward_prefetch:
             for group in reversed(state.groups):
-                group.prefetch(Phase.BACKWARD)
+                run.prefetch(group)
 
     def _enter_member(self, grad: torch.Tensor) -> None:
         """Backward enters a member of a grouped call by itself, perhaps after others, recomputed, are done."""
-        if any(group.lifecycle.phase is not Phase.FORWARD for group in self.groups):
+        if not self.members_to_run:
             self.pre_backward(grad)
+
+    def _inputs_done(self, groups: list[FSDPParamGroup]) -> None:
+        """Backward is through with the inputs; under torch.func nothing before told that one runs."""
+        run = self.root.enter_backward()
+        if not run.ends:
+            run.queue_end()
+        for group in reversed(groups):
+            run.post_backward(group)
+
+    def notice_backward(self) -> None:
+        """A gradient is finished although no backward entered the group by its outputs."""
+        self.root.enter_backward().queue_end()
+
+    def gather_by_hand(self, group: FSDPParamGroup) -> None:
+        """Start gathering ``group`` because the caller asks for it, who may just have changed the shards.
+
+        It is kept from now on: the caller may change the shards again before waiting.
+        """
+        root, running, lanes = self.root, self.root.running, group.comm.lanes
+        if running is None:
+            group.drop_evaluated()
+            group.drop_stale(unseen=root.observer is not None)
+        lanes.gather.wait(lanes.compute.event())
+        in_backward = running is not None and running.is_backward
+        group.unshard(False, None if running is None else running.admit, in_backward)
+        group.note_kept()
 
     def unshard_before_backward(self) -> None:
         """Show full parameters where several backwards are to come on forwards that ran and none of them may reshard.
@@ -251,9 +342,12 @@ class FSDPState(ComposableState):
         A pipeline that splits backward in two (zero bubble) looks on the module for the parameters to differentiate,
         before the first part and before the second, neither of which enters by the outputs.
         """
-        for group in self.groups if self.root.goes_on else ():
-            if group.awaits_backward:
-                group.unshard_now()
+        root = self.root
+        if root.is_last_backward and not root.finalizes_manually:
+            return
+        for group in self.groups:
+            if group in root.pending.inputs:
+                group.unshard_now(admit=None if root.running is None else root.running.admit, in_backward=True)
                 group.note_kept()
 
     # ---- the root ----
@@ -276,38 +370,48 @@ class FSDPState(ComposableState):
             state = get_state(module)
             if state is not None:
                 states[state] = f"{states[state]}, {name}" if state in states else name
-        self.root.all_states = list(states)
-        Finalization.refuse_below(self, states)
+        root = self._own_root
+        root.all_states = list(states)
+        self._refuse_manual_below(states)
         for state, name in states.items():
-            state.is_root = state is self
-            state.root = self.root
+            state._root = weakref.ref(root)
             state.name = name
             for group in state.groups:
-                group.root, group.of_unit = self.root, [group] if group.shared else state.groups
+                group.gradients.noticed = state.notice_backward
+                group.of_unit = [group] if group.shared else state.groups
         self._name_groups()
         if not self._explains:
             self._explains = True
             hook_error(self.modules[0], self._explain_error)
             explain_at_exit(lambda: _shards(live_states()))
-        self.root.limit_reductions()
+        root.use_comm(root.comm)
         error = None
         try:
             self._prepare(list(states))
         except RuntimeError as reason:
             error = reason
         try:
-            self.root.observe(error)
+            root.observe(error)
             if error is not None:
                 raise error
         except RuntimeError:
             for state in states:
-                state.is_root = None  # the next forward looks again
+                state._root = None  # the next forward looks again
             raise
 
     @outside_dynamo
     def _explain_error(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:
             explain(sys.exc_info()[1], lambda: _shards(self.root.all_states))
+
+    def _refuse_manual_below(self, states: Iterable[FSDPState]) -> None:
+        """Raise RuntimeError where somebody asked to end the backwards of a unit below the root."""
+        for state in states:
+            if state is not self and state.root is not self._own_root and state.root.manual:
+                raise RuntimeError(
+                    "set_manual_backward_finalization must be called on the root FSDP module; it was called on one "
+                    f"below {type(self.modules[0]).__name__}, whose forward began here. Call it on that one instead"
+                )
 
     def _prepare(self, states: list[FSDPState]) -> None:
         for state in states:
@@ -330,50 +434,7 @@ class FSDPState(ComposableState):
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Inputs on the device of the mesh, as DistributedDataParallel does for accelerators."""
-        if self.device.type == "cpu":
-            return args, kwargs
         return map_tensors(lambda t: t if t.device == self.device else t.to(self.device), (args, kwargs))
 
-    # ---- names that other libraries read ----
 
-    _pre_forward = pre_forward
-    _post_forward = post_forward
-
-    @property
-    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return self.groups
-
-    @property
-    def _fsdp_param_group(self) -> FSDPParamGroup | None:
-        if len(self.groups) > 1:
-            raise AssertionError(
-                f"Expected at most 1 param group, but got {len(self.groups)} of {self.name!r}; read _fsdp_param_groups"
-            )
-        return self.groups[0] if self.groups else None
-
-    @property
-    def _state_ctx(self) -> RootContext:
-        return self.root
-
-    @property
-    def _comm_ctx(self) -> CommContext:
-        return self.root.comm
-
-    @property
-    def _modules_to_run_forward(self) -> set[nn.Module]:
-        return self.members_to_run
-
-    @property
-    def _is_root(self) -> bool | None:
-        return self.is_root
-
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return self.modules
-
-    def _lazy_init(self) -> None:
-        if self.is_root is None:
-            self.init_root()
-
-    def _root_post_backward_final_callback(self) -> None:
-        self.root.end_backward()
+_NO_INPUTS = {Inputs.NONE_NEEDED}

@@ -23,7 +23,7 @@ from fsdp2.ranks.steps import END, StepLog
 
 if TYPE_CHECKING:
     from fsdp2.engine.group import FSDPParamGroup
-    from fsdp2.engine.root import RootContext
+    from fsdp2.engine.passes import RootContext
 
 __all__ = ["RankMonitor"]
 

@@ -27,7 +27,7 @@ from fsdp2.ranks.start import compare
 from fsdp2.sharding.mesh import DataParallelMesh
 
 if TYPE_CHECKING:
-    from fsdp2.engine.root import RootContext
+    from fsdp2.engine.passes import RootContext
 
 __all__ = ["monitor_ranks", "set_rank_checks"]
 

@@ -18,7 +18,7 @@ from fsdp2._torch.modules import non_persistent_buffers
 from fsdp2._torch.tensors import dtensor_spec, local_tensor
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below, managed_slots
-from fsdp2.engine.lifecycle import Phase, Residency
+from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.engine.unit import get_state, live_states
 from fsdp2.weights.boxes import Box, box_of, box_on_mesh, copy_common, whole
@@ -153,7 +153,7 @@ class Selection:
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows one of the parameters."""
         for param, place in self.managed.items():
-            if place.group is not None and param in place.group.lifecycle.lent:
+            if place.group is not None and param in place.group.summoned:
                 raise RuntimeError(
                     f"{place.name}: {what}, but summon_full_params already shows it; expected parameters that are not "
                     "summoned. Leave that context first"
@@ -169,8 +169,7 @@ class Selection:
             NotImplementedError: a DTensor parameter is placed in a way whose pieces are no boxes.
         """
         for group in self.groups:
-            if group.lifecycle.lent:
-                group.lifecycle.refuse_lent(where)
+            group.lifecycle.refuse_summoned(where)
             if idle:
                 _check_idle(group, where)
         for place in self.places + self.left_out:
@@ -188,8 +187,9 @@ class Selection:
 
 
 def _check_idle(group: FSDPParamGroup, where: str) -> None:
-    running = group.root.forward_root
-    if running is not None and len(running.modules) == 1:  # of several the rest may never come
+    state = get_state(group.modules[0])
+    running = None if state is None else state.root.forward
+    if running is not None and len(running.outermost.modules) == 1:  # of several the rest may never come
         got = "a forward"
     elif graph_task_id() != -1 or group.lifecycle.phase is Phase.BACKWARD:
         got = "a backward"
@@ -213,8 +213,7 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
     for group in groups_below(module):
-        if group.lifecycle.residency is Residency.SHARDED and not group.lifecycle.lent:
-            group.adopt_shards()
+        group.adopt_shards()
     slots = managed_slots(live_states())
     shown = {id(t): own for own in slots.values() for t in (own[0].sharded, own[0].full, own[0].subgroup)}
     places: dict[int, Place] = {}

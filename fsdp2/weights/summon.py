@@ -10,10 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import graph_task_id
-from fsdp2.engine.lending import lend, take_back
-from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.param import FSDPParam, stand_in
-from fsdp2.engine.unit import FSDPState, live_states
+from fsdp2.engine.unit import FSDPState, get_state, live_states
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Selection, ranks_of, select
 from fsdp2.weights.whole import Source, check_gatherable, check_same, gather_whole
@@ -90,8 +88,8 @@ def _check_outside(selection: Selection) -> None:
     selection.refuse_summoned("summon_full_params")
     inside = graph_task_id() != -1
     for group, params in selection.groups.items():
-        entered = group.lifecycle.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if inside or entered or group.root.forward_root is not None:
+        state = get_state(group.modules[0])
+        if inside or not group.is_idle or (state is not None and state.root.running is not None):
             raise RuntimeError(
                 f"{selection.managed[params[0]].name}: summon_full_params cannot unshard parameters during "
                 "forward/backward; expected outside of both. Call it before or after; if an earlier one raised, "
@@ -138,7 +136,7 @@ class _Summoned:
     def start(self, values: dict[FSDPParam, Source], gradients: dict[FSDPParam, Source]) -> None:
         """Gather and show; ranks that show nothing take part and keep nothing."""
         for group, params in self.selection.groups.items():
-            lend(group, params)
+            group.summon(params)
         for state in self._before:
             state.summoned = self._why_no_forward(state)
         sources = [found[param] for param in self.selection.managed for found in (values, gradients) if param in found]
@@ -185,7 +183,7 @@ class _Summoned:
         with ExitStack() as stack:
             for group, params in self.selection.groups.items():
                 values = {param: self.values[param] for param in params if param in self.values}
-                stack.callback(take_back, group, params, values)
+                stack.callback(group.dismiss, params, values)
             for param, trainable in self.trainable.items():
                 assert param.sharded is not None
                 param.sharded.requires_grad_(trainable)

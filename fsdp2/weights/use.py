@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
-from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.unit import FSDPState
 
 __all__ = ["use_weights"]
@@ -44,12 +43,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     for group, state in used.items():
         if state.is_root is None:
             group.lazy_init(in_root=group.in_root)
-        group.drop_evaluated()
-        group.drop_stale()
-        lanes = group.root.comm.lanes
-        lanes.gather.wait(lanes.compute.event())  # the shards may just have been changed
-        group.unshard()
-        group.note_kept()
+        state.gather_by_hand(group)
     for group in used:
         group.wait_for_unshard()
         if torch.is_grad_enabled():
@@ -60,8 +54,8 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     finally:
         for (group, state), kept in zip(used.items(), before):
             if torch.is_grad_enabled():
-                state.root.backward_order.record(group)
-            if not kept and group.lifecycle.phase is Phase.IDLE:
+                state.root.pending.calls.record(group)
+            if not kept and group.is_idle:
                 group.release()
 
 

@@ -133,12 +133,14 @@ def test_separate_reduce_scatter_group(rank, world, when, recurse):
 
     run = assert_parity(plain, program=setting(setter, when), against=api.against("2.13"))
     groups = [unit._get_fsdp_state().groups[0] for unit in run.module]
-    own = [group.reduce_axis.group is not group.mesh.shard.group for group in groups]
+    own = [group.gradients.axis.group is not group.mesh.shard.group for group in groups]
     assert own == ([True] * 3 if recurse else [True, False, False])
-    assert len({id(group.reduce_axis.group) for group in groups if group.reduce_axis.group}) == (1 if recurse else 2)
-    assert groups[0].reduce_axis.group.size() == world
+    assert len({id(group.gradients.axis.group) for group in groups if group.gradients.axis.group}) == (
+        1 if recurse else 2
+    )
+    assert groups[0].gradients.axis.group.size() == world
     run.module.set_separate_reduce_scatter_group(False)
-    assert all(group.reduce_axis.group is group.mesh.shard.group for group in groups)
+    assert all(group.gradients.axis.group is group.mesh.shard.group for group in groups)
     run.module(torch.ones(1, 8)).sum().backward()
     assert run.module[0].weight.grad is not None
 

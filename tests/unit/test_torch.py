@@ -80,12 +80,9 @@ def test_phases_and_residencies_have_names() -> None:
 
 
 @probes("torch_group_module")
-def test_torchs_groups_look_their_collectives_up_where_install_replaces_them() -> None:
+def test_torchs_helpers_patch_the_class_of_groups_by_this_name() -> None:
     group = _torch.torch_group_module.FSDPParamGroup
-    for name, method in (("foreach_all_gather", group.unshard), ("foreach_reduce", group.post_backward)):
-        function = inspect.unwrap(method)
-        assert name in function.__code__.co_names
-        assert function.__globals__[name] is vars(_torch.torch_group_module)[name]
+    assert all(callable(getattr(group, name)) for name in ("unshard", "reshard", "post_backward"))
 
 
 @probes("root_modules")

@@ -42,7 +42,7 @@ class _ShardLoader:
 
         What is of the wrong shape stays as it is, for torch to report.
         """
-        if self.group.lifecycle.lent:  # the modules show plain parameters, which load as such
+        if self.group.lifecycle.summoned:  # the modules show plain parameters, which load as such
             return
         self.group.before_load()
         assign = bool(metadata.get("assign_to_params_buffers", False))
@@ -83,7 +83,7 @@ class _ShardLoader:
 
     def after_load(self, module: nn.Module, *unused: object) -> None:
         """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
-        if self.group.lifecycle.lent:
+        if self.group.lifecycle.summoned:
             return
         for param in self.group.params:
             if len(param.slots) < 2:

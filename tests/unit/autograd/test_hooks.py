@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp2._torch.autograd import autograd_sequence_number
 from fsdp2.autograd.hooks import (
+    Inputs,
     carry_hooks,
     hook_forward,
     hook_gradient,
@@ -48,7 +49,7 @@ class Log(list):
 def test_done_comes_when_the_gradient_of_the_only_input_is_computed() -> None:
     log = Log()
     (args, kwargs), watched = watch_inputs((log.leaf("input"), 3), {"scale": torch.ones(2)}, log.done)
-    assert watched and args[1] == 3
+    assert watched is Inputs.ATTACHED and args[1] == 3
     log.through(args[0] * kwargs["scale"], "parameter").sum().backward()
     assert log == ["parameter", "done", "input"]
 
@@ -57,7 +58,7 @@ def test_done_comes_once_when_the_gradients_of_all_inputs_are_computed() -> None
     log = Log()
     inputs = (log.leaf("a"), log.leaf("b"))
     ((a,), kwargs), watched = watch_inputs(inputs[:1], {"b": inputs[1]}, log.done)
-    assert watched
+    assert watched is Inputs.ATTACHED
     log.through(log.through(a, "first") + kwargs["b"], "second").sum().backward()
     assert log[:-2] == ["second", "first", "done"] and sorted(log[-2:]) == ["a", "b"]
     assert all(torch.equal(leaf.grad, torch.ones(2)) for leaf in inputs)
@@ -82,7 +83,7 @@ def test_one_tensor_in_two_places_is_done_when_both_are() -> None:
 def test_inputs_in_containers_are_watched_and_containers_keep_their_type() -> None:
     log = Log()
     (args, kwargs), watched = watch_inputs(([log.leaf("a")],), {"more": {"b": (log.leaf("b"),)}}, log.done)
-    assert watched and isinstance(args[0], list) and isinstance(kwargs["more"]["b"], tuple)
+    assert watched is Inputs.ATTACHED and isinstance(args[0], list) and isinstance(kwargs["more"]["b"], tuple)
     (args[0][0] + kwargs["more"]["b"][0]).sum().backward()
     assert log[0] == "done" and log.count("done") == 1
 
@@ -93,7 +94,7 @@ def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
     given: list[Any] = [plain, plain]
     given[place] = torch.ones(2, requires_grad=True)
     (args, _), watched = watch_inputs(tuple(given), {}, lambda: None)
-    assert watched
+    assert watched is Inputs.ATTACHED
     assert args[1 - place] is plain and args[place] is not given[place]
     assert torch.equal(args[place], given[place])
 
@@ -104,14 +105,14 @@ def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
 def test_without_an_input_that_needs_a_gradient_nothing_changes(args: tuple[Any, ...]) -> None:
     kwargs = {"mask": torch.ones(2, dtype=torch.bool)}
     (new_args, new_kwargs), watched = watch_inputs(args, kwargs, pytest.fail)
-    assert watched is False and new_args is args and new_kwargs is kwargs
+    assert watched is Inputs.NONE_NEEDED and new_args is args and new_kwargs is kwargs
 
 
 def test_without_gradients_nothing_changes() -> None:
     args = (torch.ones(2, requires_grad=True),)
     with torch.no_grad():
         (new_args, _), watched = watch_inputs(args, {}, pytest.fail)
-    assert not watched and new_args is args
+    assert watched is Inputs.NONE_NEEDED and new_args is args
 
 
 def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
@@ -121,7 +122,7 @@ def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
 
     args = (Box(torch.ones(2, requires_grad=True)), torch.ones(2, requires_grad=True))
     (new_args, _), watched = watch_inputs(args, {}, pytest.fail)
-    assert watched is None and new_args is args
+    assert watched is Inputs.UNREACHABLE and new_args is args
 
 
 def test_a_single_input_may_be_changed_in_place() -> None:
@@ -283,7 +284,7 @@ def test_a_single_input_of_a_transform_tells() -> None:
 
     def function(x: Tensor) -> Tensor:
         ((view,), _), watched = watch_inputs((leaf,), {}, log.done)
-        assert watched
+        assert watched is Inputs.ATTACHED
         return view * x
 
     torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),))[0].sum().backward()

@@ -21,6 +21,9 @@ SUBGROUP   reshard_to_subgroup  SUBGROUP
 SUBGROUP   start_gather         GATHERING
 SUBGROUP   reshard              SHARDED
 GATHERING  abandon              SHARDED
+SHARDED    summon               SUMMONED
+UNSHARDED  summon               SUMMONED
+SUBGROUP   summon               SUMMONED
 """
 STEPS = """
 IDLE      pre_forward    FORWARD
@@ -69,7 +72,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         """Take one step of the first table."""
         target = RESIDENCIES.get((self.residency, step))
         if target is None:
-            with pytest.raises(RuntimeError, match=f"layers.0: {step} out of order"):
+            with pytest.raises(RuntimeError, match=f"layers.0: {step} (out of order|while summon_full_params)"):
                 self.lifecycle.move(step)
             return
         self.lifecycle.move(step)
@@ -80,7 +83,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         """Take one step of the second table."""
         target = PHASES.get((self.phase, step))
         if target is None:
-            with pytest.raises(RuntimeError, match=f"layers.0: {step} out of order"):
+            with pytest.raises(RuntimeError, match=f"layers.0: {step} (out of order|while summon_full_params)"):
                 self.lifecycle.enter(step)
             return
         self.lifecycle.enter(step)
@@ -115,7 +118,8 @@ def test_every_residency_and_step(before: str, step: str) -> None:
     lifecycle = at(residency=before)
     target = RESIDENCIES.get((before, step))
     if target is None:
-        with pytest.raises(RuntimeError, match=f"the group is {before.lower()}"):
+        text = f"the group is {before.lower()}" if before != "SUMMONED" else "summon_full_params shows its parameters"
+        with pytest.raises(RuntimeError, match=text):
             lifecycle.move(step)
     else:
         lifecycle.move(step)
@@ -184,10 +188,21 @@ def test_one_iteration() -> None:
     assert (lifecycle.residency, lifecycle.phase) == (Residency.SHARDED, Phase.IDLE)
 
 
-def test_lent_groups_say_so():
-    """Who asks a group for a step while its parameters are lent reads why, and which group."""
-    lifecycle = Lifecycle("layers.0")
-    assert not lifecycle.lent
+@pytest.mark.parametrize("before", ["SHARDED", "UNSHARDED", "SUBGROUP"])
+def test_summoned_groups_are_as_before_afterwards(before: str) -> None:
+    """Meanwhile every step is refused, for that reason."""
+    lifecycle = at(residency=before)
+    lifecycle.refuse_summoned("reshard")
+    lifecycle.summon()
+    lifecycle.summon()
+    assert lifecycle.summoned and not lifecycle.changes("reshard")
     with pytest.raises(RuntimeError, match=r"layers\.0: reshard while summon_full_params shows its parameters"):
-        lifecycle.refuse_lent("reshard")
-    assert (lifecycle.residency, lifecycle.phase) == (Residency.SHARDED, Phase.IDLE)
+        lifecycle.refuse_summoned("reshard")
+    lifecycle.dismiss()
+    assert lifecycle.residency is Residency[before]
+
+
+@pytest.mark.parametrize("before", [residency.name for residency in Residency])
+@pytest.mark.parametrize("step", MOVE_NAMES)
+def test_a_step_changes_what_it_leads_away_from(before: str, step: str) -> None:
+    assert at(residency=before).changes(step) == (RESIDENCIES.get((before, step), before) != before)

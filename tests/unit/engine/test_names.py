@@ -45,10 +45,12 @@ def test_phases_are_told_while_their_steps_run(mesh: DeviceMesh, monkeypatch: py
     for name in ("unshard", "reshard"):
         original = getattr(FSDPParamGroup, name)
 
-        def noting(group: FSDPParamGroup, *args: object, _name: str = name, _original: object = original) -> None:
+        def noting(
+            group: FSDPParamGroup, *args: object, _name: str = name, _original: object = original, **options: object
+        ) -> None:
             if _name == "reshard" or (group.is_sharded and group._all_gather_result is None):
                 told.append((_name, group._module_fqn, group._training_state))
-            _original(group, *args)  # type: ignore[operator]
+            _original(group, *args, **options)  # type: ignore[operator]
 
         monkeypatch.setattr(FSDPParamGroup, name, noting)
     loss = module(torch.ones(2, 4)).sum()
@@ -70,8 +72,10 @@ def test_a_state_and_its_communication_by_torchs_names(mesh: DeviceMesh) -> None
     assert state._comm_ctx is root._comm_ctx and root._comm_ctx.reduce_scatter_max_input_buffers == 3
     assert state._fsdp_param_group.reduce_scatter_max_input_buffers == 3
     assert state._modules_to_run_forward == root._modules_to_run_forward == set()
-    root.members_to_run.add(module)
-    assert root._modules_to_run_forward == {module}
+    running: list[set[nn.Module]] = []
+    module[1].register_forward_hook(lambda *unused: running.append(set(root._modules_to_run_forward)))
+    module(torch.ones(2, 4))
+    assert running == [{module}]
 
 
 def test_unset_buffers_are_one_as_torch_says(mesh: DeviceMesh) -> None:

@@ -1,0 +1,19 @@
+"""The communication context: what the groups of one root, or of several, communicate on."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp2.comm.streams import Lanes, Retained
+
+__all__ = ["CommContext"]
+
+
+class CommContext:
+    """The lanes, and the gradient chunks in flight. Several roots may share one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lanes = Lanes(device)
+        self.reductions = Retained(self.lanes)
+        self.finalizing: object = None  # the handle of a finalization that was started and not waited for

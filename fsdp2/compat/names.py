@@ -1,0 +1,100 @@
+"""What torch calls the parts of a unit, a group and a parameter, given to our classes when the package is imported.
+
+Libraries, memory trackers and torch's own tests read them by these names; nothing else in the package does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.tensor import Shard
+
+from fsdp2._torch.autograd import graph_task_id
+from fsdp2._torch.fsdp import ShardedState, TrainingState
+from fsdp2.comm.context import CommContext
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.lifecycle import Phase, Residency
+from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.unit import FSDPState, get_state
+
+__all__ = ["give_names"]
+
+Properties = dict[str, Callable[[Any], Any]]
+
+_TRAINING_STATES = ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD")  # by Phase
+_SHARDED_STATES = {Residency.UNSHARDED: "UNSHARDED", Residency.SUBGROUP: "SHARDED_POST_FORWARD"}
+
+
+def _training_state(group: FSDPParamGroup) -> TrainingState:
+    """Where the group is in the iteration; of one that is gathered ahead of its turn, that of the pass that runs."""
+    phase, unit = group.lifecycle.phase, get_state(group.modules[0])
+    if phase is Phase.IDLE and graph_task_id() != -1:
+        phase = Phase.BACKWARD
+    elif phase is Phase.IDLE and unit is not None and unit.root.forward is not None:
+        phase = Phase.FORWARD
+    return TrainingState[_TRAINING_STATES[phase]]
+
+
+def _trainable_first(group: FSDPParamGroup) -> list[FSDPParam]:
+    floating = [param for param in group.params if param.dtype.is_floating_point]
+    return sorted(floating, key=lambda param: not param.requires_grad)
+
+
+def _only_group(unit: FSDPState) -> FSDPParamGroup | None:
+    if len(unit.groups) > 1:
+        raise AssertionError(
+            f"Expected at most 1 param group, but got {len(unit.groups)} of {unit.name!r}; read _fsdp_param_groups"
+        )
+    return unit.groups[0] if unit.groups else None
+
+
+_PARAM: Properties = {
+    "sharded_param": lambda param: param.sharded,
+    "unsharded_param": lambda param: param.full,
+    "_unsharded_param": lambda param: param.full,
+    "_param_fqn": lambda param: param.name,
+    "fsdp_placement": lambda param: None if param.spec.layout.dim is None else Shard(param.spec.layout.dim),
+}
+_GROUP: Properties = {
+    "fsdp_params": lambda group: group.params,
+    "mesh_info": lambda group: group.mesh,
+    "is_sharded": lambda group: group.lifecycle.residency in (Residency.SHARDED, Residency.GATHERING),
+    "reduce_scatter_max_input_buffers": lambda group: group.options.reduce_inputs or 1,
+    "_module_fqn": lambda group: group.name,
+    "_training_state": _training_state,
+    "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(group.lifecycle.residency, "SHARDED")],
+    "_all_gather_result": lambda group: group.gathering,
+    "_reshard_after_forward": lambda group: group.after_forward is not False,
+    "_orig_dtype": lambda group: next((param.dtype for param in _trainable_first(group)), None),
+    "_reduce_dtype": lambda group: next((param.reduce_dtype for param in _trainable_first(group)), None),
+}
+_UNIT: Properties = {
+    "_fsdp_param_groups": lambda unit: unit.groups,
+    "_fsdp_param_group": _only_group,
+    "_state_ctx": lambda unit: unit.root,
+    "_comm_ctx": lambda unit: unit.root.comm,
+    "_modules_to_run_forward": lambda unit: unit.members_to_run,
+    "_is_root": lambda unit: unit.is_root,
+    "_modules": lambda unit: unit.modules,
+}
+_COMM: Properties = {
+    "reduce_scatter_max_input_buffers": lambda comm: comm.reductions.limit,
+    "_last_post_reduce_events": lambda comm: {},  # nothing for a forward to wait for: the end of a backward does that
+}
+_UNIT_METHODS: dict[str, Callable[..., Any]] = {
+    "_pre_forward": FSDPState.pre_forward,
+    "_post_forward": FSDPState.post_forward,
+    "_lazy_init": lambda unit: None if unit.is_root is not None else unit.init_root(),
+    "_root_post_backward_final_callback": lambda unit: unit.root.enter_backward().finish(),
+}
+
+
+def give_names() -> None:
+    """Give our classes torch's names."""
+    owners = ((FSDPParam, _PARAM), (FSDPParamGroup, _GROUP), (FSDPState, _UNIT), (CommContext, _COMM))
+    for owner, names in owners:
+        for name, read in names.items():
+            setattr(owner, name, property(read))
+    for name, method in _UNIT_METHODS.items():
+        setattr(FSDPState, name, method)

@@ -3,8 +3,8 @@
 from fsdp2.build.modules import fsdp_modules, no_sync
 from fsdp2.build.padding import padding_report
 from fsdp2.build.plan import plan_units
+from fsdp2.compat import names as _names
 from fsdp2.compat.install import install, uninstall
-from fsdp2.compat.names import give_names
 from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
 from fsdp2.module import FSDPModule, share_comm_ctx
@@ -71,4 +71,4 @@ __all__ = [
     "use_weights",
 ]
 
-give_names()
+_names.give_names()

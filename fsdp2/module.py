@@ -276,7 +276,7 @@ class FSDPModule(TorchFSDPModule):
                         own = group.gradients.axis.group is not axis.group
                         made[axis.group] = group.gradients.axis if own else axis.with_own_group()
                     axis = made[axis.group]
-                group.use_reduce_axis(axis)
+                group.gradients.use_axis(axis)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the process group's own allocator, if it has one, provide the buffers that communicate.

@@ -46,6 +46,7 @@ EVERYWHERE: list[Rule] = [rules.long_files, rules.long_functions]
 IN_THE_PACKAGE: list[Rule] = [
     rules.many_parameters,
     rules.import_direction,
+    rules.fan_out,
     rules.collectives,
     rules.streams,
     private_torch,
@@ -89,6 +90,18 @@ def test_in_the_package(rule):
     assert not complaints, "\n".join([rule.__doc__ or "", *complaints])
 
 
+def test_no_import_leads_back():
+    """There is no import cycle anywhere, those of types included."""
+    complaints = rules.import_cycles(PACKAGE)
+    assert not complaints, "\n".join(complaints)
+
+
+def test_every_folder_keeps_its_order():
+    """A folder's files import only from those that its ``__init__.py`` lists behind them."""
+    complaints = rules.folder_order(PACKAGE)
+    assert not complaints, "\n".join(complaints)
+
+
 def test_no_base_class_for_one():
     """A base class with one subclass is that subclass in two places."""
     assert not rules.lonely_bases(PACKAGE)
@@ -108,6 +121,7 @@ class A:
     def method(self, a, b, c, d, e, f, g): ...
 """,
     rules.import_direction: "from fsdp2.comm.b import c\nfrom fsdp2 import policies\nfrom .d import e",
+    rules.fan_out: "".join(f"from fsdp2.comm.f{i} import a, b\n" for i in range(12)),
     rules.collectives: """
 import torch.distributed as dist
 from fsdp2.comm.collectives import all_gather
@@ -146,6 +160,10 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.import_direction, "fsdp2/build/collect.py", "import fsdp2"),
     (rules.import_direction, "fsdp2/engine/a.py", "from fsdp2.weights.state_dict.names import clean_name"),
     (rules.import_direction, "fsdp2/engine/b.py", "from fsdp2.build.grouping import Unit"),
+    (rules.import_direction, "fsdp2/weights/a.py", "if TYPE_CHECKING:\n    from fsdp2.module import FSDPModule"),
+    (rules.import_direction, "fsdp2/extra/a.py", "import os"),
+    (rules.import_direction, "fsdp2/engine/a.py", "from fsdp2.extra import b"),
+    (rules.fan_out, "fsdp2/engine/a.py", "".join(f"from fsdp2.comm.f{i} import a\n" for i in range(13))),
     (rules.collectives, "fsdp2/engine/a.py", "import torch.distributed as d\nd.all_reduce(x)"),
     (rules.collectives, "fsdp2/engine/a.py", "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
     (rules.collectives, "fsdp2/engine/a.py", "from torch.distributed import broadcast as b"),
@@ -205,6 +223,30 @@ def test_lonely_bases_are_found():
     one = Source("fsdp2/a.py", "class A: ...\nclass B(A): ...")
     two = Source("fsdp2/b.py", "class C(A): ...")
     assert rules.lonely_bases([one]) and not rules.lonely_bases([one, two])
+
+
+def test_cycles_are_found():
+    """Also one of three files, and one through what is imported for its types alone."""
+    a, b = Source("fsdp2/a.py", "from fsdp2.b import x"), Source("fsdp2/b.py", "import fsdp2.c")
+    c = Source("fsdp2/c.py", "if TYPE_CHECKING:\n    from fsdp2 import a")
+    assert len(rules.import_cycles([a, b, c])) == 3
+    assert not rules.import_cycles([a, b, Source("fsdp2/c.py", "from fsdp2 import d")])
+
+
+@pytest.mark.parametrize(
+    ("listed", "complaints"),
+    [
+        ("upper  does this\nlower  does that", 0),
+        ("lower  does that\nupper  does this", 1),
+        ("upper  does this", 2),  # lower is not listed, so it stands nowhere
+        ("upper  does this\nlower  does that\ngone  was there", 1),
+    ],
+)
+def test_orders_of_folders_are_kept(listed: str, complaints: int):
+    """Each file is listed, and imports only what is listed behind it."""
+    init = Source("fsdp2/a/__init__.py", f"'''Text.\n\n{listed}\n'''")
+    upper, lower = Source("fsdp2/a/upper.py", "from fsdp2.a.lower import x"), Source("fsdp2/a/lower.py", "x = 1")
+    assert len(rules.folder_order([init, upper, lower])) == complaints
 
 
 def test_every_rule_is_tried():

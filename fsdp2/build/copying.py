@@ -92,7 +92,7 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
             pieces = [param.local for param in params]
             new.__init__(params, pieces, inside, group.mesh, group.options, clone.root.comm)  # type: ignore[misc]  # bare
-            new.shared = group.shared
+            new.shared, new.gradients.noticed = group.shared, clone.notice_backward
         clone.groups.append(new)
     clone.unit = None if state.unit is None else state.unit.copied(memo)
     for name in ("forward_prefetch", "backward_prefetch"):

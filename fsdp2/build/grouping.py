@@ -241,6 +241,7 @@ def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) 
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
     group = FSDPParamGroup(params, pieces, state.modules, mesh, options, state.root.comm)
+    group.gradients.noticed = state.notice_backward
     if mesh.mesh.size() > 1:
         group.initial = (_first_values(placed[0].found.param), group.store.stamp())
     originals = [p.found.param for p in placed]

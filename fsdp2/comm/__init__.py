@@ -1,1 +1,11 @@
-"""HOW bytes move: lanes, collectives, gathering and reducing."""
+"""HOW bytes move: tensors in, tensors out. From the top down; a file imports only what stands below it.
+
+context      what groups communicate on: the lanes, and the chunks in flight
+gather       from shards to full parameters
+reduce       from full gradients to shards of their mean
+pieces       copies between full tensors and the pieces of ranks
+scaling      where a sum is divided
+collectives  the only place that calls a collective
+streams      lanes: the only place where one waits for another
+host_work    waiting for gloo in slices
+"""

@@ -26,7 +26,7 @@ from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, show
 from fsdp2.engine.reducer import GroupGradients
 from fsdp2.engine.subgroup import SubgroupShards
-from fsdp2.sharding.mesh import Axis, DataParallelMesh
+from fsdp2.sharding.mesh import DataParallelMesh
 
 __all__ = ["SHOWN", "Admit", "FSDPParamGroup"]
 
@@ -106,7 +106,7 @@ class FSDPParamGroup:
             self.gradients.forget_plan()
         self.store.check_ready()
 
-    def adopt_shards(self) -> None:
+    def adopt_shards(self, *unused: object) -> None:
         """Take in parameters that were replaced on the module, moved, cast or loaded, while it shows the shards."""
         if self.lifecycle.residency is Residency.SHARDED and self.store.adopt():
             self.gradients.forget_plan()
@@ -289,11 +289,6 @@ class FSDPParamGroup:
         self._keep_shards_alone()
         self.lifecycle.move("abandon")
 
-    def use_reduce_axis(self, axis: Axis) -> None:
-        """Send gradients over ``axis`` from now on, the same ranks as the shard axis."""
-        self.gradients.axis = axis
-        self.gradients.forget_plan()
-
     def drop(self, param: FSDPParam) -> None:
         """Give ``param`` up to a group of its own; the group must be sharded."""
         self.params = [p for p in self.params if p is not param]
@@ -359,10 +354,6 @@ class FSDPParamGroup:
         """Let the modules show shards, so that values are loaded into them."""
         if not self.lifecycle.summoned:
             self.reshard()
-
-    def after_load(self, *unused: object) -> None:
-        """Take in shards that loading replaced."""
-        self.adopt_shards()
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""

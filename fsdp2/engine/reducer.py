@@ -83,6 +83,11 @@ class GroupGradients:
         # Sums over the shard axis that were not all-reduced yet, by parameter.
         self._partial: dict[int, torch.Tensor] = {}
 
+    def use_axis(self, axis: Axis) -> None:
+        """Send gradients over ``axis`` from now on, the same ranks as the shard axis."""
+        self.axis = axis
+        self.forget_plan()
+
     def forget_plan(self) -> None:
         """Plan anew: parameters, their dtypes or what is trainable changed."""
         self._plan = self._told = None

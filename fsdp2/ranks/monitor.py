@@ -15,15 +15,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Answer, Step
+from fsdp2.engine.passes import RootContext
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.steps import END, StepLog
-
-if TYPE_CHECKING:
-    from fsdp2.engine.group import FSDPParamGroup
-    from fsdp2.engine.passes import RootContext
 
 __all__ = ["RankMonitor"]
 

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,11 @@ from fsdp2._torch.collectives import default_store, outside_modes
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import observe_waits
 from fsdp2.engine.observer import observe_with
+from fsdp2.engine.passes import RootContext
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
 from fsdp2.sharding.mesh import DataParallelMesh
-
-if TYPE_CHECKING:
-    from fsdp2.engine.passes import RootContext
 
 __all__ = ["monitor_ranks", "set_rank_checks"]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.ranks.board import Board
-
-if TYPE_CHECKING:
-    from fsdp2.engine.group import FSDPParamGroup
 
 __all__ = ["compare"]
 

@@ -1,1 +1,7 @@
-"""WHERE bytes live: meshes, layouts, packing and DTensor specs."""
+"""WHERE bytes live: integers and placements. From the top down; a file imports only what stands below it.
+
+spec     how one parameter is cut, as a DTensor
+mesh     the axes that parameters are cut over and copied along
+packing  how many tensors lie in one buffer
+layout   which elements of a tensor each rank holds
+"""

@@ -158,6 +158,6 @@ def _load(
         broadcast_entries(offer.entries, ranks, offer.limit, fill, drain)
     finally:
         for group in selection.groups:
-            group.after_load()
+            group.adopt_shards()
     for name in matched.extras:
         selection.extras[name].set_extra_state(offer.extras[name])

@@ -89,7 +89,7 @@ def _copy(
             place.write(box, files.read(name, box), last=i == len(pieces) - 1)
             moved(numel(box) * size)
     for group in selection.groups:
-        group.after_load()
+        group.adopt_shards()
     for name in matched.extras:
         shape = files.given[name].shape
         selection.extras[name].set_extra_state(files.read(name, whole(shape)).clone())

@@ -57,7 +57,7 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
             work.move(offered, ranks, limit)
     finally:
         for group in selection.groups:
-            group.after_load()
+            group.adopt_shards()
 
 
 @dataclass

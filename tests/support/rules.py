@@ -129,7 +129,7 @@ def functions(source: Source) -> Iterator[Function]:
 
 
 def long_files(source: Source) -> list[str]:
-    """Files have at most 400 lines."""
+    """Files have at most 500 lines."""
     lines = len(source.text.splitlines())
     return [source.at(lines, f"{lines} lines, at most {FILE_LINES}")] if lines > FILE_LINES else []
 
@@ -160,25 +160,128 @@ def many_parameters(source: Source) -> list[str]:
     return found
 
 
-LEVELS = {"_torch": 0, "_trace": 1, "policies": 2, "sharding": 3, "comm": 4, "autograd": 5, "engine": 6}
-LEVELS |= {"compat": 8, "__init__": 10, "__main__": 11}
-ABOVE_ENGINE = 7
+FOLDERS = (
+    "__main__",
+    "__init__",
+    "forecasting",
+    "compat",
+    "forward_methods",
+    "fully_shard",
+    "fsdp1",
+    "build",
+    "module",
+    "weights",
+    "optim",
+    "ranks",
+    "engine",
+    "autograd",
+    "comm",
+    "sharding",
+    "policies",
+    "_trace",
+    "_torch",
+)
+"""The folders and files of the package from the top down; each imports from those behind it only."""
+FAN_OUT = 12
+MANY_IMPORTS = {"fsdp2/__init__.py", "fsdp2/fully_shard.py"}
+"""Public entry points, which may import from more of the package."""
+MANY_IMPORTS |= {"fsdp2/build/grouping.py", "fsdp2/engine/group.py", "fsdp2/engine/unit.py"}
+MANY_IMPORTS |= {"fsdp2/weights/state_dict/optimizer.py"}
+"""These are to be split."""
+UPWARD = {("optim", "weights")}
+"""Imports against the order that are to go."""
+UNORDERED = {"fsdp2", "fsdp2/_torch"} | {f"fsdp2/{name}" for name in ("build", "forecasting", "optim", "weights")}
+UNORDERED |= {"fsdp2/weights/state_dict"}
+"""Folders that list no order: the package, whose order is FOLDERS, and subjects side by side; the rest is to go."""
 
 
 def import_direction(source: Source) -> list[str]:
-    """policies, sharding <- comm <- autograd <- engine <- everything else <- compat <- __init__; below all of
-    them _torch, then _trace."""
+    """Folders import from those that come later in FOLDERS only, types included."""
+    if source.component not in FOLDERS:
+        return [source.at(1, f"{source.component} has no place in FOLDERS")]
     found = []
-    mine = LEVELS.get(source.component, ABOVE_ENGINE)
     for line, name in source.imported():
         parts = name.split(".")
         if parts[0] != "fsdp2":
             continue
         target = parts[1] if len(parts) > 1 else "__init__"
-        height = LEVELS.get(target, ABOVE_ENGINE)
-        beside = height == mine == ABOVE_ENGINE or source.component == target
-        if not (height < mine or beside):
-            found.append(source.at(line, f"{source.component} must not import {target}"))
+        if target not in FOLDERS:
+            found.append(source.at(line, f"{target} has no place in FOLDERS"))
+        elif source.component != target and (source.component, target) not in UPWARD:
+            if FOLDERS.index(target) < FOLDERS.index(source.component):
+                found.append(source.at(line, f"{source.component} must not import {target}"))
+    return found
+
+
+def imported_files(source: Source, files: Iterable[str]) -> dict[str, int]:
+    """Return the files of the package that a file imports from, each with a line where it does."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    found: dict[str, int] = {}
+    for line, name in source.imported():
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        if name and modules[name] != source.path:
+            found.setdefault(modules[name], line)
+    return found
+
+
+def fan_out(source: Source) -> list[str]:
+    """A file imports from at most 12 others of the package; public entry points are excepted by name."""
+    own = re.compile(r"fsdp2(\.\w+)*")
+    modules = {name.rpartition(".")[0] for _, name in source.imported() if own.fullmatch(name)} - {"fsdp2"}
+    many = len(modules) > FAN_OUT and source.path not in MANY_IMPORTS
+    return [source.at(1, f"imports from {len(modules)} files, at most {FAN_OUT}")] if many else []
+
+
+def import_cycles(sources: Iterable[Source]) -> list[str]:
+    """Return the imports that lead from a file back to itself, those of types included."""
+    by_path = {source.path: source for source in sources}
+    imports = {path: imported_files(source, by_path) for path, source in by_path.items()}
+
+    def reaches(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = list(imports[start])
+        while waiting:
+            path = waiting.pop()
+            if path not in seen:
+                seen.add(path)
+                waiting += imports[path]
+        return seen
+
+    inside = {path: reaches(path) for path in imports}
+    return [
+        by_path[path].at(line, f"imports {other}, which leads back")
+        for path in imports
+        for other, line in imports[path].items()
+        if path in inside[other]
+    ]
+
+
+def listed_order(source: Source) -> list[str]:
+    """Return the files that a folder's ``__init__.py`` lists, one a line: its name, two spaces, what it is about."""
+    text = ast.get_docstring(source.tree) or ""
+    return [found.group(1) for line in text.splitlines() if (found := re.match(r"(\w+)/? {2,}\S", line))]
+
+
+def folder_order(sources: Iterable[Source]) -> list[str]:
+    """Each folder lists its files from the top down, and a file imports only from those listed behind it."""
+    by_path = {source.path: source for source in sources}
+    found = []
+    for path, source in by_path.items():
+        folder = path.removesuffix("/__init__.py")
+        if folder == path or folder in UNORDERED:
+            continue
+        order = listed_order(source)
+        inside = {p: p.removeprefix(f"{folder}/").split("/")[0].removesuffix(".py") for p in by_path}
+        inside = {p: name for p, name in inside.items() if p.startswith(f"{folder}/") and name != "__init__"}
+        found += [source.at(1, f"does not list {name}") for name in sorted(set(inside.values()) - set(order))]
+        found += [source.at(1, f"lists {name}, which is not there") for name in order if name not in inside.values()]
+        for p, name in inside.items():
+            for other, line in imported_files(by_path[p], by_path).items():
+                below = inside.get(other, name)
+                places = {listed: place for place, listed in enumerate(order)}
+                if below != name and places.get(below, -1) < places.get(name, 0):
+                    found.append(by_path[p].at(line, f"{name} must not import {below}, which is listed before it"))
     return found
 
 

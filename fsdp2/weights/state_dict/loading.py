@@ -92,7 +92,7 @@ class _ShardLoader:
                 shown = slot.module._parameters.get(slot.name)
                 if slot.module is module and shown is not None and shown is not param.sharded:
                     param.slots[0].show(shown)
-        self.group.after_load()
+        self.group.adopt_shards()
 
 
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:

@@ -1,0 +1,224 @@
+"""What agreement costs the process group's store: operations per rank and pass; and no key is left."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp2.engine.observer import Answer, Step
+from fsdp2.ranks.board import Board
+from fsdp2.ranks.monitor import RankMonitor
+
+
+class Memory:
+    """The keys of a store that all simulated ranks share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values: dict[str, bytes] = {}
+        self.events: dict[str, threading.Event] = {}
+
+
+class CountingStore:
+    """One rank's view of it, which counts operations and the bytes of keys and values."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.operations: Counter[str] = Counter()
+        self.sent = 0
+        self.seconds = 30.0
+
+    def set_timeout(self, limit: timedelta) -> None:
+        self.seconds = 30.0  # a simulated rank is slow where thousands share a processor
+
+    def _count(self, name: str, *values: object) -> None:
+        self.operations[name] += 1
+        self.sent += sum(len(str(value)) for value in values)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.memory.values[key] = value
+        event = self.memory.events.pop(key, None)
+        if event is not None:
+            event.set()
+
+    def add(self, key: str, amount: int) -> int:
+        self._count("add", key, amount)
+        with self.memory.lock:
+            total = int(self.memory.values.get(key, b"0")) + amount
+            self._put(key, str(total).encode())
+            return total
+
+    def set(self, key: str, value: str) -> None:
+        self._count("set", key, value)
+        with self.memory.lock:
+            self._put(key, value.encode())
+
+    def get(self, key: str) -> bytes:
+        self._count("get", key)
+        with self.memory.lock:
+            if key in self.memory.values:
+                return self.memory.values[key]
+            event = self.memory.events.setdefault(key, threading.Event())
+        if not event.wait(self.seconds):
+            raise dist.DistStoreError("wait timeout")
+        with self.memory.lock:
+            return self.memory.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", *keys)
+        with self.memory.lock:
+            return all(key in self.memory.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        self._count("compare_set", key, expected, wanted)
+        with self.memory.lock:
+            got = self.memory.values.get(key, b"" if not expected else expected.encode())
+            if got == expected.encode() and (key in self.memory.values or not expected):
+                self._put(key, wanted.encode())
+                return wanted.encode()
+            return got
+
+    def delete_key(self, key: str) -> bool:
+        self._count("delete", key)
+        with self.memory.lock:
+            return self.memory.values.pop(key, None) is not None
+
+
+class Group:
+    """A group of five parameters, as far as errors name them."""
+
+    options, store = SimpleNamespace(reduce_unused=False), SimpleNamespace(extensions=None)
+    params = [SimpleNamespace(name=f"p{i}") for i in range(5)]
+    rewritten = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Model:
+    """A root of so many groups, and one rank's monitor of it."""
+
+    def __init__(self, board: Board, units: int) -> None:
+        self.groups: list[Any] = [Group(str(i)) for i in range(units)]
+        self.monitor = RankMonitor(board, self, lambda job: job())  # type: ignore[arg-type]
+
+    def participate(self, step: Step) -> bool:
+        """No unit is for some ranks alone."""
+        return False
+
+    def iterate(self, *, skip: int = -1) -> None:
+        """One forward and backward; the unit ``skip`` is left out."""
+        used = [group for i, group in enumerate(self.groups) if i != skip]
+        self.run("forward", [Step("gather", group) for group in used])
+        part = [Step("reduce", group, (i,)) for group in reversed(used) for i in range(5)]
+        self.run("backward", [*(Step("gather", group) for group in reversed(used)), *part])
+
+    def run(self, kind: str, steps: list[Step]) -> None:
+        """One pass."""
+        self.monitor.begin(kind, outermost=kind == "forward")
+        for step in steps:
+            assert self.monitor.before(step) is Answer.GO
+        self.monitor.end()
+
+
+def on_threads(ranks: int, stores: list[Any], program: Any, units: int = 4) -> None:
+    """Run ``program(model, rank, phase)`` on threads that stand for ranks; raise what one of them raised."""
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            program(Model(Board(stores[rank], rank, tuple(range(ranks))), units), rank)
+        except BaseException as error:
+            errors.append(error)
+
+    before = threading.stack_size(256 << 10)
+    try:
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+    finally:
+        threading.stack_size(before)
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize(("ranks", "units"), [(8, 4), (8, 80), (1024, 4), (4096, 2)])
+def test_an_iteration_costs_a_rank_the_same_whatever_the_ranks_and_units(ranks: int, units: int) -> None:
+    memory = Memory()
+    stores = [CountingStore(memory) for _ in range(ranks)]
+    costs: list[list[int]] = [[] for _ in range(ranks)]
+
+    def program(model: Model, rank: int) -> None:
+        for _ in range(5):
+            model.iterate()
+            costs[rank].append(stores[rank].operations.total())
+
+    on_threads(ranks, stores, program, units)
+    assert max(cost[0] for cost in costs) <= 17  # and the meeting of the first forward: at most 3 more
+    assert all(cost[2] == cost[4] for cost in costs), costs[0]  # the third iteration begins as the second ended
+    assert max(store.sent for store in stores) < 2000 + 200 * units
+    assert not memory.values
+
+
+def test_leaving_the_known_way_costs_two_meetings() -> None:
+    memory = Memory()
+    stores = [CountingStore(memory) for _ in range(64)]
+    costs: list[int] = [0] * 64
+
+    def program(model: Model, rank: int) -> None:
+        for _ in range(3):
+            model.iterate()
+        before = stores[rank].operations.total()
+        model.iterate(skip=1)
+        costs[rank] = stores[rank].operations.total() - before
+        for _ in range(2):
+            model.iterate()
+            model.iterate(skip=1)
+
+    on_threads(64, stores, program)
+    assert 0 < max(costs) <= 4 * 4
+    assert not memory.values
+
+
+def test_one_that_differs_is_named_on_all() -> None:
+    memory = Memory()
+    stores = [CountingStore(memory) for _ in range(8)]
+    texts: list[str] = []
+
+    def program(model: Model, rank: int) -> None:
+        model.iterate()
+        try:
+            model.run("forward", [Step("gather", group) for group in model.groups[: 3 if rank == 5 else 4]])
+            model.run("forward", [])
+        except RuntimeError as error:
+            texts.append(str(error))
+
+    for store in stores:
+        store.wait = lambda keys, limit, store=store: [store.get(key) for key in keys]  # type: ignore[attr-defined]
+        store.set_timeout = lambda limit, store=store: setattr(store, "seconds", 0.2)  # type: ignore[method-assign]
+    on_threads(8, stores, program)
+    assert len(texts) == 8 and len(set(texts)) == 1
+    assert "rank 5: the end of forward" in texts[0]
+    assert not memory.values
+
+
+def test_on_a_real_store() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    keys = server.num_keys()
+    stores = [dist.PrefixStore("job", dist.TCPStore("127.0.0.1", server.port, is_master=False)) for _ in range(64)]
+
+    def program(model: Model, rank: int) -> None:
+        for skip in (-1, -1, 1, -1):
+            model.iterate(skip=skip)
+
+    on_threads(64, stores, program)
+    assert server.num_keys() == keys

@@ -82,7 +82,7 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def modelled(fully_shard: FullyShard, *, whole: bool, ranks: int = 64, width: int = 2048) -> float:
-    """Seconds of a step on a pretended cluster under the cost model of `fsdp2.forecasting`, for the rank that has most."""
+    """Seconds of a step on a pretended cluster by the cost model of `fsdp2.forecasting`, for the rank that has most."""
     from fsdp2.forecasting.clock import Clock
     from fsdp2.forecasting.rank import simulated_rank
 

@@ -141,17 +141,31 @@ class Compiled(nn.Module):
 
 
 class _Graph(torch.autograd.Function):
+    """A block whose forward makes one node. The graph that backward needs is made there, while no time passes."""
+
     @staticmethod
     def forward(ctx: Any, block: nn.Module, names: Any, *inputs: Tensor) -> Tensor:
-        with torch.enable_grad():
-            ctx.inputs = [value.detach().requires_grad_() for value in inputs]
-            x, *values = ctx.inputs
-            ctx.output = torch.func.functional_call(block, dict(zip(names, values, strict=True)), (x,))
-        return ctx.output.detach()
+        ctx.block, ctx.names, ctx.inputs = block, names, [value.detach() for value in inputs]
+        return _called(ctx)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return (None, None, *torch.autograd.grad(ctx.output, ctx.inputs, grad))
+        clock = _clocks[-1]
+        clock.stopped = True
+        with torch.enable_grad():
+            ctx.inputs = [value.requires_grad_() for value in ctx.inputs]
+            output = _called(ctx)
+        clock.stopped = False
+        return (None, None, *torch.autograd.grad(output, ctx.inputs, grad))
+
+
+def _called(ctx: Any) -> Tensor:
+    x, *values = ctx.inputs
+    return torch.func.functional_call(ctx.block, dict(zip(ctx.names, values, strict=True)), (x,))
+
+
+_clocks: list[Clock] = []
+"""What runs is timed by the last of them."""
 
 
 # ---- what is compared ----
@@ -234,6 +248,7 @@ def prefetch(blocks: list[Any]) -> None:
 def measure(row: Row, which: ModuleType, hardware: Hardware = H100) -> Result:
     """Forward and backward of the second step; in the first one the order of units is not known yet."""
     clock = Clock(hardware)
+    _clocks[:] = [clock]
     sizes = {"replicate": 2, "shard": row.ranks // 2} if row.kind in ("hybrid", "groups") else {"shard": row.ranks}
     streams = {name: getattr(clock, name) for name in ("Stream", "Event", "current_stream", "stream")}
     with mock.patch.multiple(torch.cpu, **streams), simulated_rank(sizes, clock) as mesh:  # torch.cpu is torch's own's

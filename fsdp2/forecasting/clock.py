@@ -122,6 +122,8 @@ class Clock(TorchDispatchMode):
         self.exposed: list[Exposed] = []
         self.unit = ""
         self.host = 0.0
+        self.stopped = False
+        """Kernels take no time as long as it is set."""
         self.Stream, self.Event = self._new_stream, self._new_event  # as torch.cuda calls them
         self._current = [self.compute]
         self._free: dict[str, float] = {}  # when each communicator has done what it was given
@@ -187,6 +189,8 @@ class Clock(TorchDispatchMode):
         return out
 
     def _run(self, kind: str, seconds: float) -> None:
+        if self.stopped:
+            return
         stream = self._current[-1]
         begin = max(stream.time, self.host)
         stream.time = begin + seconds

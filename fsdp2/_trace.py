@@ -18,12 +18,14 @@ _LOGGERS = (logging.getLogger("fsdp2"), logging.getLogger("torch.distributed.fsd
 _listeners: list[Callable[[str, str], None]] = []
 _log: logging.Logger | None = None  # the one of them whose debug level is on
 _nothing = contextlib.nullcontext()
+recording = False  # whether anybody sees events or ranges; others need not call
 
 
 def refresh() -> None:
-    """Look whether the debug log is on; once per iteration, so that events cost next to nothing when it is off."""
-    global _log
+    """Look who records; once per pass, so that events cost next to nothing when nobody does."""
+    global _log, recording
     _log = next((logger for logger in _LOGGERS if logger.isEnabledFor(logging.DEBUG)), None)
+    recording = bool(_listeners) or _log is not None or profiler_running()
 
 
 def emit(event: str, name: str) -> None:
@@ -45,7 +47,9 @@ def span(event: str, name: str) -> AbstractContextManager[object]:
 def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``listener(event, name)`` for every event inside the block."""
     _listeners.append(listener)
+    refresh()
     try:
         yield
     finally:
         _listeners.remove(listener)
+        refresh()

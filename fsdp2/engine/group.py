@@ -1,7 +1,6 @@
 """A group: parameters that communicate together, and the steps that drive their gathers and reductions.
 
-It looks down only: it gathers, frees, shows and reduces when it is called, on the communication context that it was
-given, and knows neither the pass that calls it nor other groups.
+It looks down only: it acts when it is called, on the communication context that it was given.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from fsdp2 import _trace
 from fsdp2._torch.autograd import outside_functorch
 from fsdp2._trace import emit, span
 from fsdp2.comm.context import CommContext
@@ -144,7 +144,8 @@ class FSDPParamGroup:
         # What an extension sends may differ in size between ranks.
         if admit is not None and admit(Step("gather", self, tuple(map(torch.numel, extras)))) is Answer.LATER:
             return
-        emit("unshard", self.name)
+        if _trace.recording:
+            emit("unshard", self.name)
         with span("all_gather", self.name):
             self.gathering = start_gather(buffers, axis, lanes.gather, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
@@ -165,12 +166,12 @@ class FSDPParamGroup:
         self.show("full")
 
     def show(self, which: Which) -> None:
-        """Make the modules show these tensors of all parameters."""
+        """Make the modules show these tensors."""
         if show(self.params, which):
             self.gradients.forget_plan()
 
     def unshard_now(self, *, admit: Admit | None = None, in_backward: bool = False) -> None:
-        """Full parameters on the modules, ready for compute."""
+        """Show full parameters, ready for compute."""
         self.unshard(False, admit, in_backward)
         self.wait_for_unshard()
 
@@ -218,7 +219,8 @@ class FSDPParamGroup:
         refused = self._take_writes()
         self._keep_shards_alone()
         self.lifecycle.move("reshard")
-        emit("reshard", self.name)
+        if _trace.recording:
+            emit("reshard", self.name)
         if refused:
             raise RuntimeError(refused)
 
@@ -301,9 +303,8 @@ class FSDPParamGroup:
     def summon(self, params: Collection[FSDPParam]) -> None:
         """Leave it to the caller what the modules show of ``params`` until ``dismiss``.
 
-        Now they show the shards of the whole group. Meanwhile the group neither gathers nor frees and its memory stays
-        as it is: what was kept after a forward is there afterwards, and graphs recorded before can be gone back
-        through.
+        Now they show the shards of the whole group. Meanwhile it neither gathers nor frees, so what was kept after a
+        forward is there afterwards, and graphs recorded before can be gone back through.
         """
         self.wait_for_unshard()
         self.settle_writes()
@@ -368,8 +369,8 @@ class FSDPParamGroup:
     def begin_iteration(self, *, aborted: bool) -> None:
         """The outermost forward starts: nobody is inside, whatever became of the last one, which may be ``aborted``.
 
-        What that one kept is freed: it came further on some ranks than on others, and nobody knows how the shards
-        changed since. So is what an evaluation kept, where the forward is one to train with.
+        What that one kept is freed: it came further on some ranks than on others. So is what an evaluation kept, where
+        the forward is one to train with.
 
         Raises:
             RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``.
@@ -405,7 +406,8 @@ class FSDPParamGroup:
             for param in self.params:
                 if param.sync_requires_grad():
                     self.gradients.forget_plan()
-        emit("pre_forward", self.name)
+        if _trace.recording:
+            emit("pre_forward", self.name)
 
     def post_forward(self, after: bool | int | None) -> None:
         """The forward is over: free the parameters (True), keep them (False), or on so many ranks (int); step 6.
@@ -413,7 +415,8 @@ class FSDPParamGroup:
         None keeps them for the backward that runs.
         """
         self.lifecycle.enter("post_forward")
-        emit("post_forward", self.name)
+        if _trace.recording:
+            emit("post_forward", self.name)
         if after is None:
             self.note_kept(by_evaluation=not torch.is_grad_enabled())
         else:
@@ -445,26 +448,23 @@ class FSDPParamGroup:
         if not self.lifecycle.enter("pre_backward"):
             return False
         self.comm.lanes.compute.enter_backward()
-        emit("pre_backward", self.name)
+        if _trace.recording:
+            emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
             self.unshard_now(admit=admit, in_backward=True)
         return True
 
     def knows_when_through(self) -> bool:
-        """Whether backward is through with the group when it has the gradients of all its parameters.
-
-        Otherwise below may be gradients that come through weights of this group after its own are finished: for units,
-        or for tensors that are no inputs (kept on the module, say), through frozen weights.
-        """
+        """Whether backward is through with the group when it has the gradients of all its parameters."""
+        # Below may be gradients that come through weights of this group after its own are finished: for units, or for
+        # tensors that are no inputs (kept on the module, say), through frozen weights.
         return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
 
     def post_backward(self, *, keep: bool = False, admit: Admit | None = None) -> None:
-        """Free the parameters, unless they are to ``keep``, and reduce the gradients that are there.
-
-        Safe to call for a group that was not used.
-        """
+        """Free the parameters, unless they are to ``keep``, and reduce the gradients there are, if any."""
         self.lifecycle.enter("post_backward")
-        emit("post_backward", self.name)
+        if _trace.recording:
+            emit("post_backward", self.name)
         with span("post_backward", self.name):
             if not self.options.reduce_gradients:
                 self.gradients.keep()

@@ -81,9 +81,8 @@ class Pass:
         self.users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
         self.order: ForwardOrder[FSDPParamGroup] = ForwardOrder(root.known)
         # Under hybrid sharding the replicas train in step: what was in memory before an unobserved pass stays there.
-        self.kept = (
-            set() if observed else {g for g in self.groups if g.kept is not None and g.lifecycle.changes("reshard")}
-        )
+        known = () if observed else [(g, g.kept) for g in self.groups if g.lifecycle.changes("reshard")]
+        self.kept = {group: kept for group, kept in known if kept is not None}
         self.modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self.creates_graph = False  # the backward is differentiable: what it saves are views of full parameters
         self.is_backward = kind != "forward"
@@ -161,9 +160,11 @@ class Pass:
             root.known = self.order.calls
 
     def leave(self) -> None:
-        """Free what an unobserved pass gathered."""
+        """Free what an unobserved pass gathered; what was there before is as before."""
         for group in self.groups:
-            if group not in self.kept and not group.lifecycle.summoned:
+            if group in self.kept:
+                group.kept = self.kept[group]
+            elif not group.lifecycle.summoned:
                 group.reshard()
 
     # ---- backward ----
@@ -173,6 +174,7 @@ class Pass:
         if self.ends:
             return
         self.ends, self.modes = True, dispatch_modes()
+        refresh()
         root = self.root
         root.pending.manual = root.finalizes_manually
         if self.observer is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fsdp2 import _trace
 from fsdp2._torch.autograd import accumulate_grad_node, graph_task_id, will_execute
 from fsdp2._trace import emit
 from fsdp2.autograd.hooks import hook_gradient
@@ -291,7 +292,8 @@ class GroupGradients:
             for param, shard in zip(params, shards):
                 param.accumulate_gradient(shard)
 
-        emit("reduce", self.name)
+        if _trace.recording:
+            emit("reduce", self.name)
         plan = self._reduce_plan(indices, grads)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]

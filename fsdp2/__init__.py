@@ -22,9 +22,8 @@ from fsdp2.policies import (
     UnshardHandle,
 )
 from fsdp2.ranks.process import set_rank_checks
-from fsdp2.weights.broadcast import broadcast_from_rank0
 from fsdp2.weights.export import iter_full_params
-from fsdp2.weights.load import load_safetensors
+from fsdp2.weights.load import broadcast_from_rank0, load_safetensors
 from fsdp2.weights.save import save_safetensors
 from fsdp2.weights.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load
 from fsdp2.weights.state_dict.pieces import merge_local_state_dicts

@@ -1,27 +1,75 @@
-"""``load_safetensors``: each rank copies its slices out of the files that everybody else writes."""
+"""Values put into places: every rank's own slices of files, or what the first rank has for all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp2.weights.boxes import blocks, numel, whole
+from fsdp2.weights.boxes import Entry, Part, blocks, narrow, numel, whole
 from fsdp2.weights.matching import Loaded, Match, check_ties, match, partly_loaded
 from fsdp2.weights.materialize import materialize, warn_of_meta_buffers
+from fsdp2.weights.names import clean_name
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import WeightFiles
-from fsdp2.weights.select import Selection, ranks_of, select
+from fsdp2.weights.select import Place, Selection, ranks_of, select
+from fsdp2.weights.transfer import bucket_bytes, transfer
 
-__all__ = ["load_safetensors"]
+__all__ = ["broadcast_from_rank0", "load_safetensors"]
 
-_WHERE = "load_safetensors"
+_FROM_RANK0 = "broadcast_from_rank0"
+_FROM_FILES = "load_safetensors"
 _BLOCK_BYTES = 64 << 20
 """Read at once, so that what is mapped but no longer needed can be dropped by the system."""
+_Moved = Callable[[int], None]
+"""Called with the bytes that have just moved."""
+
+
+def broadcast_from_rank0(
+    model: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    strict: bool = True,
+    bucket_mb: float = 64.0,
+    progress: Progress = False,
+) -> Loaded:
+    """Load the full weights that rank 0 alone holds into ``model``, sharded or not; what could not be matched.
+
+    Every rank of the model's mesh must call it. Parameters and persistent buffers may be on the meta device, on any
+    ranks: they get memory on the mesh's device (on the CPU where the unit offloads) and stay the same objects. Beyond
+    that, every rank holds one bucket at a time. Values are cast to the dtype of the parameter.
+
+    Args:
+        model: A module, its keys those of the plain model: without what torch.compile and checkpoint_wrapper put in.
+        state_dict: On rank 0 (the first of the mesh) plain tensors on any device, tied ones under one name or all.
+            Elsewhere None or {}; anything else is not looked at.
+        strict: Refuse missing and unexpected keys.
+        bucket_mb: The size of the bucket in MiB; rank 0's counts.
+        progress: True shows a bar (of the package tqdm) on rank 0, a function is called there with the bytes that are
+            through and those that there are.
+
+    Returns:
+        ``(missing_keys, unexpected_keys)``, empty with ``strict``.
+
+    Raises:
+        RuntimeError: keys, shapes or kinds of dtypes differ (on any rank), or a forward or backward is going on.
+        TypeError: ``model`` is no module, or rank 0's ``state_dict`` no mapping of names to plain tensors.
+
+    Errors name what is wrong, are raised on every rank, and leave the model as it was; except those that happen while
+    rank 0 reads its tensors, which say so.
+    """
+    ranks = ranks_of(model, managed=True) or Ranks.world()
+    with ranks.agreed():
+        selection = _selected(model, _FROM_RANK0)
+        made = _FromFirst.of(selection, state_dict, strict, bucket_mb) if ranks.first else None
+    return _load(selection, ranks.share(made), ranks, strict, progress, _FROM_RANK0)
 
 
 def load_safetensors(
@@ -57,39 +105,148 @@ def load_safetensors(
     ranks = ranks_of(model) or Ranks.alone(torch.device("cpu") if default.type == "meta" else default)
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
-            selection = select(model, _WHERE)
-            selection.check(_WHERE, idle=True)
-            files = stack.enter_context(WeightFiles(path, _WHERE))
-            extras = [name for name in files.given if name in selection.extras]
-            given = {name: entry for name, entry in files.given.items() if name not in selection.extras}
-            matched = match(selection, given, extras, strict=strict, where=_WHERE)
+            selection = _selected(model, _FROM_FILES)
+            source = _FromFiles(selection, stack.enter_context(WeightFiles(path, _FROM_FILES)))
             if strict:
-                check_ties(matched, files.read, _BLOCK_BYTES, _WHERE)
-            total = sum(numel(place.box) * given[names[-1]].dtype.itemsize for place, names in matched.values)
-            moved = stack.enter_context(showing(progress, _WHERE, total, here=ranks.first))
-        with ranks.agreed(partly_loaded(_WHERE)):
-            _copy(selection, matched, files, ranks.device, moved)
-    warn_of_meta_buffers(selection, _WHERE)
+                check_ties(selection, source.given, source.files.read, _FROM_FILES)
+        return _load(selection, source, ranks, strict, progress, _FROM_FILES)
+
+
+def _selected(model: nn.Module, where: str) -> Selection:
+    selection = select(model, where)
+    selection.check(where, idle=True)
+    return selection
+
+
+class _Source(Protocol):
+    """Where values come from: what it has, tensors by their ``given`` names, and ``unexpected`` ones beside them."""
+
+    given: dict[str, Entry]
+    extras: dict[str, Any]
+    unexpected: list[str]
+
+    def total(self, matched: Match) -> int:
+        """How many bytes will move."""
+
+    def move(self, matched: Match, ranks: Ranks, moved: _Moved) -> None:
+        """Write the values to the places that they match; every rank calls this."""
+
+
+def _load(selection: Selection, source: _Source, ranks: Ranks, strict: bool, progress: Progress, where: str) -> Loaded:
+    """Put what ``source`` has into ``selection``."""
+    with contextlib.ExitStack() as stack:
+        with ranks.agreed():
+            matched = match(selection, source.given, source.extras, source.unexpected, strict=strict, where=where)
+            moved = stack.enter_context(showing(progress, where, source.total(matched), here=ranks.first))
+        with ranks.agreed():
+            stack.enter_context(selection.changing())
+            materialize([place for place, _ in matched.values], ranks.device)
+        with ranks.agreed(partly_loaded(where)), torch.no_grad():
+            source.move(matched, ranks, moved)
+            for name in matched.extras:
+                selection.extras[name].set_extra_state(source.extras[name])
+    warn_of_meta_buffers(selection, where)
     return matched.loaded
 
 
-@torch.no_grad()
-def _copy(
-    selection: Selection, matched: Match, files: WeightFiles, device: torch.device, moved: Callable[[int], None]
-) -> None:
-    """Put this rank's slices in their places."""
-    for group in selection.groups:
-        group.before_load()
-    materialize([place for place, _ in matched.values], device)
-    for place, names in matched.values:
-        name = names[-1]
-        size = files.given[name].dtype.itemsize
-        pieces = list(blocks(place.box, max(_BLOCK_BYTES // size, 1)))
-        for i, box in enumerate(pieces):
-            place.write(box, files.read(name, box), last=i == len(pieces) - 1)
-            moved(numel(box) * size)
-    for group in selection.groups:
-        group.adopt_shards()
-    for name in matched.extras:
-        shape = files.given[name].shape
-        selection.extras[name].set_extra_state(files.read(name, whole(shape)).clone())
+class _FromFiles:
+    """Every rank reads its own slices."""
+
+    def __init__(self, selection: Selection, files: WeightFiles) -> None:
+        self.files = files
+        self.given = {name: entry for name, entry in files.given.items() if name not in selection.extras}
+        self.unexpected: list[str] = []
+        self.extras = {
+            name: files.read(name, whole(entry.shape)).clone()
+            for name, entry in files.given.items()
+            if name in selection.extras
+        }
+
+    def total(self, matched: Match) -> int:
+        return sum(numel(place.box) * self.given[names[-1]].dtype.itemsize for place, names in matched.values)
+
+    def move(self, matched: Match, ranks: Ranks, moved: _Moved) -> None:
+        for place, names in matched.values:
+            name = names[-1]
+            size = self.given[name].dtype.itemsize
+            pieces = list(blocks(place.box, max(_BLOCK_BYTES // size, 1)))
+            for i, box in enumerate(pieces):
+                place.write(box, self.files.read(name, box), last=i == len(pieces) - 1)
+                moved(numel(box) * size)
+
+
+@dataclass
+class _FromFirst:
+    """The first rank sends each tensor once: ``entries`` as they travel, and by name which of them is for it.
+
+    ``keys`` are those of the tensors in ``state_dict``, which the first rank alone has.
+    """
+
+    given: dict[str, Entry]
+    extras: dict[str, Any]
+    unexpected: list[str]
+    limit: int
+    entries: list[Entry]
+    sent: dict[str, int]
+    keys: list[str]
+    state_dict: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the other ranks get."""
+        return {**vars(self), "state_dict": None}
+
+    @classmethod
+    def of(cls, selection: Selection, state_dict: Any, strict: bool, bucket_mb: float) -> _FromFirst:
+        """What ``state_dict`` has for the first rank's ``selection``."""
+        limit = bucket_bytes(bucket_mb)
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"{_FROM_RANK0}: the state_dict of rank 0 must map names to tensors, got {type(state_dict).__name__}; "
+                "pass the full state dict of the plain model there"
+            )
+        keys = {clean_name(key): key for key in state_dict}
+        extras = {name: state_dict[key] for name, key in keys.items() if name in selection.extras}
+        found = {name: _entry(state_dict[key], key) for name, key in keys.items() if name in selection.by_name}
+        if strict:
+            check_ties(selection, found, lambda name, box: narrow(state_dict[keys[name]].detach(), box), _FROM_RANK0)
+        unexpected = [name for name in keys if name not in found and name not in extras]
+        made = cls({}, extras, unexpected, limit, [], {}, [], state_dict)
+        for place in selection.places:
+            names = [name for name in place.names if name in found]
+            if names:  # the last has the say, also for ties that other ranks lack
+                source = found[names[-1]]
+                wire = min(place.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
+                made.given.update(dict.fromkeys(place.names, source))
+                made.sent.update(dict.fromkeys(place.names, len(made.entries)))
+                made.entries.append(Entry(source.shape, wire))
+                made.keys.append(keys[names[-1]])
+        return made
+
+    def total(self, matched: Match) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def move(self, matched: Match, ranks: Ranks, moved: _Moved) -> None:
+        targets: dict[int, list[Place]] = {}
+        for place, names in matched.values:
+            targets.setdefault(self.sent[names[-1]], []).append(place)
+
+        def fill(part: Part, view: torch.Tensor) -> None:
+            view.copy_(narrow(self.state_dict[self.keys[part.index]].detach(), part.box))
+
+        def drain(part: Part, view: torch.Tensor) -> None:
+            for place in targets.get(part.index, ()):
+                place.write(part.box, view, last=part.last)
+            moved(part.nbytes)
+
+        transfer(self.entries, ranks, self.limit, fill, drain)
+
+
+def _entry(value: Any, key: str) -> Entry:
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided
+    if not plain or value.is_meta:
+        got = f"{type(value).__name__} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(
+            f"{_FROM_RANK0}: {key} of rank 0's state_dict must be a full plain tensor, got {got}; gather DTensors "
+            "first, and leave out what is no tensor"
+        )
+    return Entry(tuple(value.shape), value.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,15 @@ class Match(NamedTuple):
 
 
 def match(
-    selection: Selection, given: Mapping[str, Entry], extras: Collection[str], *, strict: bool, where: str
+    selection: Selection,
+    given: Mapping[str, Entry],
+    extras: Collection[str],
+    unexpected: Sequence[str],
+    *,
+    strict: bool,
+    where: str,
 ) -> Match:
-    """What ``given`` and ``extras`` (names of extra states) have for ``selection``.
+    """What ``given`` and ``extras`` (names of extra states) have for ``selection``; ``unexpected`` are further names.
 
     Raises:
         RuntimeError: a shape or the kind of a dtype differs; with ``strict`` also where names do.
@@ -45,7 +51,8 @@ def match(
             missing.append(place.name)
     missing += [name for name in selection.extras if name not in extras]
     known = selection.by_name
-    unexpected = [key for key in given if key not in known] + [key for key in extras if key not in selection.extras]
+    unknown = [key for key in given if key not in known] + [key for key in extras if key not in selection.extras]
+    unexpected = list(dict.fromkeys([*unexpected, *unknown]))
     problems = []
     if strict and missing:
         problems.append(f"Missing key(s): {', '.join(map(repr, missing))}")
@@ -66,16 +73,18 @@ def match(
 
 Reader = Callable[[str, tuple[tuple[int, int], ...]], torch.Tensor]
 """(key, box) to the values there."""
+_BLOCK_NUMEL = 1 << 20
 
 
-def check_ties(matched: Match, read: Reader, limit: int, where: str) -> None:
-    """Compare the values of tied parameters that were given several, ``limit`` bytes at a time.
+def check_ties(selection: Selection, given: Mapping[str, Entry], read: Reader, where: str) -> None:
+    """Compare the values of tied parameters that were given several, block by block.
 
     Raises:
         RuntimeError: they differ, so that one of them would be lost.
     """
-    for place, keys in matched.values:
-        for box in blocks(whole(place.shape), max(limit // 8, 1)) if len(keys) > 1 else ():
+    for place in selection.places:
+        keys = [name for name in place.names if name in given and given[name].shape == place.shape]
+        for box in blocks(whole(place.shape), _BLOCK_NUMEL) if len(keys) > 1 else ():
             first = read(keys[0], box)
             for key in keys[1:]:
                 other = read(key, box)

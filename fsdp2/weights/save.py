@@ -20,7 +20,7 @@ from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import INDEX, dtype_names, write_header, write_tensor
 from fsdp2.weights.select import Place, Selection, ranks_of, select
-from fsdp2.weights.transfer import bucket_bytes, sum_entries
+from fsdp2.weights.transfer import bucket_bytes, transfer
 
 __all__ = ["save_safetensors"]
 
@@ -172,7 +172,7 @@ def _write(plan: _Plan, number: int, written: _Written, ranks: Ranks, limit: int
             moved(part.nbytes)
 
     with ranks.agreed(), torch.no_grad():
-        sum_entries(entries, ranks, limit, fill, drain)
+        transfer(entries, ranks, limit, fill, drain, summed=True)
         written.finish()
 
 

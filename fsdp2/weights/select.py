@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -149,6 +150,17 @@ class Selection:
             assert place.group is not None
             groups.setdefault(place.group, []).append(param)
         return groups
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block that writes to shards, or replaces them on their modules."""
+        for group in self.groups:
+            group.before_load()
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.adopt_shards()
 
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows one of the parameters."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
 
 import torch
 from torch import nn
 
-from fsdp2.weights.boxes import Entry, Part, beyond
+from fsdp2.weights.boxes import Box, Entry, Part, beyond, whole
 from fsdp2.weights.matching import partly_loaded
 from fsdp2.weights.materialize import materialize
 from fsdp2.weights.ranks import Ranks, device_of
-from fsdp2.weights.select import Place, Selection, ranks_of, select
-from fsdp2.weights.transfer import broadcast_entries, bucket_bytes, sum_entries
+from fsdp2.weights.select import Place, ranks_of, select
+from fsdp2.weights.transfer import bucket_bytes, transfer
 
 __all__ = ["sync_module_states"]
 
 _WHERE = "sync_module_states"
+_Offer = list[tuple[list[str], Entry, str]]
+"""Every tensor of the first rank: its names, its shape and dtype, and the kind of device of a plain one."""
 
 
 def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
@@ -40,142 +42,89 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
         ValueError: ``bucket_mb`` is not a positive number.
     """
     ranks = ranks_of(module, managed=True) or Ranks.world()
-    with ranks.agreed():
-        limit = bucket_bytes(bucket_mb)
-        selection = select(module, _WHERE)
-        selection.check(_WHERE, idle=True)
-        work = _sort(selection)
-    offered: _Offer = ranks.share(work.offer())
-    with ranks.agreed():
-        work.check(offered, ranks)
-    with ranks.agreed():
-        for group in selection.groups:
-            group.before_load()
-        work.materialize(offered)
-    try:
-        with torch.no_grad():
-            work.move(offered, ranks, limit)
-    finally:
-        for group in selection.groups:
-            group.adopt_shards()
+    with contextlib.ExitStack() as stack:
+        with ranks.agreed():
+            limit = bucket_bytes(bucket_mb)
+            selection = select(module, _WHERE)
+            selection.check(_WHERE, idle=True)
+            places = selection.places + selection.left_out
+            mine = [(place.names, Entry(place.shape, place.dtype), _plain_on(place)) for place in places]
+        offered: _Offer = ranks.share(mine)
+        with ranks.agreed():
+            _check(places, mine, offered, ranks)
+        with ranks.agreed():
+            stack.enter_context(selection.changing())
+            kinds = {name: kind for names, _, kind in offered for name in names}
+            on = {place: kinds[place.name] or place.mesh.device_type for place in places}  # type: ignore[union-attr]
+            for kind in set(on.values()):
+                materialize([place for place in places if on[place] == kind], device_of(kind))
+        _move(places, offered, ranks, limit)
 
 
-@dataclass
-class _Offer:
-    """What the first rank has: plain tensors by all their names and where they are; names and sizes of the others."""
-
-    plain: list[tuple[list[str], Entry, str]]
-    others: list[tuple[str, Entry]]
+def _plain_on(place: Place) -> str:
+    """The kind of device of a plain tensor; nothing for a DTensor."""
+    return place.local.device.type if place.mesh is None else ""
 
 
-@dataclass
-class _Work:
-    """The places of one module: ``plain`` tensors, DTensors that tensor parallelism made, and ``managed`` shards."""
-
-    plain: list[Place]
-    parallel: list[Place]
-    managed: list[Place]
-
-    def offer(self) -> _Offer:
-        """What this rank has."""
-        plain = [(place.names, _entry(place), place.local.device.type) for place in self.plain]
-        return _Offer(plain, [(place.name, _entry(place)) for place in self.parallel + self.managed])
-
-    def check(self, offered: _Offer, ranks: Ranks) -> None:
-        """Raise RuntimeError where this rank cannot take part in copying what is ``offered``."""
-        mine = {name: place.shape for place in self.plain for name in place.names}
-        theirs = {name: entry.shape for names, entry, _ in offered.plain for name in names}
-        wrong = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
-        if wrong:
-            name = wrong[0]
-            raise RuntimeError(
-                f"{_WHERE}: ranks differ in {wrong}; got {mine.get(name)} for {name}, expected {theirs.get(name)} as "
-                "on the first rank; build the same module on every rank"
-            )
-        if self.offer().others != offered.others:
-            ours = dict(self.offer().others)
-            wrong = [name for name, entry in offered.others if ours.get(name) != entry]
-            raise RuntimeError(
-                f"{_WHERE}: ranks differ in {wrong or sorted(ours)}; got other names, shapes or dtypes than the first "
-                "rank, expected the same; build the same module on every rank"
-            )
-        empty = [names[0] for names, _, device in offered.plain if device == "meta"]
-        empty += [place.name for place in self.managed if place.copies.first and place.local.is_meta]
-        empty += [place.name for place in self.parallel if place.speaks_for_all(ranks) and place.local.is_meta]
-        if empty:
-            raise RuntimeError(
-                f"{_WHERE}: no values to copy for {empty}; got the meta device, expected values on the first rank that "
-                "holds them; load them with broadcast_from_rank0 or load_safetensors"
-            )
-
-    def materialize(self, offered: _Offer) -> None:
-        """Give memory to what waits for values."""
-        kinds = {name: kind for names, _, kind in offered.plain for name in names}
-        for kind in set(kinds.values()):
-            materialize([place for place in self.plain if kinds[place.name] == kind], device_of(kind))
-        for place in self.parallel:
-            materialize([place], device_of(place.mesh.device_type))  # type: ignore[union-attr]  # it has one
-        materialize(self.managed, torch.device("cpu"))
-
-    def move(self, offered: _Offer, ranks: Ranks, limit: int) -> None:
-        """Copy everything: plain tensors, then those of tensor parallelism, then shards."""
-        by_name = {name: place for place in self.plain for name in place.names}
-        targets = [list(dict.fromkeys(by_name[name] for name in names)) for names, _, _ in offered.plain]
-
-        def drain(part: Part, view: torch.Tensor) -> None:
-            for target in targets[part.index]:
-                target.write(part.box, view, last=part.last)
-
-        def fill(part: Part, view: torch.Tensor) -> None:
-            place = self.parallel[part.index]
-            if place.speaks_for_all(ranks):
-                place.read(part.box, view)
-
-        with ranks.agreed(partly_loaded(_WHERE)):
-            broadcast_entries(
-                [entry for _, entry, _ in offered.plain],
-                ranks,
-                limit,
-                lambda part, view: targets[part.index][0].read(part.box, view),
-                drain,
-            )
-        with ranks.agreed(partly_loaded(_WHERE)):
-            sum_entries(
-                [_entry(place) for place in self.parallel],
-                ranks,
-                limit,
-                fill,
-                lambda part, view: self.parallel[part.index].write(part.box, view, last=part.last),
-            )
-        by_copies: dict[tuple[object, ...], list[Place]] = {}
-        for place in self.managed:
-            by_copies.setdefault(tuple(id(axis.group) for axis, _ in place.copies.lines), []).append(place)
-        for places in by_copies.values():
-            with ranks.agreed(partly_loaded(_WHERE)):
-                _copy_shards(places, limit)
+def _check(places: list[Place], mine: _Offer, offered: _Offer, ranks: Ranks) -> None:
+    """Raise RuntimeError where this rank cannot take part in copying what is ``offered``."""
+    ours, theirs = (
+        {name: (entry.shape, "any dtype" if kind else entry.dtype) for names, entry, kind in offer for name in names}
+        for offer in (mine, offered)
+    )
+    wrong = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if wrong:
+        name = wrong[0]
+        raise RuntimeError(
+            f"{_WHERE}: ranks differ in {wrong}; got {ours.get(name)} for {name}, expected {theirs.get(name)} as on "
+            "the first rank; build the same module on every rank"
+        )
+    empty = [names[0] for names, _, kind in offered if kind == "meta"]
+    for place in places:
+        if place.mesh is not None and place.local.is_meta:
+            if place.copies.first if place.param is not None else place.speaks_for_all(ranks):
+                empty.append(place.name)
+    if empty:
+        raise RuntimeError(
+            f"{_WHERE}: no values to copy for {empty}; got the meta device, expected values on the first rank that "
+            "holds them; load them with broadcast_from_rank0 or load_safetensors"
+        )
 
 
-def _copy_shards(places: list[Place], limit: int) -> None:
-    """Make the boxes of ``places``, which the same ranks have copies of, those of the first of these ranks."""
-    if not places[0].copies.lines:
+def _move(places: list[Place], offered: _Offer, ranks: Ranks, limit: int) -> None:
+    """Copy everything: plain tensors, then those of tensor parallelism, then shards among the ranks with copies."""
+    by_name = {name: place for place in places for name in place.names}
+    plain, parallel = [], []
+    for names, entry, kind in offered:
+        if kind:
+            plain.append((entry, whole(entry.shape), list(dict.fromkeys(by_name[name] for name in names))))
+        elif by_name[names[0]].param is None:
+            parallel.append((entry, whole(entry.shape), [by_name[names[0]]]))
+    shards: dict[tuple[object, ...], list[Place]] = {}
+    for place in places:
+        if place.param is not None:
+            shards.setdefault(tuple(id(axis.group) for axis, _ in place.copies.lines), []).append(place)
+    _copy(plain, ranks, limit)
+    _copy(parallel, ranks, limit, summed=True)
+    for alike in shards.values():
+        moves = [(Entry(tuple(size for _, size in place.box), place.dtype), place.box, [place]) for place in alike]
+        _copy(moves, alike[0].copies, limit)
+
+
+def _copy(moves: list[tuple[Entry, Box, list[Place]]], ranks: Ranks, limit: int, *, summed: bool = False) -> None:
+    """Copy each box of a tensor to the places that show it, from the first of ``ranks`` or the one that has it."""
+    if not ranks.lines:
         return
 
     def fill(part: Part, view: torch.Tensor) -> None:
-        places[part.index].read(beyond(part.box, places[part.index].box), view)
+        _, box, targets = moves[part.index]
+        if not summed or targets[0].speaks_for_all(ranks):
+            targets[0].read(beyond(part.box, box), view)
 
     def drain(part: Part, view: torch.Tensor) -> None:
-        places[part.index].write(beyond(part.box, places[part.index].box), view, last=part.last)
+        _, box, targets = moves[part.index]
+        for target in targets:
+            target.write(beyond(part.box, box), view, last=part.last)
 
-    entries = [Entry(tuple(length for _, length in place.box), place.dtype) for place in places]
-    broadcast_entries(entries, places[0].copies, limit, fill, drain)
-
-
-def _sort(selection: Selection) -> _Work:
-    everything = selection.places + selection.left_out
-    plain = [place for place in everything if place.mesh is None]
-    parallel = [place for place in everything if place.param is None and place.mesh is not None]
-    return _Work(plain, parallel, [place for place in everything if place.param is not None])
-
-
-def _entry(place: Place) -> Entry:
-    return Entry(place.shape, place.dtype)
+    with ranks.agreed(partly_loaded(_WHERE)), torch.no_grad():
+        transfer([entry for entry, _, _ in moves], ranks, limit, fill, drain, summed=summed)

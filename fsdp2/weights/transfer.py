@@ -10,7 +10,7 @@ from fsdp2.sharding.packing import ALIGN_BYTES, align
 from fsdp2.weights.boxes import Entry, Part, buckets
 from fsdp2.weights.ranks import Ranks
 
-__all__ = ["broadcast_entries", "bucket_bytes", "sum_entries"]
+__all__ = ["bucket_bytes", "transfer"]
 
 Touch = Callable[[Part, torch.Tensor], None]
 """Fill or read the part of a bucket that is a block of an entry: the block's shape, the entry's dtype."""
@@ -27,25 +27,14 @@ def bucket_bytes(bucket_mb: float) -> int:
     return max(int(bucket_mb * 2**20) // ALIGN_BYTES, 1) * ALIGN_BYTES
 
 
-def broadcast_entries(entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch) -> None:
+def transfer(
+    entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch, *, summed: bool = False
+) -> None:
     """Let the first rank ``fill`` all blocks of ``entries``, and every rank ``drain`` them.
 
-    The first error of either is raised when all blocks have travelled: the other ranks go on with the transfer.
+    ``summed``: every rank fills what it holds of a block, each element on one rank. Bytes are added to zeros, which
+    changes none of them. The first error of a rank is raised when all blocks have travelled: the others go on.
     """
-    _each_bucket(entries, ranks, limit, fill if ranks.first else None, drain, summed=False)
-
-
-def sum_entries(entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch) -> None:
-    """Join blocks that every rank ``fill``s with what it holds of them (each element on one rank) and ``drain`` them.
-
-    Bytes are added to zeros, which changes none of them. Errors as in ``broadcast_entries``.
-    """
-    _each_bucket(entries, ranks, limit, fill, drain, summed=True)
-
-
-def _each_bucket(
-    entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch | None, drain: Touch, *, summed: bool
-) -> None:
     problem: Exception | None = None
     size = min(limit, sum(align(entry.nbytes) for entry in entries))
     buffer = torch.empty(size, dtype=torch.uint8, device=ranks.device)
@@ -54,7 +43,8 @@ def _each_bucket(
         used = buffer[: align(parts[-1].offset + parts[-1].nbytes)]
         if summed:
             used.zero_()
-        problem = problem or _touch(fill, views)
+        if summed or ranks.first:
+            problem = problem or _touch(fill, views)
         if summed:
             ranks.sum(used.view(torch.int64))
         else:
@@ -69,11 +59,10 @@ def _view(buffer: torch.Tensor, part: Part, entry: Entry) -> torch.Tensor:
     return flat.view([length for _, length in part.box])
 
 
-def _touch(function: Touch | None, parts: list[tuple[Part, torch.Tensor]]) -> Exception | None:
+def _touch(function: Touch, parts: list[tuple[Part, torch.Tensor]]) -> Exception | None:
     try:
-        if function is not None:
-            for part, view in parts:
-                function(part, view)
+        for part, view in parts:
+            function(part, view)
     except Exception as error:  # raised once all blocks have travelled
         return error
     return None

@@ -13,7 +13,7 @@ from fsdp2.sharding.packing import align
 from fsdp2.weights.boxes import Box, Entry, Part, copy_common, narrow, whole
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.transfer import broadcast_entries
+from fsdp2.weights.transfer import transfer
 
 __all__ = ["from_first_rank"]
 
@@ -92,5 +92,5 @@ def from_first_rank(state_dict: Any, ranks: Ranks, target: Target) -> Any:
         copy_common(view, part.box, locals_[part.index], boxes[part.index])
 
     with ranks.agreed():
-        broadcast_entries(entries, ranks, largest, fill, drain)
+        transfer(entries, ranks, largest, fill, drain)
     return result

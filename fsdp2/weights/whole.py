@@ -31,6 +31,7 @@ __all__ = [
     "distribute_locally",
     "gather_whole",
     "is_cut_like",
+    "own_memory",
     "whole_of",
 ]
 
@@ -289,6 +290,12 @@ def cut(full: torch.Tensor, spec: ShardedSpec) -> torch.Tensor:
     if spec.full is not None:
         full = local_tensor(distribute_locally(full, spec.full.mesh, spec.full.placements))
     return spec.cut(full)
+
+
+def own_memory(local: torch.Tensor, spec: ShardedSpec, device: torch.device) -> torch.Tensor:
+    """A copy of ``local``, this rank's piece, in memory of its own, strided as shards are."""
+    own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=local.dtype, device=device)
+    return own if own.is_meta else own.copy_(local)
 
 
 def distribute_locally(full: torch.Tensor, mesh: DeviceMesh, placements: tuple) -> DTensor:

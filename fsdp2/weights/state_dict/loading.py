@@ -17,7 +17,7 @@ from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.weights.boxes import box_of
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
 from fsdp2.weights.state_dict.pieces import is_own_piece, is_piece
-from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, whole_of
+from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, own_memory, whole_of
 
 __all__ = ["after_load_tree", "before_load_tree", "hook_group"]
 
@@ -78,8 +78,7 @@ class _ShardLoader:
         device = param.local.device
         if device.type == "meta" and not local.is_meta:
             device = torch.device("cpu") if self.group.store.offloads else self.group.mesh.device
-        own = torch.empty_strided(param.spec.shard_shape, param.spec.shard_stride, dtype=local.dtype, device=device)
-        return own if own.is_meta else own.copy_(local)
+        return own_memory(local, param.spec, device)
 
     def after_load(self, module: nn.Module, *unused: object) -> None:
         """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import local_tensor, pytree
+from fsdp2._torch.tensors import pytree
 from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
 from fsdp2.optim.prebuilt import repair
-from fsdp2.weights.boxes import Box, Entry, box_of
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Managed, Place, ranks_of, select
@@ -25,7 +24,7 @@ from fsdp2.weights.state_dict.convert import Converter, Item
 from fsdp2.weights.state_dict.from_first_rank import from_first_rank
 from fsdp2.weights.state_dict.pieces import is_own_piece, is_piece
 from fsdp2.weights.state_dict.settings import get_state_dict_type
-from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, whole_of
+from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, own_memory, whole_of
 
 __all__ = ["optim_state_dict", "optim_state_dict_to_load"]
 
@@ -64,17 +63,17 @@ class _Parameters:
         place = None if param is None else self.places.get(param)
         return None if place is None or place.param is None or place.group is None else (place.param, place.group)
 
-    def target(self, entry: Entry, name: str) -> tuple[torch.Tensor, torch.Tensor, Box] | None:
-        """Memory for this rank's piece of a tensor of the state of ``name``, if it is cut like the parameter."""
-        param = self._by_name.get(name)
-        managed = self.managed(param)
-        if param is None or managed is None or entry.shape != tuple(param.shape) or not entry.shape:
-            return None
-        shard = _empty_shard(managed[0], entry.dtype)
-        return shard, local_tensor(shard), box_of(managed[0].spec, name)
+    def to_load(self, name: str, key: Any, value: Any) -> Any:
+        """A copy of ``value``, of the state of the parameter ``name``, as this rank's optimizer keeps it."""
+        name = clean_name(name)
+        param = self.by_name.get(name)
+        if param is None:
+            return value.clone()
+        return _value_to_load(value, param, self.managed(param), f"{name}: {key}", key == "step")
 
     @cached_property
-    def _by_name(self) -> dict[str, torch.Tensor]:
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """The parameters under each of their names."""
         return {name: param for param, place in self.places.items() for name in place.names}
 
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
@@ -181,7 +180,7 @@ def optim_state_dict_to_load(
     saved: Any = optim_state_dict
     sent = bool(getattr(config, "rank0_only", False)) and known.ranks.size > 1
     if sent:
-        saved = from_first_rank(saved, known.ranks, known.target)
+        saved = from_first_rank(saved, known.ranks, known.to_load)
     if not isinstance(saved, Mapping) or "state" not in saved:
         raise TypeError(f"optim_state_dict_to_load: expected a dictionary with 'state', got {type(saved).__name__}")
     states = {clean_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()}
@@ -191,7 +190,10 @@ def optim_state_dict_to_load(
         name = next((name for name in names if name in states), None)
         if name is not None:
             key = names[0] if is_named_optimizer else index
-            result["state"][key] = _state_to_load(states.pop(name), param, known.managed(param), name, sent)
+            state = states.pop(name)
+            if isinstance(state, Mapping) and not sent:
+                state = {part: _map(partial(known.to_load, name, part), value) for part, value in state.items()}
+            result["state"][key] = state
     result["state"].update(_of_nobody(states, known))
     if "param_groups" in saved:
         result["param_groups"] = _groups_to_load(optim, saved["param_groups"], known, is_named_optimizer)
@@ -202,8 +204,7 @@ def optim_state_dict_to_load(
 
 def _of_nobody(states: Mapping[Any, Any], known: _Parameters) -> dict[Any, Any]:
     """State that belongs to no parameter: it is passed on as it is, with a warning where it may have been meant to."""
-    names = {name for place in known.places.values() for name in place.names}
-    others = {key: value for key, value in states.items() if key not in names}
+    others = {key: value for key, value in states.items() if key not in known.by_name}
     lost = [key for key, value in others.items() if isinstance(key, str) and isinstance(value, Mapping)]
     if lost:
         warnings.warn(
@@ -212,18 +213,6 @@ def _of_nobody(states: Mapping[Any, Any], known: _Parameters) -> dict[Any, Any]:
             stacklevel=3,
         )
     return others
-
-
-def _state_to_load(state: Any, param: torch.Tensor, managed: Managed | None, name: str, sent: bool) -> Any:
-    if not isinstance(state, Mapping):
-        return state
-
-    def to_load(value: Any, key: Any) -> Any:
-        if sent and isinstance(value, DTensor):
-            return value  # already this rank's own
-        return _value_to_load(value, param, managed, f"{name}: {key}", key == "step")
-
-    return {key: _map(lambda value, k=key: to_load(value, k), value) for key, value in state.items()}
 
 
 @torch.no_grad()
@@ -250,16 +239,7 @@ def _value_to_load(value: Any, param: torch.Tensor, managed: Managed | None, whe
 
 def _shard(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
     """A copy of ``local`` as the shard of something cut like ``param``."""
-    shard = _empty_shard(param, local.dtype)
-    local_tensor(shard).copy_(local)
-    return shard
-
-
-def _empty_shard(param: FSDPParam, dtype: torch.dtype) -> DTensor:
-    spec = param.spec
-    return spec.shard_as(
-        torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=dtype, device=param.local.device)
-    )
+    return param.spec.shard_as(own_memory(local, param.spec, param.local.device))
 
 
 def _piece_to_load(value: Mapping[str, Any], managed: Managed | None, where: str) -> torch.Tensor:

@@ -6,11 +6,12 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2.engine.index import groups_below, managed_slots
 from fsdp2.engine.param import Slot
@@ -20,16 +21,31 @@ from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Managed, ranks_of
 from fsdp2.weights.state_dict.convert import Converter, Item
 
-__all__ = ["Saver", "forget_running_call"]
+__all__ = ["SETTING", "Setting", "after_save", "before_save", "forget_running_call"]
 
 
-@dataclass
-class _Found:
-    """A value that a module put into the state dict for a managed parameter, and who says what becomes of it."""
+SETTING = "_fsdp2_state_dict_setting"
+"""Where a module's own dictionary keeps its setting, so that both die together."""
+
+
+class Setting:
+    """The setting of one module, and the hooks that follow it."""
+
+    def __init__(self, settings: StateDictSettings, outermost: bool) -> None:
+        self.settings = settings
+        self.outermost = outermost
+        self.handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies of modules start without a setting."""
+
+
+class _Found(NamedTuple):
+    """A value that a module put into the state dict for a managed parameter, and what its setting makes of it."""
 
     value: Any
     managed: Managed
-    saver: Saver
+    settings: StateDictSettings
 
 
 @dataclass
@@ -63,71 +79,62 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class Saver:
-    """One setting, as hooks on a module and on every module below it.
+# Modules save what they show: DTensor shards. When the outermost of those with a setting is through, the values are
+# converted in the order of their keys, which is the same on every rank.
 
-    Modules save what they show: DTensor shards. When the outermost of them is through, the values are converted in
-    the order of their keys, which is the same on every rank.
-    """
 
-    def __init__(self, settings: StateDictSettings | None) -> None:
-        self.settings = settings
+def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Note that ``state_dict`` has come to ``module``."""
+    if module.__dict__.get(SETTING) is None:
+        return
+    call = _running.call
+    if call is not None:
+        call.leave_to(module, prefix)
+    if call is None or not call.inside:
+        call = _running.call = _Call(managed_slots(live_states()), _called_by_checkpointing())
+    call.inside.append((weakref.ref(module), prefix))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Saver:
-        """Copies of modules start without a setting."""
-        return Saver(None)
 
-    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Note that ``state_dict`` has come to ``module``."""
-        if self.settings is None:
-            return
-        call = _running.call
-        if call is not None:
-            call.leave_to(module, prefix)
-        if call is None or not call.inside:
-            call = _running.call = _Call(managed_slots(live_states()), _called_by_checkpointing())
-        call.inside.append((weakref.ref(module), prefix))
+def after_save(module: nn.Module, destination: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Note what ``module`` saved; behind the outermost module convert everything."""
+    call, setting = _running.call, module.__dict__.get(SETTING)
+    if setting is None or call is None:
+        return
+    for name in module._parameters:
+        managed, value = call.slots.get(Slot(module, name)), destination.get(prefix + name)
+        if managed is not None and isinstance(value, DTensor):
+            call.found[id(value)] = _Found(value, managed, setting.settings)
+    while call.inside:
+        reference, at = call.inside.pop()
+        if reference() is module and at == prefix:
+            break
+    if not call.inside:
+        _running.call = None
+        if not call.skipped:
+            _convert(module, setting.settings, call, destination, prefix)
 
-    def after_save(self, module: nn.Module, destination: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Note what ``module`` saved; behind the outermost module convert everything."""
-        call = _running.call
-        if self.settings is None or call is None:
-            return
-        for name in module._parameters:
-            managed, value = call.slots.get(Slot(module, name)), destination.get(prefix + name)
-            if managed is not None and isinstance(value, DTensor):
-                call.found[id(value)] = _Found(value, managed, self)
-        while call.inside:
-            reference, at = call.inside.pop()
-            if reference() is module and at == prefix:
-                break
-        if not call.inside:
-            _running.call = None
-            if not call.skipped:
-                self._convert(module, call, destination, prefix)
 
-    def _convert(self, module: nn.Module, call: _Call, destination: dict[str, Any], prefix: str) -> None:
-        """Make of everything that was saved what the setting of its module asks for, one setting after the other."""
-        groups, ranks = groups_below(module), ranks_of(module, managed=True) or Ranks.world()
-        keys = [key for key in destination if key.startswith(prefix)]
-        by_saver: dict[Saver, dict[str, Item]] = {self: {}}
-        for key in keys:
-            value = destination.pop(key)
-            found = call.found.get(id(value))
-            saver, managed = (self, None) if found is None else (found.saver, found.managed)
-            by_saver.setdefault(saver, {})[key] = Item(value, key, managed, managed is not None)
-        converted: dict[str, Any] = {}
-        keeps = True
-        for saver, items in by_saver.items():
-            assert saver.settings is not None
-            convert = Converter(saver.settings.state_dict_type, saver.settings.state_dict_config, groups, ranks)
-            values = zip(items, convert(list(items.values())))
-            keeps = keeps and (convert.keeps or saver is not self)
-            converted.update(values if convert.keeps else ())
-        for key in keys if keeps else ():
-            if key in converted:
-                destination[prefix + clean_name(key[len(prefix) :])] = converted[key]
-        _clean_metadata(destination, prefix)
+def _convert(module: nn.Module, own: StateDictSettings, call: _Call, destination: dict[str, Any], prefix: str) -> None:
+    """Make of everything that was saved what the setting of its module asks for, one setting after the other."""
+    groups, ranks = groups_below(module), ranks_of(module, managed=True) or Ranks.world()
+    keys = [key for key in destination if key.startswith(prefix)]
+    chosen: dict[int, tuple[StateDictSettings, dict[str, Item]]] = {id(own): (own, {})}
+    for key in keys:
+        value = destination.pop(key)
+        found = call.found.get(id(value))
+        settings, managed = (own, None) if found is None else (found.settings, found.managed)
+        chosen.setdefault(id(settings), (settings, {}))[1][key] = Item(value, key, managed, managed is not None)
+    converted: dict[str, Any] = {}
+    keeps = True
+    for settings, items in chosen.values():
+        convert = Converter(settings.state_dict_type, settings.state_dict_config, groups, ranks)
+        values = zip(items, convert(list(items.values())))
+        keeps = keeps and (convert.keeps or settings is not own)
+        converted.update(values if convert.keeps else ())
+    for key in keys if keeps else ():
+        if key in converted:
+            destination[prefix + clean_name(key[len(prefix) :])] = converted[key]
+    _clean_metadata(destination, prefix)
 
 
 def _clean_metadata(destination: dict[str, Any], prefix: str) -> None:

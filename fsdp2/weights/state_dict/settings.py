@@ -19,12 +19,11 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.utils.hooks import RemovableHandle
 
 from fsdp2.autograd.hooks import hook_loading, hook_saving
 from fsdp2.engine.unit import get_state
 from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree
-from fsdp2.weights.state_dict.saving import Saver, forget_running_call
+from fsdp2.weights.state_dict.saving import SETTING, Setting, after_save, before_save, forget_running_call
 
 __all__ = ["get_state_dict_type", "set_state_dict_type", "state_dict_type"]
 
@@ -33,20 +32,6 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
-_KEY = "_fsdp2_state_dict_setting"
-"""Where a module's own dictionary keeps its setting, so that both die together."""
-
-
-class _Setting:
-    """The setting of one module, and how to take it back."""
-
-    def __init__(self, saver: Saver, handles: list[RemovableHandle], outermost: bool) -> None:
-        self.saver = saver
-        self.handles = handles
-        self.outermost = outermost
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies of modules start without a setting."""
 
 
 def set_state_dict_type(
@@ -88,17 +73,15 @@ def state_dict_type(
 ) -> Iterator[None]:
     """``set_state_dict_type`` for the length of a ``with`` block; what was set before, module by module, comes back."""
     settings = _check(module, state_dict_type, state_dict_config, optim_state_dict_config)
-    before = {submodule: submodule.__dict__.get(_KEY) for submodule in module.modules()}
+    before = {submodule: submodule.__dict__.get(SETTING) for submodule in module.modules()}
     _install(module, settings)
     try:
         yield
     finally:
         forget_running_call()
         for submodule in module.modules():
-            _take_back(submodule)
             setting = before.get(submodule)
-            if setting is not None:
-                _put(submodule, setting.saver, setting.outermost)
+            _put(submodule, None if setting is None else Setting(setting.settings, setting.outermost))
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -125,8 +108,8 @@ def _default() -> StateDictSettings:
 def _settings_of(module: nn.Module) -> list[StateDictSettings]:
     """The settings of the sharded modules below ``module``, or else of ``module`` alone, the outermost first."""
     modules = [m for m in module.modules() if get_state(m) is not None] or [module]
-    settings = [m.__dict__.get(_KEY) for m in modules]
-    return [_default() if s is None else s.saver.settings for s in settings]
+    settings = [m.__dict__.get(SETTING) for m in modules]
+    return [_default() if s is None else s.settings for s in settings]
 
 
 def _check_module(where: str, module: Any) -> None:
@@ -151,21 +134,18 @@ def _check(module: Any, kind: Any, config: Any, optim_config: Any) -> StateDictS
 
 
 def _install(module: nn.Module, settings: StateDictSettings) -> None:
-    saver = Saver(settings)
     for submodule in module.modules():
-        _take_back(submodule)
-        _put(submodule, saver, submodule is module)
+        _put(submodule, Setting(settings, submodule is module))
 
 
-def _put(module: nn.Module, saver: Saver, outermost: bool) -> None:
-    handles = hook_saving([module], saver.before_save, saver.after_save)
-    if outermost and get_state(module) is None:  # sharded modules do this at any time
-        handles += hook_loading([module], before_load_tree, after_load_tree)
-    module.__dict__[_KEY] = _Setting(saver, handles, outermost)
-
-
-def _take_back(module: nn.Module) -> None:
-    setting = module.__dict__.pop(_KEY, None)
-    if setting is not None:
-        for handle in setting.handles:
-            handle.remove()
+def _put(module: nn.Module, setting: Setting | None) -> None:
+    """Let ``module`` follow ``setting``, and no earlier one."""
+    former = module.__dict__.pop(SETTING, None)
+    for handle in () if former is None else former.handles:
+        handle.remove()
+    if setting is None:
+        return
+    setting.handles = hook_saving([module], before_save, after_save)
+    if setting.outermost and get_state(module) is None:  # sharded modules do this at any time
+        setting.handles += hook_loading([module], before_load_tree, after_load_tree)
+    module.__dict__[SETTING] = setting

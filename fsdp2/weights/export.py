@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, Selection, ranks_of, select
+from fsdp2.weights.transfer import bucket_bytes, check_cast
 from fsdp2.weights.whole import Source, check_gatherable, gather_whole
 
 __all__ = ["iter_full_params"]
@@ -45,25 +46,21 @@ def iter_full_params(
         NotImplementedError: a tensor subclass with an all-gather extension whose elements cannot be found.
     """
     selection = select(module, "iter_full_params")
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
-        raise TypeError(f"iter_full_params: bucket_mb must be a number of MiB, got {bucket_mb!r}")
-    if not bucket_mb > 0:
-        raise ValueError(f"iter_full_params: bucket_mb must be more than 0, got {bucket_mb!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"iter_full_params: dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    limit = bucket_bytes(bucket_mb)
+    check_cast("iter_full_params", dtype)
     where = None if device is None else torch.device(device)
     selection.refuse_summoned("iter_full_params")
-    return _iterate(module, selection, int(bucket_mb * 2**20), dtype, where)
+    return _iterate(module, selection, limit, dtype, where)
 
 
 def _iterate(
-    module: nn.Module, selection: Selection, bucket_bytes: int, dtype: torch.dtype | None, device: torch.device | None
+    module: nn.Module, selection: Selection, limit: int, dtype: torch.dtype | None, device: torch.device | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     check_gatherable(selection, ranks_of(module, managed=True) or Ranks.alone(torch.device("cpu")))
     shown = {id(owner._parameters.get(name)): place for place in selection.places for owner, name in place.slots}
     named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
     sources = [_source(place, dtype if place.tensor.is_floating_point() else None) for _, place in named]
-    gathered = gather_whole(sources, bucket_bytes // 2)  # the other half is what the bucket is received into
+    gathered = gather_whole(sources, limit // 2)  # the other half is what the bucket is received into
     for name, _ in named:
         yield name, _moved(next(gathered), device)
 

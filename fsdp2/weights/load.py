@@ -106,7 +106,7 @@ def load_safetensors(
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
             selection = _selected(model, _FROM_FILES)
-            source = _FromFiles(selection, stack.enter_context(WeightFiles(path, _FROM_FILES)))
+            source = _FromFiles(selection, WeightFiles(path, _FROM_FILES, stack))
             if strict:
                 check_ties(selection, source.given, source.files.read, _FROM_FILES)
         return _load(selection, source, ranks, strict, progress, _FROM_FILES)

@@ -7,9 +7,9 @@ import ctypes
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,11 +53,11 @@ def dtype_names() -> dict[torch.dtype, str]:
 class WeightFiles:
     """The tensors below ``path``: ``given`` says which by their plain names, ``read`` returns parts of them.
 
-    ``path`` is a safetensors file, the index of several, or a folder with either. Files stay open, mapped and not read,
-    until the context is left.
+    ``path`` is a safetensors file, the index of several, or a folder with either. Files are mapped and not read, and
+    open until ``stack`` is left.
     """
 
-    def __init__(self, path: str | os.PathLike[str], where: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], where: str, stack: contextlib.ExitStack) -> None:
         """Look at the headers of all files.
 
         Raises:
@@ -71,24 +71,15 @@ class WeightFiles:
             raise ImportError(
                 f"{where}: reading needs the package safetensors, which is not installed; pip install 'fsdp2[weights]'"
             ) from error
-        self._open, self._where = safe_open, where
-        self._stack = contextlib.ExitStack()
         self._found: dict[str, tuple[Any, str]] = {}
         self.given: dict[str, Entry] = {}
-        try:
-            self._add(_locate(Path(path), where))
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-        self._found.clear()
+        file = _locate(Path(path), where)
+        indexed: dict[Path, list[str]] = {}
+        for key, name in _weight_map(file, where).items() if file.suffix == ".json" else ():
+            indexed.setdefault(file.parent / name, []).append(key)
+        opened = partial(safe_open, framework="pt", device="cpu")
+        for path, keys in indexed.items() if file.suffix == ".json" else [(file, None)]:
+            self._add(path, keys, where, lambda name: stack.enter_context(opened(name)))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in ``box`` of a tensor, mapped from its file."""
@@ -96,37 +87,27 @@ class WeightFiles:
         part = handle.get_slice(key)
         return part[tuple(slice(start, start + length) for start, length in box)] if box else part[...]
 
-    def _add(self, path: Path) -> None:
-        if path.suffix != ".json":
-            self._add_file(path, None)
-            return
-        by_file: dict[str, list[str]] = {}
-        for key, file in _weight_map(path, self._where).items():
-            by_file.setdefault(file, []).append(key)
-        for file, keys in by_file.items():
-            self._add_file(path.parent / file, keys)
-
-    def _add_file(self, path: Path, keys: list[str] | None) -> None:
+    def _add(self, path: Path, keys: list[str] | None, where: str, opened: Callable[[str], Any]) -> None:
         if not path.is_file():
-            raise FileNotFoundError(f"{self._where}: {path} is missing; its index names it; copy it there as well")
+            raise FileNotFoundError(f"{where}: {path} is missing; its index names it; copy it there as well")
         try:
-            handle = self._stack.enter_context(self._open(str(path), framework="pt", device="cpu"))
+            handle = opened(str(path))
         except OSError:
             raise
         except Exception as error:
             raise ValueError(
-                f"{self._where}: {path} is no complete safetensors file; got {error}, expected a header and all the "
+                f"{where}: {path} is no complete safetensors file; got {error}, expected a header and all the "
                 "bytes it promises; copy or write it again"
             ) from error
         there = set(handle.keys())
         for key in there if keys is None else keys:
             if key not in there:
-                raise ValueError(f"{self._where}: {path} lacks {key}, which the index says is there; write both again")
+                raise ValueError(f"{where}: {path} lacks {key}, which the index says is there; write both again")
             part, name = handle.get_slice(key), clean_name(key)
             dtype = getattr(torch, _DTYPES.get(part.get_dtype(), ""), None)
             if dtype is None:
                 raise ValueError(
-                    f"{self._where}: {key} in {path} has the dtype {part.get_dtype()}, expected one of "
+                    f"{where}: {key} in {path} has the dtype {part.get_dtype()}, expected one of "
                     f"{', '.join(_DTYPES)}; convert it first"
                 )
             self.given[name] = Entry(tuple(part.get_shape()), dtype)

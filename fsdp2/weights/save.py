@@ -20,7 +20,7 @@ from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import INDEX, dtype_names, write_header, write_tensor
 from fsdp2.weights.select import Place, Selection, ranks_of, select
-from fsdp2.weights.transfer import bucket_bytes, transfer
+from fsdp2.weights.transfer import bucket_bytes, check_cast, transfer
 
 __all__ = ["save_safetensors"]
 
@@ -110,8 +110,7 @@ def _make_plan(selection: Selection, path: Path, max_shard_bytes: int | None, dt
         max_shard_bytes = 1 << 62 if one_file else _SHARD_BYTES
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"{_WHERE}: max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}")
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"{_WHERE}: dtype must be a floating-point torch.dtype, got {dtype!r}")
+    check_cast(_WHERE, dtype)
     folder, stem = (path.parent, path.name.removesuffix(".safetensors")) if one_file else (path, "model")
     entries = {}
     for place in _with_extras(selection):

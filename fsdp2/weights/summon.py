@@ -129,8 +129,7 @@ class _Summoned:
         self.offload = offload
         self.shown: dict[FSDPParam, nn.Parameter] = {}
         self.values: dict[FSDPParam, torch.Tensor] = {}
-        self.gradients: dict[FSDPParam, torch.Tensor | None] = {}
-        self.trainable: dict[FSDPParam, bool] = {}
+        self.gradients = False  # whether those of values are written as well
         self._before = {state: state.summoned for state in states}
 
     def start(self, values: dict[FSDPParam, Source], gradients: dict[FSDPParam, Source]) -> None:
@@ -172,9 +171,7 @@ class _Summoned:
                     f"plain tensor of shape {shape}. Change values in place, or pass writeback=False"
                 )
             self.values[param] = now
-        if with_grads:
-            self.gradients = {param: value.grad for param, value in self.values.items()}
-        self.trainable = {param: value.requires_grad for param, value in self.values.items()}
+        self.gradients = with_grads
 
     def end(self) -> None:
         """Write what was read, and show what was shown before; the second also if the first fails."""
@@ -184,11 +181,11 @@ class _Summoned:
             for group, params in self.selection.groups.items():
                 values = {param: self.values[param] for param in params if param in self.values}
                 stack.callback(group.dismiss, params, values)
-            for param, trainable in self.trainable.items():
+            for param, value in self.values.items():
                 assert param.sharded is not None
-                param.sharded.requires_grad_(trainable)
-            for param, grad in self.gradients.items():
-                param.set_gradient(grad)
+                param.sharded.requires_grad_(value.requires_grad)
+                if self.gradients:
+                    param.set_gradient(value.grad)
         for shown in self.shown.values():
             shown.__dict__.pop("_fsdp2_managed", None)
 

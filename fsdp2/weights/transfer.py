@@ -10,7 +10,7 @@ from fsdp2.sharding.packing import ALIGN_BYTES, align
 from fsdp2.weights.boxes import Entry, Part, buckets
 from fsdp2.weights.ranks import Ranks
 
-__all__ = ["bucket_bytes", "transfer"]
+__all__ = ["bucket_bytes", "check_cast", "transfer"]
 
 Touch = Callable[[Part, torch.Tensor], None]
 """Fill or read the part of a bucket that is a block of an entry: the block's shape, the entry's dtype."""
@@ -25,6 +25,12 @@ def bucket_bytes(bucket_mb: float) -> int:
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < 1 << 20:
         raise ValueError(f"bucket_mb must be a positive number of MiB, got {bucket_mb!r}")
     return max(int(bucket_mb * 2**20) // ALIGN_BYTES, 1) * ALIGN_BYTES
+
+
+def check_cast(where: str, dtype: object) -> None:
+    """Raise TypeError unless ``dtype``, which values are to be cast to, is None or a floating-point one."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{where}: dtype must be a floating-point torch.dtype or None, got {dtype!r}")
 
 
 def transfer(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2._torch.tensors import AsyncCollectiveTensor, dtensor_from_local, dtensor_spec, foreach_copy, local_tensor
-from fsdp2.comm.collectives import all_gather, gather_bytes, wire_view
+from fsdp2.comm.collectives import all_gather, gather_bytes
 from fsdp2.comm.pieces import piece_pairs
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
@@ -205,60 +205,40 @@ def _empty(source: Source) -> torch.Tensor:
 
 @torch.no_grad()
 def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
-    """What every data-parallel rank computes with, in order; None for what nobody needs here."""
-    if len(sources) == 1 and sources[0].layout.rank_major:
-        return [_gather_in_place(sources[0])]
-    return _gather_packed(sources, keep)
+    """What every data-parallel rank computes with, in order; None for what nobody needs here.
 
-
-def _write(slot: torch.Tensor, source: Source) -> None:
-    """Put this rank's piece into ``slot``, cast; what the slot has in excess of it is never read."""
-    spec = source.spec
-    assert spec is not None
-    slot[: spec.shard_numel].as_strided(spec.shard_shape, spec.shard_stride).copy_(source.piece)
-
-
-def _gather_in_place(source: Source) -> torch.Tensor:
-    """The pieces in rank order are the tensor's memory; only padding costs a copy."""
-    layout, axis, mesh = source.layout, source.axis, source.mesh
-    assert axis is not None and mesh is not None
-    flat = torch.empty(axis.size * layout.slot_numel, dtype=source.wire_dtype, device=mesh.device)
-    slot = flat[axis.rank * layout.slot_numel : (axis.rank + 1) * layout.slot_numel]
-    _write(slot, source)
-    all_gather([wire_view(flat)], [wire_view(slot)], axis, async_op=False)
-    if flat.numel() > layout.numel:
-        flat = flat[: layout.numel].clone()
-    return flat.as_strided(layout.shape, layout.stride)
-
-
-def _gather_packed(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
-    """One row of bytes from each rank, with every tensor's slot in it."""
+    Each rank sends one row of bytes, with every tensor's slot in it. The rows of one tensor that is cut along its
+    slowest dimension are its memory: only padding costs a copy.
+    """
     axis, mesh = sources[0].axis, sources[0].mesh
     assert axis is not None and mesh is not None
+    in_place = len(sources) == 1 and sources[0].layout.rank_major
     offsets, end = [], 0
     for source in sources:
         offsets.append(end)
-        end += align(source.slot_bytes)
+        end += source.slot_bytes if in_place else align(source.slot_bytes)
     rows = torch.empty(axis.size, end, dtype=torch.uint8, device=mesh.device)
     slots = [
         rows[:, offset : offset + source.slot_bytes].view(source.wire_dtype) for source, offset in zip(sources, offsets)
     ]
     for source, slot in zip(sources, slots):
-        _write(slot[axis.rank], source)
+        spec = source.spec
+        assert spec is not None  # what a slot has in excess of the piece is never read
+        slot[axis.rank, : spec.shard_numel].as_strided(spec.shard_shape, spec.shard_stride).copy_(source.piece)
     all_gather([rows.view(-1)], [rows[axis.rank]], axis, async_op=False)
-    fulls: list[torch.Tensor | None] = []
-    targets, pieces = [], []
-    for source, slot in zip(sources, slots):
-        if not keep and (source.spec is None or source.spec.full is None):
-            fulls.append(None)
-            continue
-        full = _empty(source)
-        fulls.append(full)
-        for target, piece in piece_pairs(full, slot, source.layout):
-            targets.append(target)
-            pieces.append(piece)
-    if targets:
-        foreach_copy(targets, pieces)
+    if in_place:
+        layout, flat = sources[0].layout, slots[0].view(-1)
+        flat = flat[: layout.numel].clone() if flat.numel() > layout.numel else flat
+        return [flat.as_strided(layout.shape, layout.stride)]
+    fulls = [_empty(s) if keep or (s.spec is not None and s.spec.full is not None) else None for s in sources]
+    pairs = [
+        pair
+        for full, slot, source in zip(fulls, slots, sources)
+        if full is not None
+        for pair in piece_pairs(full, slot, source.layout)
+    ]
+    if pairs:
+        foreach_copy([target for target, _ in pairs], [piece for _, piece in pairs])
     return fulls
 
 

@@ -186,7 +186,6 @@ FAN_OUT = 12
 MANY_IMPORTS = {"fsdp2/__init__.py", "fsdp2/fully_shard.py"}
 """Public entry points, which may import from more of the package."""
 MANY_IMPORTS |= {"fsdp2/build/grouping.py", "fsdp2/engine/group.py", "fsdp2/engine/unit.py"}
-MANY_IMPORTS |= {"fsdp2/weights/state_dict/optimizer.py"}
 """These are to be split."""
 UPWARD = {("optim", "weights")}
 """Imports against the order that are to go."""

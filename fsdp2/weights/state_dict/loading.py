@@ -14,9 +14,8 @@ from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
-from fsdp2.weights.boxes import box_of
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
-from fsdp2.weights.state_dict.pieces import is_own_piece, is_piece
+from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
 from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, own_memory, whole_of
 
 __all__ = ["after_load_tree", "before_load_tree", "hook_group"]
@@ -100,13 +99,7 @@ def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:
     shape, expected = tuple(value["shape"]), tuple(param.sharded.shape)
     if shape != expected:
         return _mismatch(key, torch.Size(shape), param.sharded.shape)
-    if is_own_piece(value, expected, param.spec, key):
-        return ""
-    return (
-        f"{key} is the piece of shape {tuple(value['piece'].shape)} at {tuple(value['offset'])}, this rank holds the "
-        f"box {box_of(param.spec, key)} of (start, length). To load the local state dicts of other ranks or of another "
-        "number of ranks, pass fsdp2.merge_local_state_dicts(the list of all of them)"
-    )
+    return foreign_piece(value, expected, param.spec, key)
 
 
 def _mismatch(key: str, got: torch.Size, expected: torch.Size) -> str:

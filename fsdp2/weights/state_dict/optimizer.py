@@ -22,7 +22,7 @@ from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Managed, Place, ranks_of, select
 from fsdp2.weights.state_dict.convert import Converter, Item
 from fsdp2.weights.state_dict.from_first_rank import from_first_rank
-from fsdp2.weights.state_dict.pieces import is_own_piece, is_piece
+from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
 from fsdp2.weights.state_dict.settings import get_state_dict_type
 from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, own_memory, whole_of
 
@@ -219,7 +219,7 @@ def _of_nobody(states: Mapping[Any, Any], known: _Parameters) -> dict[Any, Any]:
 def _value_to_load(value: Any, param: torch.Tensor, managed: Managed | None, where: str, counter: bool) -> Any:
     """A copy of ``value`` cut like ``param``; what does not have its shape stays whole."""
     if is_piece(value):
-        return _piece_to_load(value, managed, where)
+        return _piece_to_load(value, param, managed, where)
     value = value.detach()
     if not isinstance(param, DTensor):
         whole = whole_of(value) if isinstance(value, DTensor) else value.clone()
@@ -242,15 +242,16 @@ def _shard(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
     return param.spec.shard_as(own_memory(local, param.spec, param.local.device))
 
 
-def _piece_to_load(value: Mapping[str, Any], managed: Managed | None, where: str) -> torch.Tensor:
-    local = value["piece"].detach()
-    if managed is not None and managed[0].sharded is not None:
-        if is_own_piece(value, tuple(managed[0].sharded.shape), managed[0].spec, where):
-            return _shard(local, managed[0])
-    raise ValueError(
-        f"{where} is the piece of shape {tuple(local.shape)} at {tuple(value['offset'])} of {tuple(value['shape'])}, "
-        "which is not this rank's; pass fsdp2.merge_local_state_dicts(the list of all ranks' state dicts)"
-    )
+def _piece_to_load(value: Mapping[str, Any], param: torch.Tensor, managed: Managed | None, where: str) -> torch.Tensor:
+    if managed is None:
+        raise ValueError(
+            f"{where}: got a piece, expected a whole tensor for a parameter that is not sharded; pass "
+            "fsdp2.merge_local_state_dicts(the list of all ranks' state dicts)"
+        )
+    problem = foreign_piece(value, param.shape, managed[0].spec, where)
+    if problem:
+        raise ValueError(problem)
+    return _shard(value["piece"].detach(), managed[0])
 
 
 def _check_shape(value: torch.Tensor, param: torch.Tensor, where: str) -> None:

@@ -19,7 +19,7 @@ from fsdp2._torch.tensors import dtensor_spec, local_tensor
 from fsdp2.sharding.spec import ShardedSpec
 from fsdp2.weights.boxes import box_of, box_on_mesh, narrow
 
-__all__ = ["is_own_piece", "is_piece", "merge_local_state_dicts", "piece_of"]
+__all__ = ["foreign_piece", "is_piece", "merge_local_state_dicts", "piece_of"]
 
 _KEYS = {"piece", "shape", "offset"}
 
@@ -36,12 +36,18 @@ def piece_of(value: DTensor, spec: ShardedSpec | None, name: str) -> dict[str, A
     return {"piece": local_tensor(value).detach(), "shape": tuple(value.shape), "offset": offset}
 
 
-def is_own_piece(value: Mapping[str, Any], shape: tuple[int, ...], spec: ShardedSpec, name: str) -> bool:
-    """Whether the piece ``value`` is the one this rank holds of a parameter of ``shape``."""
+def foreign_piece(value: Mapping[str, Any], shape: Sequence[int], spec: ShardedSpec, name: str) -> str:
+    """What is wrong with the piece ``value`` for this rank, whose part of a tensor of ``shape`` is cut by ``spec``."""
     box, piece = box_of(spec, name), value["piece"]
-    starts, lengths = tuple(start for start, _ in box), tuple(length for _, length in box)
-    right = tuple(value["offset"]) == starts or not piece.numel()
-    return right and (tuple(value["shape"]), tuple(piece.shape)) == (shape, lengths)
+    right = tuple(value["offset"]) == tuple(start for start, _ in box) or not piece.numel()
+    lengths = tuple(length for _, length in box)
+    if right and (tuple(value["shape"]), tuple(piece.shape)) == (tuple(shape), lengths):
+        return ""
+    return (
+        f"{name} is the piece of shape {tuple(piece.shape)} at {tuple(value['offset'])} of {tuple(value['shape'])}, "
+        f"this rank holds the box {box} of (start, length). To load the local state dicts of other ranks or of another "
+        "number of ranks, pass fsdp2.merge_local_state_dicts(the list of all of them)"
+    )
 
 
 def merge_local_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

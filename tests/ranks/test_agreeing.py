@@ -79,3 +79,26 @@ def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], N
     finally:
         Board.meet = meet
     assert counts[0] > 0 and counts[3:] == [0, 0, 0], counts
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_comparing_can_be_switched_off(rank, world, enabled):
+    """Then ranks have nothing to write to each other on, and train alike."""
+    made, board = [], Board.__init__
+
+    def counting(self, *args):
+        made.append(args)
+        board(self, *args)
+
+    fsdp2.set_rank_checks(enabled)
+    Board.__init__ = counting  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(0)
+        model = fsdp2.fully_shard(nn.Linear(8, 8))
+        plain(model)
+    finally:
+        fsdp2.set_rank_checks(True)
+        Board.__init__ = board  # type: ignore[method-assign]
+    assert bool(made) is enabled
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((8,), 2.0))

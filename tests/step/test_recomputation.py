@@ -244,6 +244,7 @@ def keep_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE
 
 
+@composes("selective recomputation")
 @on_ranks(1, 2)
 @api.fsdp2_only
 @pytest.mark.parametrize("policy", [keep_products, keep_all, None])

@@ -60,19 +60,12 @@ def _iterate(
     shown = {id(owner._parameters.get(name)): place for place in selection.places for owner, name in place.slots}
     named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
     sources = [_source(place, dtype if place.tensor.is_floating_point() else None) for _, place in named]
-    gathered = gather_whole(sources, limit // 2)  # the other half is what the bucket is received into
+    gathered = gather_whole(sources, limit // 2, device=device)  # the other half is what the bucket is received into
     for name, _ in named:
-        yield name, _moved(next(gathered), device)
+        yield name, next(gathered)  # type: ignore[misc]  # every rank keeps it; no variable does
 
 
 def _source(place: Place, dtype: torch.dtype | None) -> Source:
-    if place.param is None or place.group is None:
-        return Source(place.tensor.detach(), dtype=dtype)
-    piece = place.param.data
+    piece = place.tensor.detach() if place.param is None else place.param.data
     assert piece is not None  # just checked
-    return Source.of(piece, place.param, place.group, dtype)
-
-
-def _moved(tensor: torch.Tensor | None, device: torch.device | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor if device is None else tensor.to(device)
+    return Source.of(piece, place.managed, dtype)

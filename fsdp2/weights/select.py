@@ -51,6 +51,11 @@ class Place:
         return self.names[0]
 
     @property
+    def managed(self) -> Managed | None:
+        """The managed parameter that it is, and its group."""
+        return None if self.param is None or self.group is None else (self.param, self.group)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return tuple(self.tensor.shape)

@@ -112,8 +112,8 @@ def _sources(selection: Selection, *, gradients: bool = False) -> dict[FSDPParam
     sources = {}
     for param, place in selection.managed.items():
         piece = param.gradient if gradients else param.data
-        if piece is not None and place.group is not None:
-            sources[param] = Source.of(piece, param, place.group)
+        if piece is not None:
+            sources[param] = Source.of(piece, place.managed)
     return sources
 
 
@@ -139,19 +139,17 @@ class _Summoned:
         for state in self._before:
             state.summoned = self._why_no_forward(state)
         sources = [found[param] for param in self.selection.managed for found in (values, gradients) if param in found]
-        tensors = gather_whole(sources, max((source.nbytes for source in sources), default=0), keep=self.shows)
+        largest = max((source.nbytes for source in sources), default=0)
+        device = torch.device("cpu") if self.offload else None
+        tensors = gather_whole(sources, largest, keep=self.shows, device=device)
         for param in self.selection.managed:
-            value = self._kept(tensors) if param in values else None
-            grad = self._kept(tensors) if param in gradients else None
+            value = next(tensors) if param in values else None
+            grad = next(tensors) if param in gradients else None
             if value is not None:
                 self.shown[param] = stand_in(param, value, grad)
         for param, shown in self.shown.items():
             for slot in param.slots:
                 slot.show(shown)
-
-    def _kept(self, tensors: Iterator[torch.Tensor | None]) -> torch.Tensor | None:
-        tensor = next(tensors)
-        return tensor.cpu() if tensor is not None and self.offload else tensor
 
     def read(self, with_grads: bool) -> None:
         """Note what is shown now; it is written when the block has ended.

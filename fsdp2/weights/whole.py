@@ -15,13 +15,12 @@ from fsdp2._torch.tensors import AsyncCollectiveTensor, dtensor_from_local, dten
 from fsdp2.comm.collectives import all_gather, gather_bytes
 from fsdp2.comm.pieces import piece_pairs
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis, DataParallelMesh
 from fsdp2.sharding.packing import align
 from fsdp2.sharding.spec import ShardedSpec
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.select import Selection
+from fsdp2.weights.select import Managed, Selection
 
 __all__ = [
     "Source",
@@ -49,10 +48,11 @@ class Source:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(
-        cls, piece: torch.Tensor, param: FSDPParam, group: FSDPParamGroup, dtype: torch.dtype | None = None
-    ) -> Source:
-        """``piece`` is cut like ``param`` of ``group``; a subclass gathers itself."""
+    def of(cls, piece: torch.Tensor, managed: Managed | None, dtype: torch.dtype | None = None) -> Source:
+        """``piece`` is cut like the parameter ``managed``, if there is one; a subclass gathers itself."""
+        if managed is None:
+            return cls(piece, dtype=dtype)
+        param, group = managed
         if type(piece) is not torch.Tensor:
             return cls(param.spec.shard_as(piece), dtype=dtype)
         return cls(piece, param.spec, group.mesh, dtype)
@@ -148,8 +148,12 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
     ranks.agree(problem)
 
 
-def gather_whole(sources: Sequence[Source], bucket_bytes: int, *, keep: bool = True) -> Iterator[torch.Tensor | None]:
+def gather_whole(
+    sources: Sequence[Source], bucket_bytes: int, *, keep: bool = True, device: torch.device | None = None
+) -> Iterator[torch.Tensor | None]:
     """The whole, plain tensor of each source, in memory of its own; None where this rank does not ``keep`` it.
+
+    It lies on ``device``, by default where it was gathered.
 
     Those with one axis that are together no larger than ``bucket_bytes`` make one collective. All ranks must iterate in
     step. Nothing is in flight whenever a tensor is handed out, so the iteration may be left at any point.
@@ -159,7 +163,7 @@ def gather_whole(sources: Sequence[Source], bucket_bytes: int, *, keep: bool = T
     for i, source in enumerate(sources):
         if i in buckets:
             gathered.update(zip(buckets[i], _gather([sources[j] for j in buckets[i]], keep)))
-        yield _complete(source, gathered.pop(i, None), keep)
+        yield _complete(source, gathered.pop(i, None), keep, device)  # a variable would keep it while the next comes
 
 
 def _plan(sources: Sequence[Source], bucket_bytes: int) -> dict[int, list[int]]:
@@ -181,8 +185,10 @@ def _plan(sources: Sequence[Source], bucket_bytes: int) -> dict[int, list[int]]:
 
 
 @torch.no_grad()
-def _complete(source: Source, full: torch.Tensor | None, keep: bool) -> torch.Tensor | None:
-    """``full``, gathered, or what this rank has of ``source`` already, without tensor parallelism."""
+def _complete(
+    source: Source, full: torch.Tensor | None, keep: bool, device: torch.device | None
+) -> torch.Tensor | None:
+    """``full``, gathered, or what this rank has of ``source`` already, without tensor parallelism; collective."""
     piece, spec = source.piece, source.spec
     if isinstance(piece, DTensor):
         full = whole_of(piece)
@@ -194,7 +200,7 @@ def _complete(source: Source, full: torch.Tensor | None, keep: bool) -> torch.Te
         full = _empty(source).copy_(piece)
     if full is not None and spec is not None and spec.full is not None and not piece.is_meta:
         full = _exact(spec.to_plain(full))
-    return full.to(source.wire_dtype) if keep and full is not None else None
+    return full.to(device or full.device, source.wire_dtype) if keep and full is not None else None
 
 
 def _empty(source: Source) -> torch.Tensor:

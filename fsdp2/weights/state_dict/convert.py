@@ -53,16 +53,13 @@ class Converter:
         names: dict[str, Source] = {}
         for key, item in zip(keys, items):
             if isinstance(item.value, DTensor) and key not in sources:
-                sources[key] = names[item.name] = _source(item)
+                piece = item.value if item.managed is None else local_tensor(item.value).detach()
+                sources[key] = names[item.name] = Source.of(piece, item.managed)
         check_same(names, self.groups, self.ranks)
         limit = max((source.nbytes for source in sources.values()), default=0)
-        tensors = gather_whole(list(sources.values()), limit, keep=self.keeps)
-        whole = {key: self._kept(tensors) for key in sources}
+        device = torch.device("cpu") if self.offload else None
+        whole = dict(zip(sources, gather_whole(list(sources.values()), limit, keep=self.keeps, device=device)))
         return [whole[key] if key in sources else self._copy(item.value) for key, item in zip(keys, items)]
-
-    def _kept(self, tensors: Any) -> torch.Tensor | None:
-        full = next(tensors)
-        return full.cpu() if full is not None and self.offload else full
 
     def _part(self, item: Item) -> Any:
         value = item.value
@@ -84,9 +81,3 @@ class Converter:
         if self.keeps and key not in self._copies:
             self._copies[key] = value.cpu() if self.offload and value.device.type != "cpu" else value.clone()
         return self._copies.get(key)
-
-
-def _source(item: Item) -> Source:
-    if item.managed is None:
-        return Source(item.value)
-    return Source.of(local_tensor(item.value).detach(), *item.managed)

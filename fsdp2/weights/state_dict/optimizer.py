@@ -61,7 +61,7 @@ class _Parameters:
     def managed(self, param: torch.Tensor | None) -> Managed | None:
         """``param`` as its group manages it."""
         place = None if param is None else self.places.get(param)
-        return None if place is None or place.param is None or place.group is None else (place.param, place.group)
+        return None if place is None else place.managed
 
     def to_load(self, name: str, key: Any, value: Any) -> Any:
         """A copy of ``value``, of the state of the parameter ``name``, as this rank's optimizer keeps it."""

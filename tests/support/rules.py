@@ -189,8 +189,7 @@ MANY_IMPORTS |= {"fsdp2/build/grouping.py", "fsdp2/engine/group.py", "fsdp2/engi
 """These are to be split."""
 UPWARD = {("optim", "weights")}
 """Imports against the order that are to go."""
-UNORDERED = {"fsdp2", "fsdp2/_torch"} | {f"fsdp2/{name}" for name in ("build", "forecasting", "optim", "weights")}
-UNORDERED |= {"fsdp2/weights/state_dict"}
+UNORDERED = {"fsdp2", "fsdp2/_torch"} | {f"fsdp2/{name}" for name in ("build", "forecasting", "optim")}
 """Folders that list no order: the package, whose order is FOLDERS, and subjects side by side; the rest is to go."""
 
 

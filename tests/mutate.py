@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,9 @@ SPARED = re.compile(
 
 EQUIVALENT: dict[str, str] = {}
 """Why nothing can notice a mutant, by its place and rule."""
+
+FAILING: list[str] = []
+"""Tests that fail without a mutant as well."""
 
 Edit = tuple[Any, str]
 """A node, or the first and the last of several, and the text that replaces it."""
@@ -261,10 +264,11 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def first_failure(folder: Path, files: list[str], workers: int) -> str:
+def first_failure(folder: Path, files: list[str], workers: int, without: Iterable[str] = ()) -> str:
     """Run tests until one fails and return its name, "" if none does."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--limit={LIMIT_SECONDS}"]
     command += [f"--numprocesses={workers}", "--dist=worksteal"] if workers > 1 else []
+    command += [f"--deselect={test}" for test in without]
     try:
         ended = subprocess.run(
             [*command, *files],
@@ -278,20 +282,30 @@ def first_failure(folder: Path, files: list[str], workers: int) -> str:
         return "the whole run hangs"
     if ended.returncode in (0, 5):
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", ended.stdout, re.MULTILINE)
     return failed[1] if failed else f"pytest ends with {ended.returncode}"
+
+
+def noticed_by(folder: Path, whole: Path, files: list[str], workers: int) -> str:
+    """Return the first test that fails in ``folder`` and not in the ``whole`` tree, "" if there is none."""
+    while by := first_failure(folder, files, workers, FAILING):
+        if "::" not in by or not first_failure(whole, [by], 1):
+            return by
+        FAILING.append(by)
+    return ""
 
 
 def run(mutant: Mutant, results: list[dict[str, object]], workers: int) -> dict[str, object]:
     """Return what became of one mutant."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, whole = Path(name, "broken"), Path(name, "whole")
         copy_tree(folder)
+        copy_tree(whole)
         broken = folder / mutant.path
         broken.write_text(mutant.source(broken.read_text()))
         files = order(mutant, results)
-        by = first_failure(folder, files[:FIRST], 1) or first_failure(folder, files[FIRST:], workers)
+        by = noticed_by(folder, whole, files[:FIRST], 1) or noticed_by(folder, whole, files[FIRST:], workers)
     return {**asdict(mutant), "noticed": bool(by), "by": by, "seconds": round(time.monotonic() - start)}
 
 

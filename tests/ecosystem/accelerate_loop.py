@@ -1,6 +1,6 @@
 """A training loop of HuggingFace accelerate with FSDP2 on a tiny transformers model made here, not downloaded.
 
-Run by ``test_accelerate.py`` under ``torch.distributed.run``; ``--fsdp2`` installs fsdp2 first. Prints the losses.
+Run by ``test_clients.py`` under ``torch.distributed.run``; ``--fsdp2`` installs fsdp2 first. Prints the losses.
 """
 
 from __future__ import annotations

@@ -5,32 +5,19 @@ Optional: ``pip install peft transformers``.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.support import ROOT, api
-from tests.support.processes import loopback
+from tests.ecosystem.launching import launch, missing
+from tests.support import api
 
-MISSING = [name for name in ("peft", "transformers") if importlib.util.find_spec(name) is None]
+MISSING = missing("peft", "transformers")
 
 
 def run(which: str) -> dict[str, list[torch.Tensor]]:
     """Values and gradients of the second adapter, by name, on the first rank."""
-    command = [sys.executable, "-m", "tests.ecosystem.peft_adapter", which]
-    if which != "alone":
-        command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    settings = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": loopback(), "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert found, done.stdout + done.stderr
-    return {name: [torch.tensor(values) for values in both] for name, both in json.loads(found[0]).items()}
+    found = launch("peft_adapter", which, alone=which == "alone")
+    return {name: [torch.tensor(values) for values in both] for name, both in found.items()}
 
 
 @api.fsdp2_only

@@ -89,13 +89,24 @@ def _describe(group: FSDPParamGroup) -> list[list[str]]:
 
 
 def _other_values(values: dict[int, Any]) -> str | None:
+    """The warning, given the name of a parameter of each group and its first values, of one rank for all like it."""
     first = min(values)
-    for rank in sorted(values):
-        for ours, theirs in zip(values[first], values[rank]):
-            if ours != theirs:
-                return (
-                    f"{ours[0]}: rank {rank} started from other values than rank {first} ({theirs[1]} and {ours[1]} "
-                    "lead them), so the shards are pieces of different initial values; use the same seed on every rank "
-                    "before the model is built, or load weights after fully_shard"
-                )
+    for name, ours in values[first]:
+        # By name: a rank that has changed a shard since has no values to show for it.
+        others = {rank: dict(theirs).get(name, ours) for rank, theirs in sorted(values.items())}
+        differing = [rank for rank, theirs in others.items() if _shown(theirs) != _shown(ours)]
+        if differing:
+            ranks = ", ".join(map(str, differing[:8])) + (", ..." if len(differing) > 8 else "")
+            return (
+                f"{name}: {'rank' if len(differing) == 1 else 'ranks'} {ranks} started from other values than rank "
+                f"{first} (on rank {differing[0]} it begins with {_shown(others[differing[0]])}, on rank {first} with "
+                f"{_shown(ours)}), so the shards are pieces of different initial values. Expected: the same values on "
+                "every rank when fully_shard is called. Call torch.manual_seed with the same seed on every rank before "
+                "the model is built, or fsdp2.sync_module_states(model) before fully_shard, or "
+                "fsdp2.broadcast_from_rank0(model, state_dict) after it"
+            )
     return None
+
+
+def _shown(values: list[float]) -> str:
+    return ", ".join(f"{value:.8g}" for value in values) or "no values"

@@ -195,9 +195,30 @@ def loaded(rank: int, world: int) -> None:
     train(model)
 
 
+def synced(rank: int, world: int) -> None:
+    """Ranks built the model from different seeds, but made it equal before they sharded it."""
+    torch.manual_seed(rank)
+    model = Branches()
+    fsdp2.sync_module_states(model)
+    train(fsdp2.fully_shard(model))
+
+
+def written(rank: int, world: int) -> None:
+    """Ranks built the model alike, and then one wrote to its own shard."""
+    model = sharded()
+    if rank == 1:
+        model.a.weight.to_local().detach().mul_(0.5)
+    train(model)
+
+
 def test_different_seeds_are_warned_of():
-    for program, warned in ((other_seed, True), (same_seed, False), (loaded, False)):
-        ended = run_apart(program, 2)
-        assert [one.status for one in ended] == [0, 0], [one.output for one in ended]
-        assert ("rank 1 started from other values than rank 0" in ended[0].output) == warned, ended[0].output
-        assert "other values" not in ended[1].output
+    """The warning names the parameter, the ranks and what helps; nothing is said where weights were made equal, or
+    where one rank has no first values to show for a unit."""
+    for program in (other_seed, same_seed, loaded, synced, written):
+        warned = program is other_seed
+        ended = run_apart(program, 3 if warned else 2)
+        assert {one.status for one in ended} == {0}, [one.output for one in ended]
+        text = "a.weight: ranks 1, 2 started from other values than rank 0 (on rank 1 it begins with "
+        assert (text in ended[0].output) == warned, ended[0].output
+        assert ("torch.manual_seed with the same seed on every rank" in ended[0].output) == warned
+        assert all("other values" not in one.output for one in ended[1:])

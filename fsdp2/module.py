@@ -190,7 +190,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many chunks of gradients may be in flight: more overlaps deeper and holds more memory.
 
-        On a stream, chunks that leave together count as one.
+        On a stream it is all the gradients of so many units.
 
         Raises:
             TypeError: not an int.

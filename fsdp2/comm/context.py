@@ -16,4 +16,5 @@ class CommContext:
         self.device = device
         self.lanes = Lanes(device)
         self.reductions = Retained(self.lanes)
+        self.largest_bytes = 0  # of the full parameters of any group that communicates here
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for

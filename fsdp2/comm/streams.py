@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -211,39 +211,36 @@ class Retained:
 
     An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates: its
     inputs stay alive in its frame, and the oldest is carried one step on when there are more than ``limit``. On streams
-    it runs to its end at once, and what stays alive is what it named with ``hold``: the inputs of ``limit`` bursts.
-    A burst is what leaves without anything computed in between; the compute stream waits before the oldest is dropped.
+    it runs to its end at once, and what stays alive is what it named with ``hold``, up to
+    ``limit_bytes`` (and the last): the compute stream waits before the oldest is dropped.
     """
 
     def __init__(self, lanes: Lanes, limit: int = 1) -> None:
         self.lanes = lanes
-        self.limit = limit
+        self.limit, self.limit_bytes = limit, 0
         self._steps: deque[Generator[None, None, None]] = deque()
         self._later: deque[Generator[None, None, None]] = deque()
         self._inputs: deque[_Held] = deque()
         self._sums: deque[_Held] = deque()
         self._ends: dict[Lane, torch.Event | None] = {}
 
-    def add(self, operation: Generator[None, None, None], *, joins: bool = False) -> None:
-        """Start ``operation`` and keep it in flight; ``joins`` the burst of the one before."""
+    def add(self, operation: Generator[None, None, None]) -> None:
+        """Start ``operation`` and keep it in flight."""
         if self.lanes.reduce.async_op:
             while len(self._steps) >= self.limit:
                 self._advance_oldest()
         else:
-            while not joins and len(self._inputs) >= self.limit:
-                self.lanes.compute.wait(self._inputs.popleft().event)
-            if not joins or not self._inputs:
-                self._inputs.append(_Held())
             while len(self._sums) > 1:  # not the last one's, which need not be there yet
                 self.lanes.reduce.wait(self._sums.popleft().event)
         if _step(operation):
             self._steps.append(operation)
+        while len(self._inputs) > 1 and sum(held.nbytes for held in self._inputs) > self.limit_bytes:
+            self.lanes.compute.wait(self._inputs.popleft().event)
 
     def hold(self, event: torch.Event | None, tensors: Iterable[torch.Tensor]) -> None:
         """Keep ``tensors``, of the compute stream, until ``event`` of the reduce lane."""
-        if self._inputs:
-            self._inputs[-1].event = event
-            self._inputs[-1].tensors += tensors
+        if event is not None:
+            self._inputs.append(_Held(event, list(tensors)))
 
     def end(self, lane: Lane, event: torch.Event | None, *sums: torch.Tensor) -> None:
         """Let the end wait for ``event`` of ``lane``, and keep ``sums``, of the reduce lane, until then."""
@@ -288,8 +285,13 @@ class Retained:
 class _Held:
     """Memory that must not be used again before ``event``."""
 
-    event: torch.Event | None = None
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    event: torch.Event
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it is."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def _step(operation: Generator[None, None, None]) -> bool:

@@ -66,6 +66,13 @@ class ShardStore:
         return sum(item.full_bytes for item in self._items)
 
     @property
+    def reduce_bytes(self) -> int:
+        """Bytes of the full gradients as they are summed."""
+        pairs = zip(self._plain, self._items)
+        dtypes = [(item.layout.numel, param.reduce_dtype or item.wire_dtype) for param, item in pairs]
+        return sum(numel * dtype.itemsize for numel, dtype in dtypes)
+
+    @property
     def offloads(self) -> bool:
         """Whether shards and their gradients live on the CPU whatever the mesh's device."""
         return isinstance(self.options.offload_policy, CPUOffloadPolicy)

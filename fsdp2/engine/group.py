@@ -62,7 +62,6 @@ class FSDPParamGroup:
         self.in_root = False
         self.shared = False  # several calls drive it, because they tie its parameter
         self.has_units_below = False
-        self.nodes = 0  # how many autograd nodes its latest forward made
         self.store = ShardStore(params, mesh, pieces, options)
         self.gradients = GroupGradients(self.store, mesh.shard, comm)
         self._norms = [param for param in params if statistics_dtype(param.module) is not None]

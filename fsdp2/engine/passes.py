@@ -188,7 +188,6 @@ class Pass:
         group.gradients.begin_backward(
             count=count,
             watch_all=self.creates_graph,
-            nodes=group.nodes,
             through=lambda: self.post_backward(group),
             admit=None if admit is None else lambda part: admit(Step("reduce", group, part)),
         )
@@ -263,7 +262,9 @@ class RootContext(Generic[U]):
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.
 
-        Without such a wish it is what suits the backend and the group with the most chunks.
+        Without such a wish it is what suits the backend and the group with the most chunks. On streams these are the
+        gradients of the largest group: a compiled block's leave at once, and where communication is what takes long,
+        compute goes on to the next unit meanwhile.
         """
         self.comm = comm
         groups = self.groups
@@ -271,7 +272,9 @@ class RootContext(Generic[U]):
         if not asked:
             sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
             asked = [chunks_in_flight(group.mesh.first, chunks) for group, chunks in zip(groups, sizes)]
-        comm.reductions.limit = max(asked, default=1)
+        comm.reductions.limit = limit = max(asked, default=1)
+        comm.reductions.limit_bytes = limit * max((group.store.reduce_bytes for group in groups), default=0)
+        comm.largest_bytes = max((group.store.full_bytes for group in groups), default=0)
         for group in groups:
             group.use_comm(comm)
 

@@ -51,7 +51,6 @@ class _Backward:
     awaited: set[int] | None  # gradients after the last of which ``through`` runs, if anything
     through: Callable[[], None]
     admit: Admit | None
-    at_once: bool  # nothing is computed between two gradients
     launched: int = 0
 
 
@@ -132,7 +131,9 @@ class GroupGradients:
         nbytes = [params[i].spec.layout.numel * key.computed.itemsize for i, key in zip(reduced, keys)]
         mesh = self._store.mesh
         ranks = max(mesh.shard.size, mesh.replicate.size)
-        plan = plan_chunks(keys, nbytes, self._store.options.chunk_sizes, ranks)
+        # A unit smaller than others need not be cut as fine: it is the largest that memory is needed for.
+        largest = self.comm.largest_bytes if mesh.first.coalesces else 0
+        plan = plan_chunks(keys, nbytes, self._store.options.chunk_sizes, ranks, largest)
         self._plan = plan = ChunkPlan(
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
@@ -161,14 +162,10 @@ class GroupGradients:
 
     # ---- one backward ----
 
-    def begin_backward(
-        self, *, count: bool, watch_all: bool, nodes: int, through: Callable[[], None], admit: Admit | None
-    ) -> None:
+    def begin_backward(self, *, count: bool, watch_all: bool, through: Callable[[], None], admit: Admit | None) -> None:
         """Backward enters the group; with ``count`` it is ``through`` when the last gradient is finished.
 
         With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
-        ``nodes`` is how many autograd nodes the forward made: with fewer than parameters (a compiled block makes one)
-        gradients come at once, and nothing is computed in between.
         """
         plan = self._plan or self._make_plan()
         reduced = self._store.options.reduce_gradients and not self._kept
@@ -178,9 +175,8 @@ class GroupGradients:
                 if param.requires_grad:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
         ready: list[set[int]] = [set() for _ in plan.streamed]
-        at_once = nodes < len(self._chunk_of)
         awaited = self._expected() if count else None
-        self._backward = _Backward(graph_task_id(), ready, awaited, through, admit, at_once)
+        self._backward = _Backward(graph_task_id(), ready, awaited, through, admit)
         if watch_all:
             self.watch_all()
 
@@ -210,14 +206,12 @@ class GroupGradients:
             return
         if self._store.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
             backward.ready[self._chunk_of[i]].add(i)
-            joins = backward.at_once and backward.launched > 0
             while backward.launched < len(plan.streamed):
                 chunk = plan.streamed[backward.launched]
                 if len(backward.ready[backward.launched]) < len(chunk):
                     break
                 backward.launched += 1
-                self._launch(chunk, backward.admit, joins=joins)
-                joins = True
+                self._launch(chunk, backward.admit)
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
         if backward.awaited is not None and graph_task_id() == backward.task:
             backward.awaited.discard(i)
@@ -240,13 +234,11 @@ class GroupGradients:
         if self._plan is None and not unused and not any(param.has_gradient for param in params):
             return
         plan = self._plan or self._make_plan()
-        joins = launched > 0
         for c, chunk in enumerate(plan.chunks):
             sent = c < launched
             present = [i for i in chunk if params[i].has_gradient or (not sent and (unused or self._must_flush(i)))]
             if present:
-                self._launch(tuple(present), admit, joins=joins)
-                joins = True
+                self._launch(tuple(present), admit)
         self._kept = False
 
     def left_over(self) -> bool:
@@ -277,8 +269,7 @@ class GroupGradients:
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...], admit: Admit | None, *, joins: bool) -> None:
-        """Send these gradients; the chunk ``joins`` the one before if nothing was computed since that left."""
+    def _launch(self, indices: tuple[int, ...], admit: Admit | None) -> None:
         if admit is not None:
             admit(indices)
         store = self._store
@@ -305,7 +296,7 @@ class GroupGradients:
         reductions = self.comm.reductions
         operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, settle)
         del grads
-        reductions.add(operation, joins=joins)
+        reductions.add(operation)
 
     def _row_padding(self, dtype: torch.dtype) -> int:
         """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'."""

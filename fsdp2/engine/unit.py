@@ -232,8 +232,6 @@ class FSDPState(ComposableState):
             after = True if call is None or ended else call.run.after_forward(group)
             group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
-            for group in self.groups:
-                group.nodes = autograd_sequence_number() - self._first_node
             watched = watch_outputs(output, self.pre_backward, self._first_node)
             watched |= not in_backward and self._watch_left(call)
             output = watch_transformed(output, self.pre_backward)

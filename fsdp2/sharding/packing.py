@@ -37,9 +37,9 @@ _FULL_ALIGN_BYTES = 256
 _DIRECT_BYTES = 1 << 20
 _DIRECT_BYTES_PER_RANK = 32 << 10
 _COALESCED = 16
-# A unit's gradients leave in this many chunks at most, and in fewer on more ranks, where each costs more latency: the
-# product stays below the second number, from which on a unit leaves at once.
-_CHUNKS, _CHUNKS_TIMES_RANKS = 8, 512
+# A unit's gradients leave in this many chunks at most. Each costs latency in proportion to the ranks, so on more than
+# so many there are fewer: a quarter on twice as many ranks, and one from four times as many on.
+_CHUNKS, _CHUNKED_RANKS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -215,14 +215,18 @@ class ChunkPlan:
         return self.streamed + self.rest
 
 
-def plan_chunks(keys: Sequence[object], nbytes: Sequence[int], sizes: TransferSizes, ranks: int = 1) -> ChunkPlan:
+def plan_chunks(
+    keys: Sequence[object], nbytes: Sequence[int], sizes: TransferSizes, ranks: int = 1, unit_bytes: int = 0
+) -> ChunkPlan:
     """Which gradients are reduced together over ``ranks`` ranks, as indices into ``keys``.
+
+    A chunk is about an eighth of these gradients, or of ``unit_bytes`` if that is more.
 
     Gradients of one chunk share their key (dtypes). Large ones are streamed, the last parameter leading because
     backward finishes it first. The small rest makes one chunk per key.
     """
-    chunks = min(_CHUNKS, max(_CHUNKS_TIMES_RANKS // ranks, 1))
-    chunk_bytes = max(sum(nbytes) // chunks, sizes.chunk_bytes)
+    chunks = min(_CHUNKS, max(_CHUNKS * _CHUNKED_RANKS**2 // ranks**2, 1))
+    chunk_bytes = max(max(sum(nbytes), unit_bytes) // chunks, sizes.chunk_bytes)
     large = [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
     rest = [i for i in range(len(keys)) if i not in set(large)]
     streamed: list[tuple[int, ...]] = []

@@ -129,11 +129,12 @@ def test_in_a_backward_compute_is_the_stream_that_it_entered_on() -> None:
         assert device.compute.clocks[stale.name] < stale.clocks[stale.name]
 
 
-def test_on_streams_inputs_of_so_many_bursts_are_held() -> None:
-    """The operation itself is through at once; chunks without anything computed between them count as one."""
+def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
+    """The operation itself is through at once."""
     with Device():
-        flying = retained(2)
-        inputs = [torch.ones(1) for _ in range(6)]
+        flying = retained(1)
+        flying.limit_bytes = 12
+        inputs = [torch.ones(numel) for numel in (1, 2, 1, 1, 4, 1)]
         held = [weakref.ref(tensor) for tensor in inputs]
 
         def operation(tensor: torch.Tensor) -> Generator[None, None, None]:
@@ -144,10 +145,10 @@ def test_on_streams_inputs_of_so_many_bursts_are_held() -> None:
             yield
 
         alive = []
-        for i, joins in enumerate([True, False, True, True, False, False]):
-            flying.add(operation(inputs.pop(0)), joins=joins)
+        for i in range(6):
+            flying.add(operation(inputs.pop(0)))
             alive.append([j for j, reference in enumerate(held[: i + 1]) if reference() is not None])
-        assert alive == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [4, 5]]
+        assert alive == [[0], [0, 1], [1, 2], [2, 3], [4], [5]]
         flying.finish()
         assert not any(reference() for reference in held)
 

@@ -221,11 +221,18 @@ def test_a_transformer_block_streams_its_matrices_last_one_first() -> None:
     assert [[names[i] for i in chunk] for chunk in plan.rest] == [["norm1", "norm2"]]
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(8, 5), (64, 5), (128, 4), (256, 2), (512, 1), (1024, 1), (4096, 1)])
+@pytest.mark.parametrize(("ranks", "chunks"), [(8, 5), (64, 5), (90, 4), (128, 2), (256, 1), (1024, 1), (4096, 1)])
 def test_chunks_grow_with_the_ranks_until_a_unit_leaves_at_once(ranks: int, chunks: int) -> None:
     """Each costs latency in proportion to the ranks, which at 1024 is a quarter of a layer's backward."""
     block = [mebi << 20 for mebi in (32, 8, 8, 32, 112, 112, 112)] + [8 << 10] * 2
     assert len(plan_chunks(["bf16"] * 9, block, TransferSizes(), ranks).chunks) == chunks
+
+
+def test_a_small_unit_leaves_in_chunks_of_what_the_largest_leaves_in() -> None:
+    """The attention of a mixture of experts, beside a unit of experts thirty times as large."""
+    attention = [16 << 20, 2 << 20, 2 << 20, 16 << 20]
+    assert len(plan_chunks(["bf16"] * 4, attention, TransferSizes(), 64).chunks) == 2
+    assert len(plan_chunks(["bf16"] * 4, attention, TransferSizes(), 64, 1200 << 20).chunks) == 1
 
 
 def test_nothing_to_reduce_is_no_chunk() -> None:

@@ -168,15 +168,18 @@ def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, re
     wire_dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
     # A division before the sum needs memory of our own: the user may hold the gradient itself.
     as_it_is = plan.scaling.pre == 1.0 and custom is None and _sends_as_it_is(grads, row, wire_dtype)
-    lanes, lane = reductions.lanes, reductions.lanes.reduce
-    with lane.after(lanes.compute.event()) as done:
-        if as_it_is:
-            rows = grads[0].as_strided((grads[0].numel(),), (1,))
-        else:
+    lanes, lane, ready = reductions.lanes, reductions.lanes.reduce, reductions.lanes.compute.event()
+    packing = lane if custom is not None else lanes.pack  # it may allocate the same memory each time
+    if as_it_is:
+        rows = grads[0].as_strided((grads[0].numel(),), (1,))
+    else:
+        with packing.after(ready) as packed:
             rows = _allocate(row.numel * ranks, wire_dtype, device, custom)
             pack_gradients(grads, row, rows)
-            reductions.hold(lane.event(), grads)
-        grads.clear()
+        ready = packed.event
+        reductions.hold(ready, grads)
+    grads.clear()
+    with lane.after(ready) as done:
         if plan.scaling.pre != 1.0:
             rows.div_(plan.scaling.pre)
         if exchange:
@@ -191,6 +194,8 @@ def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, re
             works = []
     if as_it_is:
         reductions.hold(done.event, [rows])
+    elif packing is not lane:
+        reductions.hold_rows(done.event, rows)
     return _Scatter(out, exchange and ranks > 1, works, rows if works else None, done.event)
 
 

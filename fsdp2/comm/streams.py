@@ -9,14 +9,16 @@ Every wait between lanes, and what it protects:
 | gather          | compute, shards were replaced     | order  | FSDPParamGroup.unshard        |
 | gather          | compute, at reshard               | memory | FSDPParamGroup.reshard        |
 | compute         | gather, before the full is used   | order  | gather.finish_gather          |
-| reduce          | compute, gradients are finished   | order  | reduce.reduce_chunk           |
+| pack, reduce    | compute, gradients are finished   | order  | reduce.reduce_chunk           |
+| reduce          | pack, gradients are packed        | order  | reduce.reduce_chunk           |
+| pack            | reduce, before rows are dropped   | memory | Retained.add                  |
 | compute         | reduce, before inputs are dropped | memory | Retained.add                  |
 | replicate       | reduce, the shard is summed       | order  | reduce.reduce_chunk           |
 | reduce          | replicate, before sums are dropped| memory | Retained.add                  |
 | compute         | all of them, at the end           | order  | Retained.finish               |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
-this wait. Gather memory is allocated and freed on the gather lane, what gradients are packed into on the reduce lane,
+this wait. Gather memory is allocated and freed on the gather lane, what gradients are packed into on the pack lane,
 so no block is ever recorded on a second stream. Whatever follows a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
@@ -164,7 +166,7 @@ class ComputeLane:
 
 
 class Lanes:
-    """The four lanes of one root: compute, gather, reduce, replicate (the all-reduce of hybrid sharding).
+    """The lanes of one root: compute, gather, pack, reduce, replicate (the all-reduce of hybrid sharding).
 
     Streams are made when they are first used, by the root alone: a device has few, and shares them out beyond these.
     """
@@ -176,6 +178,11 @@ class Lanes:
     @cached_property
     def gather(self) -> Lane:
         """Where parameters are gathered."""
+        return Lane(self._device, priority=-1)
+
+    @cached_property
+    def pack(self) -> Lane:
+        """Where gradients are packed, while the chunk before is on its way."""
         return Lane(self._device, priority=-1)
 
     @cached_property
@@ -221,6 +228,7 @@ class Retained:
         self._steps: deque[Generator[None, None, None]] = deque()
         self._later: deque[Generator[None, None, None]] = deque()
         self._inputs: deque[_Held] = deque()
+        self._rows: deque[_Held] = deque()
         self._sums: deque[_Held] = deque()
         self._ends: dict[Lane, torch.Event | None] = {}
 
@@ -230,17 +238,35 @@ class Retained:
             while len(self._steps) >= self.limit:
                 self._advance_oldest()
         else:
-            while len(self._sums) > 1:  # not the last one's, which need not be there yet
-                self.lanes.reduce.wait(self._sums.popleft().event)
+            self._drop_rows()
+            self._drop_sums()
         if _step(operation):
             self._steps.append(operation)
+        self._drop_inputs()
+
+    # The last one's communication may still run: what follows waits for the one before.
+
+    def _drop_inputs(self) -> None:
         while len(self._inputs) > 1 and sum(held.nbytes for held in self._inputs) > self.limit_bytes:
             self.lanes.compute.wait(self._inputs.popleft().event)
+
+    def _drop_rows(self) -> None:
+        while len(self._rows) > 1:
+            self.lanes.pack.wait(self._rows.popleft().event)
+
+    def _drop_sums(self) -> None:
+        while len(self._sums) > 1:
+            self.lanes.reduce.wait(self._sums.popleft().event)
 
     def hold(self, event: torch.Event | None, tensors: Iterable[torch.Tensor]) -> None:
         """Keep ``tensors``, of the compute stream, until ``event`` of the reduce lane."""
         if event is not None:
             self._inputs.append(_Held(event, list(tensors)))
+
+    def hold_rows(self, event: torch.Event | None, rows: torch.Tensor) -> None:
+        """Keep ``rows``, of the pack lane, until ``event`` of the reduce lane."""
+        if event is not None:
+            self._rows.append(_Held(event, [rows]))
 
     def end(self, lane: Lane, event: torch.Event | None, *sums: torch.Tensor) -> None:
         """Let the end wait for ``event`` of ``lane``, and keep ``sums``, of the reduce lane, until then."""
@@ -269,6 +295,7 @@ class Retained:
             self.lanes.compute.wait(event)
         self._ends.clear()
         self._inputs.clear()
+        self._rows.clear()
         self._sums.clear()
 
     def abandon(self) -> None:

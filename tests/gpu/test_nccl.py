@@ -162,7 +162,7 @@ class Inline(Lane):
 def inline_lanes(model: Any, device: str) -> Any:
     """Let everything of ``model``, which has not run yet, happen on the current stream."""
     lanes = model._get_fsdp_state().root.comm.lanes
-    lanes.gather, lanes.reduce, lanes.replicate = Inline(device), Inline(device), Inline(device)
+    lanes.gather, lanes.pack, lanes.reduce, lanes.replicate = (Inline(device) for _ in range(4))
     return model
 
 
@@ -175,8 +175,8 @@ def assert_lanes_do_not_race(mesh: DeviceMesh, rank: int, world: int, device: st
     assert_close(found, expected, rtol=0, atol=0)
     if device == "cuda":
         lanes = several._get_fsdp_state().root.comm.lanes
-        streams = {lane._stream for lane in (lanes.gather, lanes.reduce, lanes.replicate)}
-        assert torch.cuda.current_stream() not in streams and len(streams) == 3
+        streams = {lane._stream for lane in (lanes.gather, lanes.pack, lanes.reduce, lanes.replicate)}
+        assert torch.cuda.current_stream() not in streams and len(streams) == 4
 
 
 @policies

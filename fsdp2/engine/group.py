@@ -154,7 +154,7 @@ class FSDPParamGroup:
         """Wait for the gather and show the full parameters."""
         if self.gathering is None:
             return
-        gathering, self.gathering, self.rewritten = self.gathering, None, ""
+        gathering, self.gathering = self.gathering, None
         lanes = self.comm.lanes
         with span("all_gather_copy_out", self.name):
             rows = finish_gather(gathering, lanes.compute)
@@ -379,6 +379,7 @@ class FSDPParamGroup:
                 f"{self.name or 'the root'}: forward starts, but its last backward did not end (it raised?); "
                 "call reset_iter_state() on the root module first; that backward's gradients are discarded"
             )
+        self.rewritten = ""
         if self.lifecycle.summoned:
             return
         if self._norms and any([param.follow_statistics() for param in self._norms]):

@@ -71,6 +71,7 @@ class FSDPParamGroup:
         self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' version then
         self._generation = 0  # of the full parameters that the last forward to train with computed with
         self.kept: Kept | None = None  # what is in memory outlives its use
+        self._hidden = False  # a state dict shows shards although the full parameters are in memory
         self.rewritten = ""  # a parameter for whose sake this rank is about to gather anew; others may not
         for param in params:
             param.group = self
@@ -130,6 +131,8 @@ class FSDPParamGroup:
         A gather that ``admit`` does not want now is left for later.
         """
         if not self.lifecycle.changes("start_gather"):
+            if self._hidden:
+                self.show_resident()
             return
         store, options, lanes = self.store, self.options, self.comm.lanes
         if self.subgroup is None:
@@ -166,6 +169,7 @@ class FSDPParamGroup:
 
     def show(self, which: Which) -> None:
         """Make the modules show these tensors."""
+        self._hidden = False
         if show(self.params, which):
             self.gradients.forget_plan()
 
@@ -241,20 +245,7 @@ class FSDPParamGroup:
         """Why the shards cannot have what was written to kept full parameters; empty if they have it now."""
         if self.kept is None or not self.is_unsharded:
             return ""
-        extensions = self.store.extensions.params if self.store.extensions else ()
-        written = [param for param in self.kept.written_full() if param not in extensions]
-        for param in written:
-            if self.kept.outdated or param in self.kept.written_here():
-                why = "and so was its shard since, and which came first is not known"
-            elif not param.follow_full():
-                why = f"in {param.compute_dtype}, which would round its shard, in {param.dtype}"
-            else:
-                continue
-            return (
-                f"{param.name}: the full parameter that an evaluation or unshard() left on the module was changed in "
-                f"place, {why}. Call reshard() on the module first, then change its parameters"
-            )
-        return ""
+        return self.kept.take_writes(self.store.extensions.params if self.store.extensions else ())
 
     def _reshard_to_subgroup(self, size: int) -> None:
         """Pieces shared by ``size`` ranks on the modules, the full memory freed."""
@@ -344,6 +335,13 @@ class FSDPParamGroup:
         if self.lifecycle.residency in SHOWN:
             self.settle_writes()
             self.show("sharded")
+
+    def after_save(self, *unused: object) -> None:
+        """Undo ``show_shards`` inside a pass. Outside, shards stay shown until the next one: optimizers hold these."""
+        if self.is_idle:
+            self._hidden = self.lifecycle.residency in SHOWN
+        else:
+            self.show_resident()
 
     def show_resident(self, *unused: object) -> None:
         """Undo ``show_shards``."""

@@ -9,7 +9,7 @@ written through ``to_local()`` only this rank sees.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -72,6 +72,21 @@ class Kept:
     def written_full(self) -> list[FSDPParam]:
         """Parameters that were changed in place while they were shown full."""
         return self._changed(self._fulls, self._full_versions())
+
+    def take_writes(self, extensions: Collection[FSDPParam]) -> str:
+        """Let shards have what was written to full parameters, ``extensions`` apart; why they cannot, or empty."""
+        for param in [param for param in self.written_full() if param not in extensions]:
+            if self.outdated or param in self.written_here():
+                why = "and so was its shard since, and which came first is not known"
+            elif not param.follow_full():
+                why = f"in {param.compute_dtype}, which would round its shard, in {param.dtype}"
+            else:
+                continue
+            return (
+                f"{param.name}: the full parameter that an evaluation or unshard() left on the module was changed in "
+                f"place, {why}. Call reshard() on the module first, then change its parameters"
+            )
+        return ""
 
     def _changed(self, before: list[int], now: list[int]) -> list[FSDPParam]:
         if before == now:

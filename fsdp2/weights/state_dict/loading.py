@@ -25,7 +25,7 @@ def hook_group(group: FSDPParamGroup) -> None:
     """Let ``state_dict`` and ``load_state_dict`` of the modules that show parameters of ``group`` see its shards."""
     owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
     loader = _ShardLoader(group)
-    hook_state_dict(owners, group.show_shards, group.show_resident, loader.before_load, loader.after_load)
+    hook_state_dict(owners, group.show_shards, group.after_save, loader.before_load, loader.after_load)
 
 
 class _ShardLoader:

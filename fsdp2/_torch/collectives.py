@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 # The one collective that belongs to no step (which incarnation of the job is this?) is not for users' modes to count.
-from torch.utils._python_dispatch import _disable_current_modes as outside_modes
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
     "TORCH_COMMS",
@@ -49,7 +49,7 @@ __all__ = [
     "group_all_reduce",
     "group_all_to_all",
     "group_reduce_scatter",
-    "outside_modes",
+    "without_modes",
 ]
 
 

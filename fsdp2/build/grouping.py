@@ -166,15 +166,6 @@ class _Placed:
 def _place(
     found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
 ) -> _Placed:
-    if isinstance(found.param, DTensor) and mesh.spmd is None and not whole and _shares_ranks(found.param, mesh):
-        spec = ShardedSpec.of_shard(found.param, mesh)
-        if spec is None:
-            raise ValueError(
-                f"{found.name}: got a DTensor on {found.param.device_mesh} placed as {found.param.placements}; "
-                "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one cut as fully_shard "
-                "cuts it, on its mesh. Register it before fully_shard, or make it of full values"
-            )
-        return _Placed(found, spec, mesh, policy, cut=True)
     result: object = None
     if isinstance(placement_fn, str):
         # An extension's inputs are rows, whatever it makes of them.
@@ -195,6 +186,15 @@ def _place(
             f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
             "None"
         )
+    if isinstance(found.param, DTensor) and mesh.spmd is None and not whole and _shares_ranks(found.param, mesh):
+        spec = ShardedSpec.of_shard(found.param, mesh)
+        if spec is None:
+            raise ValueError(
+                f"{found.name}: got a DTensor on {found.param.device_mesh} placed as {found.param.placements}; "
+                "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one cut as fully_shard "
+                "cuts it, on its mesh. Register it before fully_shard, or make it of full values"
+            )
+        return _Placed(found, spec, mesh, policy, cut=True)
     mesh = mesh.replicated() if whole else mesh
     return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
 

@@ -305,7 +305,7 @@ class FSDPState(ComposableState):
 
     def _enter_member(self, grad: torch.Tensor) -> None:
         """Backward enters a member of a grouped call by itself, perhaps after others, recomputed, are done."""
-        if not self.members_to_run:
+        if any([group.lifecycle.phase is not Phase.FORWARD for group in self.groups]):
             self.pre_backward(grad)
 
     def _inputs_done(self, groups: list[FSDPParamGroup]) -> None:

@@ -16,7 +16,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch.collectives import default_store, outside_modes
+from fsdp2._torch.collectives import default_store, without_modes
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import observe_waits
 from fsdp2.engine.observer import observe_with
@@ -71,7 +71,7 @@ class _Process:
             # Only what the process group itself carries is sure not to be left by an earlier one.
             number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=mesh.device)
             try:
-                with outside_modes():
+                with without_modes():
                     for axis in (mesh.shard, mesh.replicate):
                         all_reduce_max(number, axis)
             except RuntimeError as error:

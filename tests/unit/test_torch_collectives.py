@@ -119,11 +119,11 @@ def test_torchs_collectives_with_symmetric_memory_are_made_of_group_and_backend(
         assert list(inspect.signature(kind.__init__).parameters)[1:] == ["group", "backend"]
 
 
-@probes("outside_modes")
+@probes("without_modes")
 def test_modes_do_not_see_what_is_outside_of_them() -> None:
     with gloo_mesh() as mesh, CommDebugMode() as mode:
         options = _torch.AllreduceOptions()
-        with _torch.outside_modes():
+        with _torch.without_modes():
             _torch.group_all_reduce(mesh.get_group(), [torch.ones(2)], options)
         assert mode.get_total_counts() == 0
         _torch.group_all_reduce(mesh.get_group(), [torch.ones(2)], options)

@@ -215,7 +215,8 @@ class RankMonitor:
         return None if found is None else self._digests(*found)
 
     def _digests(self, kind: str, steps: list[Step]) -> list[int]:
-        groups = {group: i for i, group in enumerate(self._root.groups)}
+        # By what they hold: one rank may have a group more, for parameters that were added there alone.
+        groups = {group: [param.name for param in group.params] for group in self._root.groups}
         numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in steps]
         return [zlib.crc32(repr(one).encode()) for one in (kind, *numbers)]
 
@@ -236,7 +237,10 @@ class RankMonitor:
             return f"{text} ({names}{', ...' if len(step.part) > 3 else ''})"
         if group.rewritten:
             return f"{text} anew ({group.rewritten}: its shard was written on this rank; write on all, or none)"
-        return f"{text} ({group.store.extensions.describe(step.part)})" if step.part else text
+        if step.part:
+            return f"{text} ({group.store.extensions.describe(step.part)})"
+        several = sum(other.name == group.name for other in self._root.groups) > 1
+        return f"{text} ({group.params[0].name}{', ...' if len(group.params) > 1 else ''})" if several else text
 
     def refuse(self, texts: dict[int, str]) -> str:
         """The error where ranks parted."""

@@ -1,0 +1,139 @@
+"""What one rank alone does must not choose a collective: it goes on right, or every rank raises and names it.
+
+DESIGN.md lists these facts; other rows have their tests in tests/step/test_kept.py, test_sequences.py and elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from tests.ranks.apart import run_apart
+from tests.support.pool import on_ranks
+
+LAST = 3
+"""The step in which one rank differs: what the others do by then they do without a question."""
+
+
+class Two(nn.Module):
+    """Two units, and parameters of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def models(**options) -> tuple[Two, Two]:
+    """A sharded model, and the same in one process."""
+    torch.manual_seed(0)
+    module = Two()
+    alone = copy.deepcopy(module)
+    for unit in (module.a, module.b, module):
+        fsdp2.fully_shard(unit, **options)
+    return module, alone
+
+
+def train(*both: nn.Module, x: torch.Tensor | None = None) -> None:
+    """One step of all models on the same rows."""
+    for module in both:
+        module(torch.ones(2, 8) if x is None else x).square().sum().backward()
+    if len(both) == 2:
+        for (name, got), expected in zip(both[0].named_parameters(), both[1].parameters(), strict=True):
+            if expected.grad is not None:
+                torch.testing.assert_close(got.grad.full_tensor(), expected.grad, msg=lambda t, n=name: f"{n}: {t}")
+    for module in both:
+        torch.optim.SGD(module.parameters(), lr=0.01).step()
+        module.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_an_input_that_needs_a_gradient(rank, world, reshard):
+    """Autograd reaches the first unit's input on one rank alone, so backward is through with it at other times."""
+    module, alone = models(reshard_after_forward=reshard)
+    for step in range(5):
+        x = torch.ones(2, 8, requires_grad=rank == 1 and step >= LAST)
+        train(module, alone, x=x)
+
+
+@on_ranks(2)
+def test_full_weights_written(rank, world):
+    """After an evaluation one rank writes to the root's full weights: its own shard has it, and nobody communicates."""
+    module, alone = models()
+    with torch.no_grad():
+        module(torch.ones(2, 8))
+        if rank == 0:
+            module.head.weight.mul_(0.5)
+        alone.head.weight[:2].mul_(0.5)
+    for _ in range(2):
+        train(module, alone)
+
+
+@on_ranks(4)
+def test_a_shard_written_in_one_replica(rank, world):
+    """An evaluation of one replica is not compared with others: whoever wrote to a shard is refused, by name."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module, alone = models(mesh=mesh)
+    train(module, alone)
+    module.unshard()  # kept for evaluations on all ranks
+    with torch.no_grad():
+        module(torch.ones(2, 8))
+        if rank < 2:
+            module._get_fsdp_state().groups[0].params[0].sharded.to_local().detach().mul_(0.5)
+            with pytest.raises(RuntimeError, match="head.weight: this rank wrote to its shard, perhaps alone"):
+                module(torch.ones(2, 8))
+
+
+def freezes(rank: int, world: int) -> None:
+    """One rank freezes a weight."""
+    module, _ = models()
+    for step in range(5):
+        if rank == 1 and step == LAST:
+            module.b.weight.requires_grad_(False)
+        train(module)
+
+
+def registers(rank: int, world: int) -> None:
+    """One rank adds a parameter to a unit."""
+    module, _ = models()
+    for step in range(5):
+        if rank == 1 and step == LAST:
+            module.b.register_parameter("scale", nn.Parameter(torch.ones_like(module.b.bias)))
+        train(module)
+
+
+@pytest.mark.parametrize(
+    ("program", "difference"),
+    [
+        (freezes, "rank 0: reduce 'b' in backward (b.weight, b.bias); rank 1: reduce 'b' in backward (b.bias)"),
+        (registers, "rank 0: gather 'b' in forward; rank 1: gather 'b' in forward (b.scale)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_parameters_changed(program, difference):
+    """Other parameters on one rank: every rank raises and names them. A parameter that was added had a group of the
+    number that the next one had elsewhere, so the ranks found no difference and waited for each other."""
+    for ended in run_apart(program, 2):
+        error = re.sub(r" \(\d+ reduce, \d+ all-reduce\)", "", ended.error)
+        assert ended.status == 1 and difference in error, ended
+
+
+@on_ranks(2)
+def test_a_parameter_replaced(rank, world):
+    """One rank puts a whole parameter in the place of a shard: its own piece has the value, without communication."""
+    module, alone = models()
+    for step in range(5):
+        if step == LAST:
+            if rank == 1:
+                module.b.weight = nn.Parameter(torch.ones(8, 8))
+            alone.b.weight.data[4:] = 1
+        train(module, alone)

@@ -21,7 +21,7 @@ help: ## this list
 demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw the loss (2 to 5 minutes)
 	@$(PY) examples/demo.py $(ARGS)
 
-test: lint ## what every change must pass: lint, types, house rules, every feature on real processes (10 minutes)
+test: lint ## what every change must pass: lint, types, house rules, every feature on real processes (10 to 20 minutes)
 	@$(PY) -m pytest $(WORKERS) $(ARGS)
 
 test-all: lint ## before a release: every case of every test, compilers, demos, the wheel (an hour or two)

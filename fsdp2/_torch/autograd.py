@@ -66,7 +66,7 @@ def explicit_grad_dtype(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
     """
     with torch._C.DisableTorchFunctionSubclass():  # not every subclass knows what it is asked
         dtype = param.grad_dtype
-        chosen = param._has_grad_dtype_override if grad_dtype_is_flagged else dtype != param.dtype  # type: ignore[attr-defined]  # new
+        chosen = param._has_grad_dtype_override if grad_dtype_is_flagged else dtype != param.dtype  # type: ignore[attr-defined]  # since torch 2.15
     return (dtype,) if chosen else ()
 
 

@@ -80,4 +80,4 @@ def unboxed_group(group: Any) -> dist.ProcessGroup:
     """The process group of an operator's argument: a box, or for functional collectives its name."""
     if isinstance(group, dist.ProcessGroup):
         return group
-    return _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]
+    return _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]  # the stub takes a tensor

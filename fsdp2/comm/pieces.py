@@ -20,6 +20,8 @@ def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> 
     if not layout.numel:
         return []
     assert layout.dim is not None
+    if layout.rank_major and layout.even and full.stride() == layout.stride:
+        return [(full.as_strided(rows.shape, (layout.slot_numel, 1)), rows)]  # the same with fewer views
     order, chunk = layout.memory_order, layout.chunk
     place = order.index(layout.dim)
     whole, rest = divmod(layout.shape[layout.dim], chunk)
@@ -36,7 +38,7 @@ def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> 
 
 def zero_gaps(rows: torch.Tensor, layout: ShardLayout) -> None:
     """Zero what ``rows`` (ranks, slot) has in excess of the pieces: behind a shorter one, and where there is none."""
-    if layout.dim is None or not layout.numel:
+    if layout.dim is None or layout.even or not layout.numel:
         return
     whole, rest = divmod(layout.shape[layout.dim], layout.chunk)
     if rest:

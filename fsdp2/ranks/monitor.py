@@ -215,8 +215,13 @@ class RankMonitor:
         return None if found is None else self._digests(*found)
 
     def _digests(self, kind: str, steps: list[Step]) -> list[int]:
-        # By what they hold: one rank may have a group more, for parameters that were added there alone.
-        groups = {group: [param.name for param in group.params] for group in self._root.groups}
+        # By their unit and what they hold: one rank may have a group more, for parameters that were added there alone.
+        # Not by full names: experts are often named by a number that only their rank has.
+        groups = {
+            group: (number, [param.name.rpartition(".")[2] for param in group.params])
+            for number, state in enumerate(self._root.all_states)
+            for group in state.groups
+        }
         numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in steps]
         return [zlib.crc32(repr(one).encode()) for one in (kind, *numbers)]
 

@@ -126,7 +126,8 @@ class Pool:
         ranks = self.ranks[: len(outcomes)]
         for rank, outcome in zip(ranks, outcomes, strict=True):
             if outcome is None and rank.process.is_alive() and rank.process.pid:
-                os.kill(rank.process.pid, signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended, but its parent has not noticed yet
+                    os.kill(rank.process.pid, signal.SIGUSR1)
         if any(outcome is None for outcome in outcomes):
             self.stop()
         lines = []

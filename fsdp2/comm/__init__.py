@@ -3,6 +3,7 @@
 context      what groups communicate on: the lanes, and the chunks in flight
 gather       from shards to full parameters
 reduce       from full gradients to shards of their mean
+formats      numbers in blocks of few bits, with a scale for each block
 pieces       copies between full tensors and the pieces of ranks
 scaling      where a sum is divided
 collectives  the only place that calls a collective

@@ -17,6 +17,7 @@ from fsdp2.sharding.layout import ShardLayout
 
 __all__ = [
     "ALIGN_BYTES",
+    "BlockFormat",
     "CastRun",
     "ChunkPlan",
     "FlatPlan",
@@ -37,6 +38,7 @@ _FULL_ALIGN_BYTES = 256
 _DIRECT_BYTES = 1 << 20
 _DIRECT_BYTES_PER_RANK = 32 << 10
 _COALESCED = 16
+_SCALE_BYTES = 4
 # A unit's gradients leave in this many chunks at most. Each costs latency in proportion to the ranks, so on more than
 # so many there are fewer: a quarter on twice as many ranks, and one from four times as many on.
 _CHUNKS, _CHUNKED_RANKS = 8, 64
@@ -65,6 +67,25 @@ class TransferSizes:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a number of bytes >= 0, got {value!r}")
         return found
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Numbers of ``kind`` in blocks of ``block`` elements, each with a float32 scale: first all numbers, then the scales.
+
+    ``kind`` is int8, a float8 dtype, or "int4", of which two share a byte.
+    """
+
+    kind: torch.dtype | str
+    block: int
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of ``numel`` elements, without scales."""
+        return numel // 2 if self.kind == "int4" else numel
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of ``numel`` elements (whole blocks), aligned so that another such row can follow."""
+        return align(self.payload_bytes(numel) + numel // self.block * _SCALE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,164 @@
+"""Block formats: numbers of eight or four bits in blocks, each with a float32 scale, and back; plain operations.
+
+A block's scale is its largest magnitude over the largest number of the format. A block with a value that is not finite
+has such a scale, and all of it decodes to values that are not finite. Everything is done in pieces, so that what is
+computed with in between stays small, and in a processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.sharding.packing import BlockFormat
+
+__all__ = ["Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encoded_views"]
+
+Draw = Callable[[torch.Tensor], torch.Tensor]
+"""Returns random numbers for as many elements: float32, in [0, 1), multiples of 2**-16."""
+
+_CPU_PIECE, _PIECE = 1 << 16, 1 << 21  # elements
+_INTEGERS: dict[torch.dtype | str, float] = {torch.int8: 127.0, "int4": 7.0}
+"""Largest number."""
+_FLOATS: dict[torch.dtype | str, tuple[float, int, int]] = {
+    torch.float8_e4m3fn: (448.0, 3, -6),
+    torch.float8_e5m2: (57344.0, 2, -14),
+}
+"""Largest number, bits behind the leading one, smallest normal exponent."""
+
+
+class Encoded(NamedTuple):
+    """Views of encoded rows: ``payload`` is (rows, blocks, bytes of a block), ``scales`` is (rows, blocks, 1)."""
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+
+    def part(self, first: int, last: int) -> Encoded:
+        """Some of the blocks."""
+        return Encoded(self.payload[:, first:last], self.scales[:, first:last])
+
+
+def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat) -> Encoded:
+    """Where ``rows`` (rows, bytes) of ``numel`` encoded elements each have their numbers and scales."""
+    payload, blocks = form.payload_bytes(numel), numel // form.block
+    numbers = rows[:, :payload].unflatten(1, (blocks, form.payload_bytes(form.block)))
+    scales = rows[:, payload : payload + 4 * blocks].view(torch.float32)
+    return Encoded(numbers, scales.unsqueeze(-1))
+
+
+def encode(values: torch.Tensor, into: Encoded, form: BlockFormat, draw: Draw | None = None) -> None:
+    """Write ``values`` (rows, elements) there, rounded to the nearest, or by chance so that the mean is the value."""
+    blocks = values.unflatten(1, (-1, form.block))
+    for first, last in _pieces(blocks):
+        target = into.part(first, last)
+        numbers = blocks[:, first:last].to(device=target.scales.device, dtype=torch.float32)
+        scales = numbers.abs().amax(-1, keepdim=True).div_(_largest(form))
+        target.scales.copy_(scales)
+        numbers = numbers / scales.masked_fill_(scales == 0, 1.0)
+        _write(_rounded(numbers, form, draw), target.payload, form)
+
+
+def decode(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
+    """Write what was encoded to ``values`` (rows, elements), which may have less than a whole block at the end."""
+    whole, rest = divmod(values.shape[1], form.block)
+    blocks = values[:, : whole * form.block].unflatten(1, (whole, form.block))
+    for first, last in _pieces(blocks):
+        _read(encoded.part(first, last), blocks[:, first:last], form)
+    if rest:
+        tail = values.new_empty(values.shape[0], 1, form.block)
+        _read(encoded.part(whole, whole + 1), tail, form)
+        values[:, whole * form.block :].copy_(tail[:, 0, :rest])
+
+
+def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat) -> None:
+    """Write the sum over rows of what was encoded to ``total`` (elements, float32)."""
+    rows = encoded.scales.shape[0]
+    blocks = total.view(-1, form.block)
+    for first, last in _pieces(blocks.expand(rows, *blocks.shape)):
+        part = encoded.part(first, last)
+        decoded = torch.empty(*part.payload.shape[:2], form.block, dtype=torch.float32, device=total.device)
+        _read(part, decoded, form)
+        torch.sum(decoded, 0, out=blocks[first:last])
+
+
+def _pieces(blocks: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """(First block, one behind the last) of pieces of ``blocks`` (rows, blocks, elements)."""
+    rows, count, size = blocks.shape
+    step = max(_piece_numel(blocks) // max(rows * size, 1), 1)
+    for first in range(0, count, step):
+        yield first, min(first + step, count)
+
+
+def _piece_numel(tensor: torch.Tensor) -> int:
+    """Elements of a piece: as fit in a cache, or many where each is a launch (which a forecast's only counts as)."""
+    if torch.compiler.is_compiling():  # its kernels keep nothing in between
+        return 1 << 62
+    launches = tensor.device.type != "cpu" or tensor.untyped_storage().device.type == "meta"
+    return _PIECE if launches else _CPU_PIECE
+
+
+def _largest(form: BlockFormat) -> float:
+    return _FLOATS[form.kind][0] if form.kind in _FLOATS else _INTEGERS[form.kind]
+
+
+def _rounded(numbers: torch.Tensor, form: BlockFormat, draw: Draw | None) -> torch.Tensor:
+    """``numbers``, which are overwritten, as numbers of the format; float8 rounds to the nearest when it is cast."""
+    largest = _largest(form)
+    if form.kind in _FLOATS:
+        if draw is not None:
+            _, bits, smallest = _FLOATS[form.kind]
+            # The power of two below each number is its bits without sign and fraction.
+            step = numbers.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+            step = step.clamp_(min=2.0**smallest).mul_(2.0**-bits)
+            numbers = numbers.div_(step).add_(draw(numbers)).floor_().mul_(step)
+    elif draw is not None:
+        numbers = numbers.add_(draw(numbers)).floor_()
+    else:
+        numbers = numbers.round_()
+    return numbers.clamp_(-largest, largest)
+
+
+def _write(numbers: torch.Tensor, payload: torch.Tensor, form: BlockFormat) -> None:
+    if isinstance(form.kind, torch.dtype):
+        payload.view(form.kind).copy_(numbers)
+        return
+    low, high = numbers.to(torch.int8).chunk(2, -1)
+    payload.view(torch.int8).copy_((low & 15) | (high << 4))
+
+
+def _read(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
+    payload, scales = encoded
+    if form.kind == torch.int8:
+        torch.mul(payload.view(torch.int8), scales, out=values)
+    elif form.kind == "int4":
+        both, half = payload.view(torch.int8), form.block // 2
+        values[..., :half].copy_((both << 4) >> 4)
+        values[..., half:].copy_(both >> 4)
+        values.mul_(scales)
+    else:
+        values.copy_(payload.view(form.kind)).mul_(scales)  # type: ignore[arg-type]  # a dtype
+
+
+class Noise:
+    """Random numbers for rounding: a linear congruential generator in every element of a tensor.
+
+    On a CPU it costs a fraction of torch's generators, it leaves the state of these alone, and it goes on when a graph
+    is replayed. It belongs to one lane. Seeds differ between ranks: equal errors would add up.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state = torch.empty(0)
+
+    def __call__(self, like: torch.Tensor) -> torch.Tensor:
+        """A ``Draw``."""
+        numel = like.numel()
+        if self._state.numel() < numel:
+            generator = torch.Generator().manual_seed(self._seed)
+            state = torch.randint(-(2**31), 2**31, (max(numel, _piece_numel(like)),), generator=generator)
+            self._state = state.to(device=like.device, dtype=torch.int32)
+        state = self._state[:numel].mul_(747796405).add_(-1403630843)
+        # The upper half alone: lower bits have short periods, and a sum with a number of the format has to be exact.
+        return (state >> 16).to(torch.float32).mul_(2.0**-16).add_(0.5).view(like.shape)

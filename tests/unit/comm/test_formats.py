@@ -1,0 +1,174 @@
+"""Block formats: exact where values are representable, within half a step of their block elsewhere, unbiased sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2.comm.formats import Noise, decode, decode_sum, encode, encoded_views
+from fsdp2.sharding.packing import BlockFormat
+
+BLOCK = 32
+INTEGERS = {torch.int8: 127, "int4": 7}
+FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+KINDS = (*INTEGERS, *FLOATS)
+
+
+def coded(values: Tensor, form: BlockFormat, draw=None) -> tuple[Tensor, Tensor]:
+    """Return the bytes that ``values`` (rows, elements) become, and what they decode to."""
+    rows, numel = values.shape
+    sent = torch.zeros(rows, form.nbytes(numel), dtype=torch.uint8)
+    encode(values, encoded_views(sent, numel, form), form, draw)
+    out = torch.full((rows, numel), 7.0)
+    decode(encoded_views(sent, numel, form), out, form)
+    return sent, out
+
+
+def steps(values: Tensor, kind: torch.dtype | str) -> Tensor:
+    """The distance between neighbouring numbers of the format at each value, given its block."""
+    blocks = values.double().unflatten(1, (-1, BLOCK))
+    peak = blocks.abs().amax(-1, keepdim=True)
+    if kind in INTEGERS:
+        step = (peak / INTEGERS[kind]).expand_as(blocks)
+    else:
+        info = torch.finfo(kind)
+        scale = peak / info.max
+        exponent = torch.floor(torch.log2((blocks / scale).abs().clamp_min(info.smallest_normal)))
+        step = scale * torch.exp2(exponent) * info.eps
+    return step.flatten(1)
+
+
+def random_values(rows: int = 3, blocks: int = 8) -> Tensor:
+    """Values whose blocks have sizes of their own."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(rows, blocks, BLOCK, generator=generator)
+    return (values * torch.logspace(-9, 9, blocks).unsqueeze(-1)).flatten(1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_are_at_most_half_a_step_of_the_block(kind: torch.dtype | str, dtype: torch.dtype) -> None:
+    values = random_values().to(dtype)
+    _, out = coded(values, BlockFormat(kind, BLOCK))
+    error = (out.double() - values.double()).abs()
+    assert (error <= (0.5 + 1e-4) * steps(values, kind)).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("by_chance", [False, True])
+def test_what_the_format_can_represent_arrives_as_it_is(kind: torch.dtype | str, by_chance: bool) -> None:
+    if kind in INTEGERS:
+        largest = INTEGERS[kind]
+        numbers = torch.arange(-largest, largest + 1).repeat(BLOCK)[: 8 * BLOCK].float()
+    else:
+        largest = torch.finfo(kind).max
+        numbers = torch.arange(256, dtype=torch.uint8).view(kind).float()
+        numbers = numbers.where(numbers.isfinite(), torch.zeros(()))
+    blocks = numbers.view(-1, BLOCK).clone()
+    blocks[:, 0] = largest
+    values = (blocks * 2.0 ** torch.arange(-4, 4).unsqueeze(-1)).view(2, -1)
+    _, out = coded(values, BlockFormat(kind, BLOCK), Noise(1) if by_chance else None)
+    assert torch.equal(out, values)
+
+
+def test_zeros_stay_zeros() -> None:
+    for kind in KINDS:
+        assert torch.equal(coded(torch.zeros(1, 2 * BLOCK), BlockFormat(kind, BLOCK), Noise(1))[1], torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_not_finite_spoils_its_block_alone(kind: torch.dtype | str, bad: float) -> None:
+    values = torch.ones(1, 3 * BLOCK)
+    values[0, BLOCK + 5] = bad
+    _, out = coded(values, BlockFormat(kind, BLOCK), Noise(1))
+    assert not out[0, BLOCK : 2 * BLOCK].isfinite().any()
+    assert torch.equal(out[0, :BLOCK], values[0, :BLOCK]) and torch.equal(out[0, 2 * BLOCK :], values[0, 2 * BLOCK :])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rounding_by_chance_goes_up_as_often_as_the_value_is_far(kind: torch.dtype | str) -> None:
+    """Over all random numbers there are, the mean is the value: exactly, given the numbers."""
+    values = random_values(1, 4)
+    draws = [(torch.tensor(i) / 64.0) for i in range(64)]
+    form = BlockFormat(kind, BLOCK)
+    outs = torch.stack([coded(values, form, lambda like, u=u: u.expand(like.shape))[1] for u in draws]).double()
+    step = steps(values, kind)
+    # 64 numbers stand for an interval each: the mean is within one of them of the value.
+    assert ((outs.mean(0) - values.double()).abs() <= step * (1 / 64 + 1e-4)).all()
+    assert ((outs - values.double()).abs() <= step * 1.0001 * (2 if kind in FLOATS else 1)).all()
+    assert len(outs[:, 0, 1].unique()) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_sums_are_unbiased(kind: torch.dtype | str) -> None:
+    """The mean of many encodings is within five standard errors; a step's error has at most half a step's deviation."""
+    values, form, noise, count = random_values(2, 2), BlockFormat(kind, BLOCK), Noise(5), 400
+    total = torch.zeros(values.shape, dtype=torch.float64)
+    for _ in range(count):
+        total += coded(values, form, noise)[1]
+    bound = 5 * 0.5 * steps(values, kind) / math.sqrt(count)
+    assert ((total / count - values).abs() <= bound).all()
+    nearest = coded(values, form)[1].double()
+    assert ((nearest - values).abs() > bound).any()  # which rounding to the nearest is not
+
+
+def test_noise_is_uniform_and_differs() -> None:
+    noise, like = Noise(1), torch.empty(1 << 16)
+    first, second, other = noise(like), noise(like), Noise(2)(like)
+    for drawn in (first, second, other):
+        assert drawn.min() >= 0 and drawn.max() < 1
+        assert torch.equal(drawn * 65536, (drawn * 65536).floor())
+        counts = torch.histc(drawn, 16, 0, 1)
+        assert ((counts - 4096).abs() < 6 * 64).all()  # six standard deviations
+    for a, b in ((first, second), (first, other), (first[1:], first[:-1])):
+        both = torch.corrcoef(torch.stack([a, b]))[0, 1]
+        assert both.abs() < 6 / 256
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_sums_of_rows(kind: torch.dtype | str) -> None:
+    values, form = random_values(), BlockFormat(kind, BLOCK)
+    sent, out = coded(values, form)
+    total = torch.empty(values.shape[1])
+    decode_sum(encoded_views(sent, values.shape[1], form), total, form)
+    assert torch.equal(total, out.sum(0))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fewer_elements_than_whole_blocks_are_decoded_to_where_they_belong(kind: torch.dtype | str, dtype) -> None:
+    values, form = random_values(), BlockFormat(kind, BLOCK)
+    sent, out = coded(values, form)
+    for numel in (1, BLOCK, 2 * BLOCK + 3):
+        full = torch.zeros(3, numel + 5, dtype=dtype)
+        decode(encoded_views(sent, values.shape[1], form), full[:, :numel], form)
+        assert torch.equal(full[:, :numel], out[:, :numel].to(dtype)) and not full[:, numel:].any()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_large_tensors_are_done_in_pieces_of_the_same_bits(kind: torch.dtype | str, monkeypatch) -> None:
+    values, form = random_values(3, 8), BlockFormat(kind, BLOCK)
+    sent, out = coded(values, form)
+    monkeypatch.setattr("fsdp2.comm.formats._CPU_PIECE", 200)
+    again, there = coded(values, form)
+    assert torch.equal(sent, again) and torch.equal(out, there)
+
+
+def test_bytes() -> None:
+    for kind, ideal in ((torch.int8, 4096), ("int4", 2048), (torch.float8_e5m2, 4096)):
+        form = BlockFormat(kind, 256)
+        assert form.nbytes(4096) == ideal + 4 * 16 <= 1.05 * ideal
+        assert form.nbytes(256) % 16 == 0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_functions_compile(kind: torch.dtype | str) -> None:
+    values, form = random_values(), BlockFormat(kind, BLOCK)
+    half = lambda like: torch.full_like(like, 0.5)
+    compiled = torch.compile(coded, backend="eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(coded(values, form, half), compiled(values, form, half)))

@@ -103,7 +103,7 @@ def test_code_that_needs_more(code, text):
     def looks(model: Any, optimizer: Any) -> None:
         code(model(torch.empty(8, WIDTH)))
 
-    if torch.cuda.is_available() and "device" in text:
-        pytest.skip("there is one")
+    if torch.backends.cuda.is_built() and "device" in text:
+        pytest.skip("fake tensors can be on one")
     with pytest.raises(RuntimeError, match=text):
         forecast(build, looks, mesh={"shard": 8})

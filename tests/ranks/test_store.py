@@ -106,6 +106,7 @@ class Model:
 
     def __init__(self, board: Board, units: int) -> None:
         self.groups: list[Any] = [Group(str(i)) for i in range(units)]
+        self.all_states = [SimpleNamespace(groups=[group]) for group in self.groups]
         self.monitor = RankMonitor(board, self, lambda job: job())  # type: ignore[arg-type]
 
     def participate(self, step: Step) -> bool:

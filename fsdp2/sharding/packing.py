@@ -71,7 +71,7 @@ class TransferSizes:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Numbers of ``kind`` in blocks of ``block`` elements, each with a float32 scale: first all numbers, then the scales.
+    """Numbers of ``kind`` in blocks of ``block`` elements, with a float32 scale each: all numbers, then all scales.
 
     ``kind`` is int8, a float8 dtype, or "int4", of which two share a byte.
     """

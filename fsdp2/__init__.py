@@ -1,5 +1,8 @@
 """fsdp2: composable per-module parameter sharding on DTensor; a drop-in ``fully_shard`` for PyTorch."""
 
+import importlib as _importlib
+import typing as _typing
+
 from fsdp2.build.modules import fsdp_modules, no_sync
 from fsdp2.build.padding import padding_report
 from fsdp2.build.plan import plan_units
@@ -32,6 +35,9 @@ from fsdp2.weights.summon import summon_full_params
 from fsdp2.weights.sync import sync_module_states
 from fsdp2.weights.use import use_weights
 
+if _typing.TYPE_CHECKING:
+    from fsdp2.forecasting.run import forecast
+
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -44,6 +50,7 @@ __all__ = [
     "UnshardHandle",
     "broadcast_from_rank0",
     "clip_grad_norm_",
+    "forecast",
     "fsdp_modules",
     "fully_shard",
     "get_state_dict_type",
@@ -69,5 +76,16 @@ __all__ = [
     "use_local_shards",
     "use_weights",
 ]
+
+# Training needs none of these: what they need of torch is imported where they are asked for.
+_LATER = {"forecast": "fsdp2.forecasting.run"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(_importlib.import_module(_LATER[name]), name)
+    return found
+
 
 _names.give_names()

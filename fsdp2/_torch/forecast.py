@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,11 +37,12 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensor",
-    "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "fake_tensors",
     "finished_work",
     "key_of",
+    "makes_ranks_of_a_mesh",
     "operator_arguments",
     "operator_returns",
     "storage_key",
@@ -49,6 +53,39 @@ __all__ = [
 # torch's counter of floating-point operations leaves a CPU's attention out, which fake tensors come to.
 CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made in the block have no memory, and modules may be cast as usual.
+
+    The converter remembers each fake tensor weakly, and for that alone ``module.to(dtype)`` would refuse it.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    remembered, swap = mode.fake_tensor_converter.meta_converter.tensor_memo, torch.utils.swap_tensors
+
+    def swap_forgotten(first: torch.Tensor, second: torch.Tensor) -> None:
+        remembered.clear()
+        swap(first, second)
+
+    torch.utils.swap_tensors = swap_forgotten
+    try:
+        with mode:
+            yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+def makes_ranks_of_a_mesh() -> bool:
+    """Whether torch's device mesh calls the operator, for the ranks it is made of: their values count."""
+    frame: Any = sys._getframe(2)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.distributed.device_mesh":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def operator_arguments(func: Any) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# A tensor without memory keeps in its Python attributes what makes it one.
+from torch._subclasses.fake_tensor import FakeTensor
+
 # A gradient that tensor parallelism is still communicating; it must be waited for before it is packed.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +69,9 @@ def python_attributes(param: torch.Tensor) -> dict[str, Any]:
     """What users stored on ``param``, without what tensor subclasses keep there to be tensors."""
     if type(param) is nn.Parameter:
         return dict(param.__dict__)
+    if isinstance(param, FakeTensor):
+        own = {*param.detach().__dict__, "_is_param"}
+        return {name: value for name, value in param.__dict__.items() if name not in own}
     inner = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
     own = {"_spec", "_is_param", *inner}
     return {name: value for name, value in param.__dict__.items() if name not in own}

@@ -19,6 +19,7 @@ from fsdp2._torch.forecast import (
     FakeTensor,
     TorchDispatchMode,
     finished_work,
+    makes_ranks_of_a_mesh,
     operator_arguments,
     operator_returns,
     storage_key,
@@ -34,7 +35,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Span:
-    """One kernel or collective on a lane; ``nbytes`` and ``group`` (its size) are a collective's."""
+    """One kernel or collective on a lane. ``nbytes``, ``ranks`` and ``group`` (a mesh axis) are of collectives."""
 
     lane: str
     kind: str
@@ -125,6 +126,8 @@ class Clock(TorchDispatchMode):
         self.stopped = False
         """Kernels take no time as long as it is set."""
         self.Stream, self.Event = self._new_stream, self._new_event  # as torch.cuda calls them
+        self.axes: dict[str, str] = {}
+        """What mesh dimensions are called, by their groups; a group says itself what it was made for."""
         self._current = [self.compute]
         self._free: dict[str, float] = {}  # when each communicator has done what it was given
         self._ready: dict[int, float] = {}  # by storage: when a functional collective has filled it
@@ -176,7 +179,7 @@ class Clock(TorchDispatchMode):
             return NotImplemented  # the kernels that they come to are what counts
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        if not any(issubclass(kind, FakeTensor) for kind in types) and tensors_in(args):
+        if not any(issubclass(kind, FakeTensor) for kind in types) and (tensors_in(args) or makes_ranks_of_a_mesh()):
             with unset_fake_temporarily():  # the ranks of a mesh, say: their values count
                 return func(*args, **kwargs)
         if func.overloadpacket.__name__ == "_local_scalar_dense" and _in_optimizer():
@@ -202,9 +205,10 @@ class Clock(TorchDispatchMode):
         factor = 2 if kind == "all_reduce" else 1
         seconds = self.hardware.collective_seconds(factor * nbytes, dist.get_process_group_ranks(group))
         name = group.group_name
+        axis = self.axes.get(name) or group.group_desc.removeprefix("mesh_")
         begin = max(ready, self.host, self._free.get(name, 0.0))
         self._free[name] = begin + seconds
-        span = Span(lane, kind, begin, begin + seconds, self.unit, nbytes, group.size(), name)
+        span = Span(lane, kind, begin, begin + seconds, self.unit, nbytes, group.size(), axis)
         self.spans.append(span)
         return span.end
 
@@ -228,8 +232,10 @@ class Clock(TorchDispatchMode):
         if name == "wait_tensor":
             stream.wait_event(Event(self, max((self._ready.pop(key, 0.0) for key in keys), default=0.0)))
             return
+        kind = next((kind for part, kind in _FUNCTIONAL.items() if name.startswith(part)), None)
+        if kind is None:
+            return  # it only wraps a tensor
         group = unboxed_group(args[-1])
-        kind = next(kind for part, kind in _FUNCTIONAL.items() if name.startswith(part))
         nbytes = sum(map(nbytes_of, tensors_in(args if kind == "reduce_scatter" else out)))
         end = self._communicate(kind, nbytes, group, f"group of {group.size()}", stream.time)
         self._ready.update(dict.fromkeys(keys, end))

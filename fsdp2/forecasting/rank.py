@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._torch.forecast import FakeStore, FakeTensorMode
+from fsdp2._torch.forecast import FakeStore, fake_tensors
 from fsdp2.comm.streams import simulated_streams
 from fsdp2.forecasting.clock import Clock
 from fsdp2.sharding.mesh import simulated_backend
@@ -38,7 +38,7 @@ def simulated_rank(
     try:
         made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         with simulated_backend(backend), simulated_streams(clock if backend != "gloo" else None):
-            with FakeTensorMode(allow_non_fake_inputs=True), clock:
+            with fake_tensors(), clock:
                 yield made
     finally:
         dist.destroy_process_group()

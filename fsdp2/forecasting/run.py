@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._torch.forecast import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from fsdp2._trace import listening
 from fsdp2.build.modules import fsdp_modules
 from fsdp2.forecasting.clock import COMPUTE, Clock, Exposed, Span
 from fsdp2.forecasting.cost import H100, Hardware, tensors_in
+from fsdp2.forecasting.errors import built_model, check_mesh, explained
 from fsdp2.forecasting.memory import Memory, Peak
 from fsdp2.forecasting.rank import simulated_rank
 
@@ -114,8 +109,10 @@ def forecast(
     no weights, no device, no other process. Values do not exist, so code must not look at any (``loss.item()``).
 
     Raises:
-        RuntimeError: this process has a process group already, or the code looks at a value, needs a device, or calls
-            an operator that says nothing of the shape of its result.
+        RuntimeError: this process has a process group already, or the code looks at a value, needs a device, makes a
+            mesh of more ranks, or calls an operator that says nothing of the shape of its result.
+        TypeError: ``build`` returned no module.
+        ValueError: ``mesh`` is none, or does not have the ``rank``.
     """
     clock = Clock(hardware)
     phase = ["building"]
@@ -127,9 +124,10 @@ def forecast(
         elif event == "root_post_backward":
             clock.unit, phase[0] = "", "after backward"
 
-    with _explained(), listening(heard), simulated_rank(mesh, clock, backend=backend, rank=rank) as made, memory:
-        built = build(made)
-        model, optimizer = built if isinstance(built, tuple) else (built, None)
+    simulated = simulated_rank(mesh, clock, backend=backend, rank=rank)
+    with explained(check_mesh(mesh, rank)), listening(heard), simulated as made, memory:
+        clock.axes = {str(made.get_group(name).group_name): name for name in mesh}
+        model, optimizer = built_model(build(made))
         begin = 0.0
         for _ in range(steps):
             _know(memory, model, optimizer)
@@ -138,30 +136,7 @@ def forecast(
             memory.begin()
             step(model, optimizer)
         _know(memory, model, optimizer)
-        axes = {str(made.get_group(name).group_name): name for name in mesh}
-        return _result(dict(mesh), clock, memory, begin, axes, _padding(model))
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise RuntimeError(
-            f"a forecast runs without values, but {error.func} depends on them; leave out what looks at tensors "
-            "in build and step (loss.item(), printing, tensor.nonzero())"
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise RuntimeError(
-            f"{error.func} does not say what its result looks like; give it a fake kernel with "
-            "torch.library.register_fake"
-        ) from error
-    except (AssertionError, RuntimeError) as error:  # of torch.cuda, and of operators
-        if not any(text in str(error) for text in ("CUDA enabled", "support for cuda")):
-            raise
-        raise RuntimeError(
-            f"a forecast needs no device, but the code asks for one ({error}); make tensors on mesh.device_type instead"
-        ) from error
+        return _result(dict(mesh), clock, memory, begin, _padding(model))
 
 
 def _know(memory: Memory, model: nn.Module, optimizer: Any) -> None:
@@ -183,13 +158,11 @@ def _padding(model: nn.Module) -> int:
     return total
 
 
-def _result(
-    mesh: dict[str, int], clock: Clock, memory: Memory, begin: float, axes: dict[str, str], padding: int
-) -> Forecast:
+def _result(mesh: dict[str, int], clock: Clock, memory: Memory, begin: float, padding: int) -> Forecast:
     launches, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for span in clock.spans:
         if span.group:
-            key = (axes.get(span.group, f"{span.ranks} ranks"), span.kind)
+            key = (span.group, span.kind)
             launches[key] += 1
             sent[key] += span.nbytes
     exposed = Counter[str]()

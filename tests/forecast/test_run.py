@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2 import forecast
 from fsdp2.__main__ import main
 from fsdp2.forecasting.cost import H100
-from fsdp2.forecasting.run import forecast
 from tests.support import api
 
 pytestmark = api.fsdp2_only
@@ -89,16 +91,27 @@ def test_command_lines_that_are_wrong(capsys, arguments, text):
     assert text in capsys.readouterr().err
 
 
+@torch.library.custom_op("fsdp2_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """An operator that does not say what its result looks like."""
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        (lambda x: x.sum().item(), "runs without values.*item"),
-        (lambda x: x.nonzero(), "runs without values"),
+        (lambda x: x.sum().item(), "without values.*local_scalar"),
+        (lambda x: x.nonzero(), "without values.*nonzero"),
+        (lambda x: x.detach().numpy(), "without values.*numpy"),
         (lambda x: x.to("cuda"), "needs no device"),
+        (lambda x: torch.cuda.set_device(0), "needs no device"),
+        (twice, r"register_fake"),
+        (lambda x: init_device_mesh("cpu", (16,)), "does not fit the 8 pretended ranks"),
+        (lambda x: torch.distributed.init_process_group("gloo"), "leave init_process_group out"),
     ],
 )
 def test_code_that_needs_more(code, text):
-    """Values and devices do not exist; the error says what to change."""
+    """Values, devices and other ranks do not exist; the error says what to change."""
 
     def looks(model: Any, optimizer: Any) -> None:
         code(model(torch.empty(8, WIDTH)))
@@ -107,3 +120,76 @@ def test_code_that_needs_more(code, text):
         pytest.skip("fake tensors can be on one")
     with pytest.raises(RuntimeError, match=text):
         forecast(build, looks, mesh={"shard": 8})
+
+
+def test_weights_are_not_loaded(tmp_path):
+    """They have no values; what to leave out is said."""
+    save_file(nn.Linear(8, 8).state_dict(), tmp_path / "weights.safetensors")
+
+    def loads(mesh: Any) -> Any:
+        model = fsdp2.fully_shard(nn.Linear(8, 8), mesh=mesh)
+        fsdp2.load_safetensors(model, tmp_path / "weights.safetensors")
+        return model
+
+    with pytest.raises(RuntimeError, match="loading weights"):
+        forecast(loads, step, mesh={"shard": 8})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"mesh": {"shard": 0}}, ValueError, "sizes of at least 1"),
+        ({"mesh": {}}, ValueError, "mesh of 0 ranks"),
+        ({"rank": 8}, ValueError, "rank 8 of a mesh of 8 ranks"),
+        (
+            {"build": lambda mesh: None},
+            TypeError,
+            "build returned NoneType; expected a module",
+        ),
+    ],
+)
+def test_arguments_that_are_wrong(change, error, text):
+    """The error says what was expected."""
+    with pytest.raises(error, match=text):
+        forecast(**{"build": build, "step": step, "mesh": {"shard": 8}, **change})
+
+
+def makes_own_mesh(mesh: Any) -> Any:
+    """Shard on another mesh of the same ranks than the one that is given."""
+    return build(init_device_mesh("cpu", (2, 4), mesh_dim_names=("copies", "pieces")))
+
+
+def casts(mesh: Any) -> Any:
+    """Cast the module before it is sharded."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).to(torch.bfloat16)
+    return fsdp2.fully_shard(model, mesh=mesh)
+
+
+def materializes(mesh: Any) -> Any:
+    """Make the module without memory, shard it and give its shards memory."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    fsdp2.fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    model[0].reset_parameters()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "axes", "shards"),
+    [
+        (makes_own_mesh, {"copies", "pieces"}, 4 * WIDTH * WIDTH * 4 // 4),
+        (casts, {"shard"}, WIDTH * WIDTH * 2 // 8),
+        (materializes, {"shard"}, WIDTH * WIDTH * 4 // 8),
+    ],
+)
+def test_ways_to_build(how, axes, shards):
+    """What real programs do before they train, without values and without memory."""
+
+    def trains(model: Any, optimizer: Any) -> None:
+        dtype = next(model.parameters()).dtype
+        model(torch.empty(8, WIDTH, dtype=dtype)).sum().backward()
+        model.zero_grad()
+
+    result = forecast(how, trains, mesh={"shard": 8})
+    assert {one.axis for one in result.collectives} == axes
+    assert result.bytes_by_kind["shards"] == shards

@@ -27,6 +27,7 @@ EXTRA_NAMES = {
     "ShardedGradScaler",
     "broadcast_from_rank0",
     "clip_grad_norm_",
+    "forecast",
     "fsdp_modules",
     "get_state_dict_type",
     "install",

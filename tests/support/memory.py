@@ -57,6 +57,8 @@ class LiveBytes(TorchDispatchMode):
         del self.references[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented  # the kernels that they come to make the memory
         result = func(*args, **(kwargs or {}))
         for value in pytree.tree_leaves(result):
             if isinstance(value, Tensor):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.unit.meshes import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
 
-@probes("FakeTensorMode", "FakeTensor", "unset_fake_temporarily", "storage_key", "key_of")
+@probes("FakeTensor", "unset_fake_temporarily", "storage_key", "key_of")
 def test_fake_tensors_have_storages_of_any_size() -> None:
-    with _torch.FakeTensorMode():
+    with _torch.fake_tensors():
         x = torch.empty(1 << 40, dtype=torch.uint8)
         storage = x.untyped_storage()
         assert x.device.type == "cpu" and storage.nbytes() == 1 << 40 and storage.device.type == "meta"
@@ -29,6 +29,25 @@ def test_fake_tensors_have_storages_of_any_size() -> None:
             == _torch.storage_key(x[3:])
             != _torch.storage_key(x.clone())
         )
+
+
+@probes("fake_tensors", "makes_ranks_of_a_mesh")
+def test_modules_of_fake_tensors_are_cast() -> None:
+    with _torch.fake_tensors():
+        linear = torch.nn.Linear(3, 3)
+        weight = linear.weight
+        assert linear.to(torch.bfloat16).weight is weight and weight.dtype is torch.bfloat16
+    assert not _torch.makes_ranks_of_a_mesh()
+    seen = []
+
+    class Note(_torch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(_torch.makes_ranks_of_a_mesh())
+            return func(*args, **(kwargs or {}))
+
+    with fake_mesh((4,)), Note():
+        init_device_mesh("cpu", (4,))
+    assert seen[0] is True
 
 
 @probes("TorchDispatchMode", "operator_arguments", "operator_returns", "unboxed_group", "finished_work", "FakeStore")
@@ -63,7 +82,7 @@ def test_attention_of_fake_tensors_is_one_operator_each_way() -> None:
             seen.add(func.overloadpacket)
             return func(*args, **(kwargs or {}))
 
-    with _torch.FakeTensorMode(), Note():
+    with _torch.fake_tensors(), Note():
         q = torch.empty(1, 2, 64, 16, requires_grad=True)
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
     assert {_torch.CPU_ATTENTION, _torch.CPU_ATTENTION_BACKWARD} <= seen
@@ -73,13 +92,13 @@ def test_attention_of_fake_tensors_is_one_operator_each_way() -> None:
 def test_a_mesh_has_its_ranks_among_fake_tensors() -> None:
     with fake_mesh((4,)):
         mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
-        with _torch.FakeTensorMode(allow_non_fake_inputs=True):
+        with _torch.fake_tensors():
             assert _torch.ranks_in(mesh) == [3, 1, 0, 2]
 
 
 @probes("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
 def test_what_depends_on_values_raises() -> None:
-    with _torch.FakeTensorMode():
+    with _torch.fake_tensors():
         x = torch.empty(3)
         for error, call in (
             (_torch.DataDependentOutputException, x.sum().item),

@@ -28,12 +28,14 @@ def refresh() -> None:
     recording = bool(_listeners) or _log is not None or profiler_running()
 
 
-def emit(event: str, name: str) -> None:
-    """Tell listeners and the debug log that ``event`` (such as "unshard") happened to the group ``name``."""
+def emit(event: str, name: str, nbytes: int | None = None) -> None:
+    """Call listeners with ``event`` (such as "unshard") and the group ``name`` and log both, with the bytes it moves
+    or frees."""
     for listener in _listeners:
         listener(event, name)
     if _log is not None:
-        _log.debug("FSDP::%s%s", event, f" ({name})" if name else "", stacklevel=2)
+        size = "" if nbytes is None else f": {nbytes:,} bytes"
+        _log.debug("FSDP::%s%s%s", event, f" ({name})" if name else "", size, stacklevel=2)
 
 
 def span(event: str, name: str) -> AbstractContextManager[object]:

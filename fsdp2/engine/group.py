@@ -147,7 +147,7 @@ class FSDPParamGroup:
         if admit is not None and admit(Step("gather", self, tuple(map(torch.numel, extras)))) is Answer.LATER:
             return
         if _trace.recording:
-            emit("unshard", self.name)
+            emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
         with span("all_gather", self.name):
             self.gathering = start_gather(buffers, axis, lanes.gather, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
@@ -223,7 +223,7 @@ class FSDPParamGroup:
         self._keep_shards_alone()
         self.lifecycle.move("reshard")
         if _trace.recording:
-            emit("reshard", self.name)
+            emit("reshard", self.name, self.store.full_bytes)
         if refused:
             raise RuntimeError(refused)
 

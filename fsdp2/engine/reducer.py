@@ -283,9 +283,9 @@ class GroupGradients:
             for param, shard in zip(params, shards):
                 param.accumulate_gradient(shard)
 
-        if _trace.recording:
-            emit("reduce", self.name)
         plan = self._reduce_plan(indices, grads)
+        if _trace.recording:
+            emit("reduce", self.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
             self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]].reduce))

@@ -127,7 +127,7 @@ def test_checkpoint_wrapper(rank, world, order, reentrant):
 
 @on_ranks(2)
 def test_log(rank, world):
-    """Every line that TORCH_LOGS=+fsdp shows of torch's, it shows of ours."""
+    """Every line that TORCH_LOGS=+fsdp shows of torch's, it shows of ours, and the bytes of what moves or is freed."""
     logger, handler = logging.getLogger("torch.distributed.fsdp.fully_shard"), logging.Handler()
 
     def lines(fsdp: Any) -> set[str]:
@@ -148,3 +148,6 @@ def test_log(rank, world):
         logger.removeHandler(handler)
     assert "FSDP::post_backward (0)" in theirs
     assert theirs <= ours, theirs - ours
+    if api.name == "fsdp2":  # a layer of 8 by 8 weights and 8 biases
+        assert {f"FSDP::{event} (0): 288 bytes" for event in ("unshard", "reduce")} <= ours
+        assert any(line.startswith("FSDP::reshard (0): ") for line in ours)

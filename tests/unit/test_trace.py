@@ -64,10 +64,10 @@ def test_one_listener_may_listen_twice() -> None:
 def test_the_debug_log_names_event_and_group(caplog: pytest.LogCaptureFixture, name: str) -> None:
     with caplog.at_level(logging.DEBUG, logger=name):
         refresh()
-        emit("unshard", "layers.0")
+        emit("unshard", "layers.0", 4096)
         emit("root_post_backward", "")
     refresh()
-    assert caplog.messages == ["FSDP::unshard (layers.0)", "FSDP::root_post_backward"]
+    assert caplog.messages == ["FSDP::unshard (layers.0): 4,096 bytes", "FSDP::root_post_backward"]
 
 
 def test_an_event_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

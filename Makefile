@@ -18,7 +18,7 @@ WORKERS := --numprocesses auto --maxprocesses 8 --dist worksteal
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw the loss (2 to 5 minutes)
+demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (about 2 minutes)
 	@$(PY) examples/demo.py $(ARGS)
 
 test: lint ## what every change must pass: lint, types, house rules, every feature on real processes (10 to 20 minutes)

@@ -1,9 +1,10 @@
-"""What a job comes to: a table of every run side by side, and a picture of the loss."""
+"""What a job comes to: a table of every run side by side, and a picture of loss, memory and speed."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from gpt.processes import UserError
 from gpt.record import Progress, Run
@@ -46,14 +47,31 @@ def table(progress: Progress) -> str:
 
 
 def picture(progress: Progress, path: Path) -> Path:
-    """`path`, where a PNG of the loss over all runs now is; one that was there is replaced when this one is done.
+    """`path`, where a PNG of loss, memory and speed of all runs now is; one that was there is replaced when this one is
+    done.
 
     Raises UserError if it cannot be written.
     """
     from matplotlib.figure import Figure  # here, because only rank 0 ever draws
 
-    figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(12, 5), dpi=130, layout="constrained")
+    figure.suptitle("A byte-level GPT, sharded by fsdp2.fully_shard")
+    axes = figure.subplot_mosaic([["loss", "memory"], ["loss", "speed"]], width_ratios=[2.2, 1])
+    _draw_losses(axes["loss"], progress)
+    _draw_memory(axes["memory"], progress)
+    _draw_speed(axes["speed"], progress)
+    for one in axes.values():
+        one.spines[["top", "right"]].set_visible(False)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"could not draw {path}: {error.strerror or error}; the checkpoints are saved") from error
+    return path
+
+
+def _draw_losses(axes: Any, progress: Progress) -> None:
     losses = [loss for run in progress.runs for loss in run.losses]
     smooth = _smooth(losses)
     for number, run in enumerate(progress.runs):
@@ -70,17 +88,31 @@ def picture(progress: Progress, path: Path) -> Path:
     axes.plot(*zip(*seen, strict=True), "o--", color="0.15", markersize=4, linewidth=1, label="held-out text")
     axes.annotate(f" {seen[-1][1]:.3f}", seen[-1], va="center", ha="left", color="0.15")
     axes.margins(x=0.06)
-    axes.set(xlabel="step", ylabel="loss, nats a byte", title="A byte-level GPT, sharded by fsdp2.fully_shard")
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center")
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, format="png")
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"could not draw {path}: {error.strerror or error}; the checkpoints are saved") from error
-    return path
+
+
+def _draw_memory(axes: Any, progress: Progress) -> None:
+    """For each run, the peak of a step on one rank, and what it would be without sharding in grey behind it."""
+    for number, run in enumerate(progress.runs):
+        label = "without sharding" if number == 0 else None
+        axes.bar(number, run.peak_bytes_unsharded / 1e6, width=0.8, color="0.85", label=label)
+        bar = axes.bar(number, run.peak_bytes / 1e6, width=0.5, color=COLORS[number % len(COLORS)])
+        axes.bar_label(bar, fmt="{:,.0f} MB", padding=2, color="0.15")
+    axes.set(title="peak memory of a step, one rank", ylabel="MB")
+    axes.set_xticks(range(len(progress.runs)), [_processes(run) for run in progress.runs])
+    axes.margins(y=0.3)
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _draw_speed(axes: Any, progress: Progress) -> None:
+    for number, run in enumerate(progress.runs):
+        bar = axes.bar(number, run.tokens_per_second, width=0.5, color=COLORS[number % len(COLORS)])
+        axes.bar_label(bar, fmt="{:,.0f}", padding=2, color="0.15")
+    axes.set(title="tokens a second, all ranks")
+    axes.set_xticks(range(len(progress.runs)), [_processes(run) for run in progress.runs])
+    axes.margins(y=0.2)
 
 
 def _smooth(values: list[float], reach: int = 8) -> list[float]:
@@ -90,7 +122,11 @@ def _smooth(values: list[float], reach: int = 8) -> list[float]:
 
 
 def _title(run: Run) -> str:
-    return f"{run.ranks} process{'es' if run.ranks > 1 else ''} ({run.backend})"
+    return f"{_processes(run)} ({run.backend})"
+
+
+def _processes(run: Run) -> str:
+    return f"{run.ranks} process{'es' if run.ranks > 1 else ''}"
 
 
 def _megabytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Processes that are expected to fail: started for one test, killed after it, their words and times kept."""
+"""Processes that are expected to fail: started for one test, killed after it, what they printed kept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,11 +21,10 @@ LIMIT_SECONDS = 120.0
 
 @dataclass
 class Ended:
-    """How one rank ended: exit status (None: it hung and was killed), what it printed, seconds until it ended."""
+    """How one rank ended: exit status (None: it hung and was killed), and what it printed."""
 
     status: int | None
     output: str
-    seconds: float
 
     @property
     def error(self) -> str:
@@ -40,19 +40,14 @@ def run_apart(program: Callable[[int, int], None], world: int) -> list[Ended]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         logs = enumerate(map(str, paths))
         processes = [start_process(_run, program, rank, world, store.port, log=log) for rank, log in logs]
-        start = time.monotonic()
-        seconds = [LIMIT_SECONDS] * world
-        running = set(range(world))
-        while running and time.monotonic() < start + LIMIT_SECONDS:
-            for rank in [rank for rank in running if not processes[rank].is_alive()]:
-                seconds[rank] = time.monotonic() - start
-                running.remove(rank)
-            time.sleep(0.02)
+        running, deadline = {process.sentinel for process in processes}, time.monotonic() + LIMIT_SECONDS
+        while running and (ended := wait(running, timeout=max(0.0, deadline - time.monotonic()))):
+            running.difference_update(ended)  # type: ignore[arg-type]
+        statuses = [None if process.sentinel in running else process.exitcode for process in processes]
         for process in processes:
-            process.kill() if process.is_alive() else None
+            process.kill()
             process.join()
-        statuses = [None if rank in running else process.exitcode for rank, process in enumerate(processes)]
-        return [Ended(s, path.read_text(), t) for s, path, t in zip(statuses, paths, seconds)]
+        return [Ended(status, path.read_text()) for status, path in zip(statuses, paths)]
 
 
 def _run(program: Callable[[int, int], None], rank: int, world: int, port: int) -> None:

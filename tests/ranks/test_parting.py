@@ -1,4 +1,4 @@
-"""Where ranks do not do the same, every rank raises soon and says what each of them was about to do."""
+"""Where ranks do not do the same, every rank raises instead of waiting, and names what each of them was about to do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import nn
 
 import fsdp2
 from tests.ranks.apart import Ended, run_apart
-
-SOON = 60.0
-"""Seconds until all ranks have ended on a busy machine, start included; on idle cores it is about two."""
 
 
 class Branches(nn.Module):
@@ -127,7 +124,6 @@ def test_a_rank_that_dies_is_named():
     ended = run_apart(dies, 3)
     assert [one.status for one in ended] == [1, 1, 9]
     assert all("rank 2 did not answer" in one.error for one in ended[:2]), [one.output for one in ended]
-    assert all(one.seconds < SOON for one in ended)
 
 
 def dies_early(rank: int, world: int) -> None:
@@ -144,7 +140,6 @@ def test_a_rank_that_dies_before_its_first_forward_is_noticed():
     assert [one.status for one in ended] == [1, 1, 9], [one.output for one in ended]
     text = "a rank ended before it came to the first forward"
     assert all(text in one.error for one in ended[:2]), [one.output for one in ended]
-    assert all(one.seconds < SOON for one in ended)
 
 
 def other_shape(rank: int, world: int) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import time
+from multiprocessing import connection
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import ROOT, api
+from tests.support import ROOT, api, worker
+from tests.support import pool as pools
 from tests.support.pool import Pool, RankError, on_ranks
+from tests.support.worker import FREED_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +50,16 @@ def value_of(rank, world, base):
 
 
 def fail_on(rank, world, failing):
-    """Fail on one rank while the others wait for it."""
+    """Fail on one rank while the others, which are here as well by then, wait for it."""
+    dist.barrier()
     if rank == failing:
         raise ValueError("the reason")
     dist.barrier()
 
 
 def hang_on(rank, world, hanging):
-    """Never return on one rank."""
+    """Never return on one rank, once all are here."""
+    dist.barrier()
     while rank == hanging:
         time.sleep(0.01)
 
@@ -67,13 +74,15 @@ LEAKED = []
 
 
 def leak(rank, world):
-    """Keep a sharded module alive beyond its test."""
+    """Keep a sharded module alive beyond its test, in a process that does not wait for its end."""
+    worker.FREED_SECONDS = 0.0
     LEAKED.append(api.theirs.fully_shard(torch.nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (world,))))
 
 
 def forget(rank, world):
     """Drop what ``leak`` kept."""
     LEAKED.clear()
+    worker.FREED_SECONDS = FREED_SECONDS
 
 
 def test_values_come_back_in_rank_order(pool):
@@ -86,17 +95,24 @@ def test_failure_shows_every_rank_and_the_pool_recovers(pool):
     with pytest.raises(RankError) as caught:
         pool.run(2, fail_on, {"failing": 1}, 30.0)
     text = str(caught.value)
-    assert "ValueError: the reason" in text
-    assert "in barrier" in text and "in fail_on" in text
+    assert "ValueError: the reason" in text and "rank 0 of 2: no answer" in text and text.count("in fail_on") == 2
     assert pool.run(2, value_of, {"base": 0}, 30.0) == [0, 1]
 
 
-def test_hanging_rank_is_stopped_at_the_limit(pool):
-    """A test that never ends costs its limit, shows where it hung, and leaves no process."""
+def test_hanging_rank_is_stopped_at_the_limit(pool, monkeypatch):
+    """A test that never ends costs its limit, shows where it hung, and leaves no process.
+
+    The limit is reached as soon as the other rank has answered, whatever the clock shows.
+    """
     pool.run(2, value_of, {"base": 0}, 30.0)
     processes = [rank.process for rank in pool.ranks]
+
+    def wait(ranks: list[connection.Connection], timeout: float) -> list[object]:
+        return connection.wait(ranks, timeout) if len(ranks) > 1 else []
+
+    monkeypatch.setattr(pools, "connection", SimpleNamespace(wait=wait, Connection=connection.Connection))
     with pytest.raises(RankError) as caught:
-        pool.run(2, hang_on, {"hanging": 0}, 5.0)
+        pool.run(2, hang_on, {"hanging": 0}, 60.0)
     assert "in hang_on" in str(caught.value) and "--- rank 1 of 2: finished" in str(caught.value)
     assert all(not process.is_alive() for process in processes)
 
@@ -126,8 +142,10 @@ def test_module_that_outlives_its_test_is_a_failure(pool):
 
 
 PARENT = """
+from tests.support import processes
 from tests.support.pool import Pool
 from tests.support.test_pool import hang_on, value_of
+processes.PRELOADED = ("tests.support.worker",)  # all that two ranks need
 pool = Pool()
 pool.run(2, value_of, {"base": 0}, 30.0)
 print(*[rank.process.pid for rank in pool.ranks], flush=True)
@@ -152,9 +170,7 @@ def test_processes_end_when_their_parent_is_killed():
 
 
 def ended(descriptor: int) -> bool:
-    """Wait for the end of a process, at most 20 seconds."""
-    import select
-
+    """Wait for the end of a process that should be killed, at most 100 seconds."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(20_000))
+    return bool(poll.poll(100_000))

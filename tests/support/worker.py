@@ -27,6 +27,8 @@ import torch.distributed as dist
 from tests.support import api
 
 PR_SET_PDEATHSIG = 1
+FREED_SECONDS = 20.0
+"""How long a module may outlive its test: a thread that is looking at one may be late on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Worker:
             if type(error).__name__ == "Skipped":
                 return Outcome(skipped=str(error))
             return Outcome(traceback=traceback.format_exc())
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + FREED_SECONDS
         while left := live_modules():  # the thread that answers other ranks may be looking at one
             if time.monotonic() < deadline:
                 time.sleep(0.05)

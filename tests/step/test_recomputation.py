@@ -54,13 +54,14 @@ def copied(function: Function, x: Tensor) -> Tensor:
         return function(x)
 
 
+COPIED = "copied and recomputed"
 HOWS: dict[str, Callable[[Function, Tensor], Tensor]] = {
     "not reentrant": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
     "selective": selectively,
     "offloaded": offloaded,
     "copied": copied,
-    "copied and recomputed": lambda function, x: copied(partial(checkpoint, function, use_reentrant=False), x),
+    COPIED: lambda function, x: copied(partial(checkpoint, function, use_reentrant=False), x),
 }
 
 
@@ -197,7 +198,10 @@ def test_wrappers_on_hybrid_meshes(rank, world, wrapper):
 @composes("selective recomputation", "tensor parallel")
 @composes("activations on the CPU", "tensor parallel", "recomputation")
 @on_ranks(4)
-@pytest.mark.parametrize("how", ["not reentrant", "reentrant", "selective", "copied and recomputed"])
+@pytest.mark.parametrize(
+    "how",
+    ["reentrant", "selective", *(pytest.param(how, marks=pytest.mark.slow) for how in ("not reentrant", COPIED))],
+)
 def test_over_tensor_parallelism(rank, world, how):
     """Recomputed units of DTensors."""
     mesh = mesh_2d("dp", "tp")

@@ -26,6 +26,7 @@ CONFIG = LlamaConfig(vocabulary=16, layers=2, width=8, heads=2, context=4)
 BATCH = 4
 BOTH = ("torch", "alone")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OTHERS = [((2, 2), False), ((4, 1), True)]
 
 
 def llama() -> Llama:
@@ -61,8 +62,10 @@ def sharded(dp, tp, **options):
 
 @composes("tensor parallel", "sequence parallel", "loss parallel", "SGD")
 @on_ranks(4)
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "reshard"),
+    [((2, 2), True), ((4, 1), False), *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)],
+)
 def test_language_model(rank, world, sizes, reshard):
     """The whole plan: embedding, sequence-parallel norms, attention, gated feed-forward, loss in parallel."""
     mesh = mesh_of(*sizes, names=("dp", "tp"))
@@ -80,7 +83,7 @@ def test_language_model_with_policies(rank, world, options):
     """Casts and offloading do not see that parameters are DTensors."""
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     cast = "mp_policy" in options
-    against, tolerance = (("torch",), 0.02) if cast else (BOTH, 1e-5)
+    against, tolerance = (("torch",), 0.05) if cast else (BOTH, 2e-5)
     prepare = sharded(mesh["dp"], mesh["tp"], **options)
     part = (mesh.get_local_rank("dp"), 2)
     assert_parity(prepare, build=llama, program=language, part=part, against=against, tolerance=tolerance)
@@ -103,22 +106,17 @@ def dims(*names: str, replicate: str | None = None) -> DataParallelMeshDims:
     return DataParallelMeshDims(shard=names, replicate=replicate)
 
 
-@composes("tensor parallel", "named dimensions")
-@composes("tensor parallel", "named dimensions", "hybrid sharding")
-@on_ranks(8)
-@pytest.mark.parametrize("cut", [0, 1])
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [
-        (("a", "b", "tp"), dims("a", "b")),
-        (("r", "s", "tp"), dims("s", replicate="r")),
-        (("tp", "a", "b"), dims("a", "b")),
-    ],
-    ids=["two shard dimensions", "hybrid", "tensor parallel first"],
-)
-def test_named_dimensions(rank, world, names, chosen, cut):
-    """Several shard dimensions become one; a replicate one stays; tensor parallelism cuts the same or another."""
-    mesh = mesh_of(2, 2, 2, names=names)
+NAMED = {
+    "two shard dimensions": (("a", "b", "tp"), dims("a", "b")),
+    "hybrid": (("r", "s", "tp"), dims("s", replicate="r")),
+    "tensor parallel first": (("tp", "a", "b"), dims("a", "b")),
+}
+
+
+def assert_named_dimensions_train(sizes: dict[str, int], kind: str, cut: int) -> None:
+    """Train on a mesh of three dimensions; those that are not named have two ranks."""
+    names, chosen = NAMED[kind]
+    mesh = mesh_of(*(sizes.get(name, 2) for name in names), names=names)
 
     def prepare(module, fsdp):
         spread(module, mesh, chosen, {"tp": cut})
@@ -126,6 +124,30 @@ def test_named_dimensions(rank, world, names, chosen, cut):
 
     against = ("alone",) if names[0] == "tp" else api.against("2.12")
     assert_parity(prepare, build=OnMesh, part=ranks_of(chosen, mesh), against=against)
+
+
+@composes("tensor parallel", "named dimensions")
+@composes("tensor parallel", "named dimensions", "hybrid sharding")
+@on_ranks(4)
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("kind", NAMED)
+def test_named_dimensions(rank, world, kind, cut):
+    """Several shard dimensions become one; a replicate one stays; tensor parallelism cuts the same or another."""
+    assert_named_dimensions_train({"b": 1, "s": 1}, kind, cut)
+
+
+@on_ranks(8)
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        pytest.param(kind, cut, marks=[] if (kind, cut) == ("two shard dimensions", 1) else pytest.mark.slow)
+        for kind in NAMED
+        for cut in (0, 1)
+    ],
+)
+def test_named_dimensions_of_two_ranks_each(rank, world, kind, cut):
+    """The same where no dimension is of one rank."""
+    assert_named_dimensions_train({}, kind, cut)
 
 
 @composes("tensor parallel", "uneven")

@@ -3,7 +3,8 @@
 A test on ranks multiplies its cases by world sizes. Each set of parameters runs on one world size, in turn, so that
 each value of a parameter meets each world size; the first set runs on all. Two ranks, the fewest that communicate, have
 two turns. Where a test has one world size, the sizes of transfers take turns; on four ranks, which cost most, the
-values of ``reshard``, or of a parameter of two values; and in a very large matrix such a parameter beside world sizes.
+values of ``reshard``, or of a parameter of two values, or of the shorter one of two; and in a very large matrix such a
+parameter beside world sizes.
 Where three or more parameters are multiplied, only so many of these cases run that each value of one parameter meets
 each value of each other one.
 """
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+ALL_VARIABLE = "FSDP2_TESTS_ALL"
+"""What the processes of ranks know from ``pytest --all``."""
 SMALL = 4
 """A matrix of up to so many cases runs whole."""
 LARGE = 100
@@ -64,7 +67,9 @@ def takes_turns(cases: Sequence[Case], several: Sequence[str]) -> list[str]:
     """Return the parameters of which each set of the others runs with one value."""
     costly = all(case.get("world", 0) >= 4 for case in cases)
     pairs = [name for name in several if len({case[name] for case in cases}) == 2]
-    found = _multiplied(cases, several, ["world", "transfer", *(["reshard", *pairs[:1]] if costly else [])])[:1]
+    shorter = sorted(several, key=lambda name: len({case[name] for case in cases}))[: len(several) == 2]
+    turning = ["reshard", *pairs[:1], *shorter] if costly else []
+    found = _multiplied(cases, several, ["world", "transfer", *turning])[:1]
     if len(cases) > LARGE and len(several) == 3:
         found += _multiplied(cases, several, [name for name in pairs if name not in found])[:1]
     return found

@@ -59,6 +59,9 @@ def test_transfers_take_turns_on_one_world(world):
     reshard = matrix(world=(world,), reshard=(None, True, False), kind="abcdef")
     kept = [reshard[index] for index in sample(numbered(reshard))]
     assert len(kept) == (18 if world == 2 else 8) and {case["kind"] for case in kept} == set("abcdef")
+    two = matrix(world=(world,), mesh=("line", "hybrid", "tp"), kind="abcd")
+    kept = [two[index] for index in sample(numbered(two))]
+    assert len(kept) == (12 if world == 2 else 6) and {case["kind"] for case in kept} == set("abcd")
 
 
 def test_in_a_very_large_matrix_two_parameters_take_turns():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.sampling import numbered, sample
+from tests.support.sampling import ALL_VARIABLE, numbered, sample
 
 settings.register_profile(
     "ci", derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
@@ -33,8 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hand the options on; worker processes inherit the environment."""
+    """Hand the options on; worker processes inherit the environment, and each computes on one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, which no plugin has done yet
     os.environ["FSDP2_TESTS_IMPLEMENTATION"] = config.getoption("--implementation")
+    os.environ[ALL_VARIABLE] = "1" if config.getoption("--all") else ""
     if limit := config.getoption("--limit"):
         from tests.support.pool import POOL  # imports what the variable above chooses
 

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.support import ROOT, api
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -30,7 +30,7 @@ def train(rank: int, world: int, title: str) -> list[torch.Tensor]:
     data = torch.randint(256, (STEPS, world, 2, LENGTH + 1))[:, rank]
     with idea.off():
         for module in (*model.layers, model):
-            api.ours.fully_shard(module, mesh=cpu_mesh(world))
+            api.ours.fully_shard(module, mesh=mesh_of(world))
             module.set_transfer_sizes(direct_param_bytes=1, direct_group_bytes=1, chunk_bytes=1, recurse=False)
             if idea.change is not None:
                 idea.change(module)

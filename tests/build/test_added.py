@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support import api
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -32,7 +32,7 @@ class Scaled(nn.Module):
 def sharded(world: int, **options) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     alone = Scaled()
-    return api.ours.fully_shard(copy.deepcopy(alone), mesh=cpu_mesh(world), **options), alone
+    return api.ours.fully_shard(copy.deepcopy(alone), mesh=mesh_of(world), **options), alone
 
 
 @on_ranks(1, 2, 4)

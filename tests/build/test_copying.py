@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support import api
 from tests.support.models import children, mlp
-from tests.support.oracle import cpu_mesh
-from tests.support.parity import mean_output, trains_like_one_process
+from tests.support.parity import mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -29,12 +28,12 @@ def test_classes_made_in_a_function_are_freed(rank, world):
             def forward(self, x):
                 return super().forward(x) + 0 * len(list(model.children()))
 
-        model = api.ours.fully_shard(Local(4, 4), mesh=cpu_mesh(world))
+        model = api.ours.fully_shard(Local(4, 4), mesh=mesh_of(world))
         return model
 
     module = build()
     original = type(module).__bases__[1]
-    again = api.ours.fully_shard(original(2, 2), mesh=cpu_mesh(world))
+    again = api.ours.fully_shard(original(2, 2), mesh=mesh_of(world))
     assert type(again) is type(module) and issubclass(type(module), original)
     freed = weakref.ref(original)
     del original, again
@@ -49,7 +48,7 @@ def test_saving_and_copying_a_sharded_state_dict(rank, world):
     """All shards of a unit but the first lie at an offset in its buffer. torch tells a DTensor from a tensor with
     memory by its address, which is the offset, so ``torch.save`` and ``copy.deepcopy`` of a state dict died with
     "invalid python storage"."""
-    module = api.ours.fully_shard(mlp(4, 6, 3), mesh=cpu_mesh(world))
+    module = api.ours.fully_shard(mlp(4, 6, 3), mesh=mesh_of(world))
     state = module.state_dict()
     file = io.BytesIO()
     torch.save(state, file)
@@ -71,7 +70,7 @@ def test_saving_and_copying_a_sharded_state_dict(rank, world):
 def test_copying_a_part_of_a_unit(rank, world):
     """The hooks of a module inside a unit led ``copy.deepcopy`` to the unit's full parameters, whose memory is freed,
     and from there to "invalid python storage" or a crash."""
-    module = api.ours.fully_shard(mlp(4, 6, 3), mesh=cpu_mesh(world))
+    module = api.ours.fully_shard(mlp(4, 6, 3), mesh=mesh_of(world))
     module(torch.ones(2, 4)).sum().backward()
     module.zero_grad()
     with pytest.raises(NotImplementedError, match=r"0.weight: a part of a sharded unit cannot be deep-copied"):
@@ -94,8 +93,8 @@ def test_a_copy_adopts_what_is_added_to_it(rank, world):
     original = nn.Sequential(Shifted(4, 6), nn.Linear(6, 3))
     original.scale = nn.Parameter(torch.ones(()))
     whole = copy.deepcopy(original)
-    api.ours.fully_shard(original[0], mesh=cpu_mesh(world))
-    api.ours.fully_shard(original, mesh=cpu_mesh(world), ignored_params={original.scale})
+    api.ours.fully_shard(original[0], mesh=mesh_of(world))
+    api.ours.fully_shard(original, mesh=mesh_of(world), ignored_params={original.scale})
     clone = copy.deepcopy(original)
     for module in (clone, whole):
         torch.manual_seed(1)
@@ -117,7 +116,7 @@ def test_a_copy_of_a_compiled_module(rank, world):
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[0].compile(backend="eager")
     for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     clone = copy.deepcopy(module)
     clone(torch.ones(1, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in clone.parameters())
@@ -142,7 +141,7 @@ def test_a_shallow_copy_of_a_unit(rank, world):
     """The copy shares parameters and gathers with the unit, and its forward ends what it began."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=True)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=True)
     expected = module[0](torch.ones(2, 8)).detach()
     other = copy.copy(module[0])
     for _ in range(2):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support import api
 from tests.support.models import mlp
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 
@@ -20,11 +20,11 @@ def test_tying_to_a_unit_that_was_cast(rank, world):
     """``Module.to`` swaps what a shard is, its mark as a managed parameter included. A later ``fully_shard`` that met
     it as a tie took it for a parameter of tensor parallelism and died inside torch."""
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    api.ours.fully_shard(module[0], mesh=cpu_mesh(world))
+    api.ours.fully_shard(module[0], mesh=mesh_of(world))
     module[0].to(torch.float64)
     module[1].weight = module[0].weight
-    api.ours.fully_shard(module[1], mesh=cpu_mesh(world))
-    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    api.ours.fully_shard(module[1], mesh=mesh_of(world))
+    api.ours.fully_shard(module, mesh=mesh_of(world))
     assert module[1].weight is module[0].weight and module[1].weight.to_local().shape == (2, 4)
     module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     assert module[0].weight.grad is not None
@@ -96,7 +96,7 @@ def test_a_frozen_quantized_base(rank, world):
     weight = torch.randn(4, 4)
     reference, module = nn.Sequential(PackedLinear(weight)), nn.Sequential(PackedLinear(weight))
     for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     for step in range(2):
         inputs = torch.full((2, 4), step + 1.0)
         got, expected = module(inputs), reference(inputs)
@@ -117,7 +117,7 @@ def test_other_experts_on_other_ranks(rank, world):
     torch.manual_seed(rank)
     module = nn.Sequential(dense, nn.Linear(4, 3 + rank))
     api.ours.fully_shard(module[1], mesh=alone)
-    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    api.ours.fully_shard(module, mesh=mesh_of(world))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module(torch.ones(1, 4)).sum().backward()
@@ -141,7 +141,7 @@ def test_a_unit_of_empty_parameters(rank, world):
     empty list, with an error that names nothing."""
     module = nn.Sequential(nn.Linear(3, 3), Empty())
     for unit in (module[1], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     module(torch.ones(1, 3)).sum().backward()
     assert module[0].weight.grad is not None
     assert module[1].weight.grad is not None and module[1].weight.grad.shape == (2, 0)
@@ -153,7 +153,7 @@ def test_an_ignored_parameter_that_is_replaced(rank, world):
     next forward took for a parameter that was added, and sharded."""
     module = mlp(4, 4, 4)
     ignored = module.get_parameter("0.weight")
-    api.ours.fully_shard(module, mesh=cpu_mesh(world), ignored_params={ignored})
+    api.ours.fully_shard(module, mesh=mesh_of(world), ignored_params={ignored})
     module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
     replaced = module.get_parameter("0.weight")
     assert replaced is not ignored

@@ -8,7 +8,7 @@ import fsdp2
 from tests.support import api
 from tests.support.docs import snippets
 from tests.support.models import Transformer
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -21,7 +21,7 @@ def test_snippets(rank, world, tmp_path):
     model = Transformer()
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
     for unit in (*model.blocks, model.head, model):
-        fsdp2.fully_shard(unit, mesh=cpu_mesh(world))
+        fsdp2.fully_shard(unit, mesh=mesh_of(world))
     received: dict[str, torch.Tensor] = {}
     path = tmp_path / f"{rank}.pt"
     names = {

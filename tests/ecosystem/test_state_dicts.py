@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.models import mlp
-from tests.support.oracle import cpu_mesh
-from tests.support.parity import mesh_1d, mesh_2d, stack
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of, stack
 from tests.support.pool import on_ranks
 
 
@@ -153,13 +152,13 @@ def test_optimizer_state_alone(rank, world):
 def test_saving_in_the_background(rank, world, tmp_path):
     """Shards were views further back in one storage. ``dcp.async_save`` takes a DTensor of such a piece for a tensor
     with data and died with "invalid python storage", and saving one parameter wrote the shards of its whole group."""
-    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
+    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=mesh_of(world))
     for parameter in module.parameters():
         local = parameter.to_local()
         assert parameter.data_ptr() == 0 and local.untyped_storage().nbytes() == local.nbytes
     before = {name: value.full_tensor() for name, value in module.state_dict().items()}
     dcp.async_save(module.state_dict(), checkpoint_id=tmp_path).result()
-    other = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world))
+    other = api.ours.fully_shard(mlp(4, 4, 4), mesh=mesh_of(world))
     dcp.load(other.state_dict(), checkpoint_id=tmp_path)
     for name, value in other.state_dict().items():
         torch.testing.assert_close(value.full_tensor(), before[name])

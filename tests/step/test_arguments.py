@@ -41,7 +41,7 @@ def test_cpu_offload(rank, world, hybrid, policy, pin):
     else:
         prepare = lambda module, fsdp: shard_each(module, fsdp, **options)
     exact = policy == "fp32"
-    run = assert_parity(prepare, against=("torch", "alone") if exact else ("torch",), tolerance=1e-5 if exact else 0.02)
+    run = assert_parity(prepare, against=("torch", "alone") if exact else ("torch",), tolerance=2e-5 if exact else 0.05)
     loss = run.loss(7)
     loss.backward()
     for parameter in run.module.parameters():

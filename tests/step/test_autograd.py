@@ -7,11 +7,12 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
-from tests.support.cases import parametrize_cases
-from tests.support.oracle import Run, Setup, assert_parity, rows_of
+from tests.support.cases import Setup, assert_case, parametrize_cases
+from tests.support.parity import Run
 from tests.support.pool import on_ranks
 from tests.support.shapes import KINDS, loss_of
 
+BOTH, ALONE = ("torch", "alone"), ("alone",)
 reshards = pytest.mark.parametrize("reshard", [None, True, False])
 
 
@@ -19,7 +20,7 @@ reshards = pytest.mark.parametrize("reshard", [None, True, False])
 @parametrize_cases(*(f"wrapping_{kind}" for kind in KINDS), "keywords", "no_arguments", "mlp_input_grad")
 def test_tensors_in_any_container(rank, world, case):
     """Tensors in and out of units, and of the root, may hide in containers and come by keyword."""
-    assert_parity(rank, world, case, Setup(True))
+    assert_case(case, Setup(True))
 
 
 @on_ranks(2)
@@ -29,7 +30,7 @@ def test_containers_are_cast(rank, world, case):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     found_by_torch = case not in ("wrapping_frozen_dataclass",)
     setup = Setup(True, policy, units_cast_outputs=True)
-    assert_parity(rank, world, case, setup, against_torch=found_by_torch)
+    assert_case(case, setup, against=BOTH if found_by_torch else ALONE)
 
 
 @on_ranks(2, 4)
@@ -37,7 +38,7 @@ def test_containers_are_cast(rank, world, case):
 @parametrize_cases("used_several_times", "tied", "skipping", "view_in_place")
 def test_unusual_forwards(rank, world, case, reshard):
     """A unit used several times, tied, left out of an iteration, or whose returned view is changed in place."""
-    assert_parity(rank, world, case, Setup(reshard))
+    assert_case(case, Setup(reshard))
 
 
 def two_forwards_one_backward(run: Run) -> None:
@@ -131,9 +132,9 @@ def no_backward(run: Run) -> None:
 def gradient_of_inputs_only(run: Run) -> None:
     """``torch.autograd.grad`` of the inputs leaves no gradient on parameters; training goes on."""
     for step in range(3):
-        inputs = rows_of(run.case.inputs(step), run.rank, run.world)
+        inputs = run.arguments(step)
         (gradient,) = torch.autograd.grad(loss_of(run.module(*inputs)), inputs)
-        run.trace.losses.append(gradient.square().sum().item() / run.world)
+        run.note_loss(gradient.square().sum() / run.part[1])
         run.record()
         run.loss(step).backward()
         run.update()
@@ -142,9 +143,7 @@ def gradient_of_inputs_only(run: Run) -> None:
 def train_on_half_the_width(run: Run) -> None:
     """The loss uses half of the output's last dimension."""
     for step in range(3):
-        loss = run.forward(step)[..., ::2].square().mean()
-        run.trace.losses.append(loss.item())
-        loss.backward()
+        run.note_loss(run.forward(step)[..., ::2].square().mean()).backward()
         run.update()
 
 
@@ -166,6 +165,7 @@ PROGRAMS = {
 
 TORCH_FAILS = ("evaluate_at_any_time", "inference_first")
 """Programs in which torch's fully_shard updates an inference tensor in place, depending on what is kept unsharded."""
+judges = lambda program: ALONE if program in TORCH_FAILS else BOTH
 programs = pytest.mark.parametrize(
     "program", [pytest.param(name, marks=[api.fsdp2_only] if name in TORCH_FAILS else []) for name in PROGRAMS]
 )
@@ -178,7 +178,7 @@ programs = pytest.mark.parametrize(
 def test_program(rank, world, case, program, reshard):
     """The situation computes the same as in a single process and with torch's fully_shard."""
     setup = Setup(reshard)
-    assert_parity(rank, world, case, setup, PROGRAMS[program], against_torch=program not in TORCH_FAILS)
+    assert_case(case, setup, PROGRAMS[program], against=judges(program))
 
 
 @on_ranks(1, 4)
@@ -186,7 +186,7 @@ def test_program(rank, world, case, program, reshard):
 def test_program_on_other_worlds(rank, world, program):
     """The same on one and four ranks."""
     setup = Setup(True)
-    assert_parity(rank, world, "transformer", setup, PROGRAMS[program], against_torch=program not in TORCH_FAILS)
+    assert_case("transformer", setup, PROGRAMS[program], against=judges(program))
 
 
 @on_ranks(2)
@@ -195,17 +195,17 @@ def test_program_on_other_worlds(rank, world, program):
 def test_program_in_mixed_precision(rank, world, program, reduce):
     """Accumulation with a reduce dtype that is, and is not, the compute dtype."""
     setup = Setup(True, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce))
-    assert_parity(rank, world, "mlp", setup, PROGRAMS[program])
+    assert_case("mlp", setup, PROGRAMS[program])
 
 
 @on_ranks(2)
 def test_gradient_of_inputs_only(rank, world):
     """See the program."""
-    assert_parity(rank, world, "mlp_input_grad", Setup(True), gradient_of_inputs_only)
+    assert_case("mlp_input_grad", Setup(True), gradient_of_inputs_only)
 
 
 @on_ranks(2)
 @parametrize_cases("mlp", "transformer")
 def test_part_of_the_output(rank, world, case):
     """Gradients flow from a part of an output only."""
-    assert_parity(rank, world, case, Setup(True), train_on_half_the_width)
+    assert_case(case, Setup(True), train_on_half_the_width)

@@ -12,7 +12,7 @@ from torch.utils import swap_tensors
 
 from tests.support import api
 from tests.support.models import children, mlp
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -23,7 +23,7 @@ def models(world: int) -> tuple[nn.Module, nn.Module]:
     alone = mlp(3, 4, 3)
     module = copy.deepcopy(alone)
     for unit in (children(module)[0], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     return module, alone
 
 
@@ -82,7 +82,7 @@ def test_batch_norm_follows_its_buffers(rank, world, when):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     for unit in (module[0], module[1], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), mp_policy=policy)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), mp_policy=policy)
 
     def cast(dtype: torch.dtype) -> None:
         for name in ("running_mean", "running_var"):
@@ -148,4 +148,4 @@ def test_words_of_fsdp1(rank, world):
         def no_sync(self) -> str:
             return "its own"
 
-    assert api.ours.fully_shard(Own(2, 2), mesh=cpu_mesh(world)).no_sync() == "its own"
+    assert api.ours.fully_shard(Own(2, 2), mesh=mesh_of(world)).no_sync() == "its own"

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support import api
+from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
 from tests.support.models import Transformer
 from tests.support.nccl import too_with_nccl
-from tests.support.oracle import TRANSFERS
 
 GATHER = torch.ops.c10d._allgather_base_
 REDUCE = torch.ops.c10d._reduce_scatter_base_

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from tests.support import api
 from tests.support.models import Block, children, mlp
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 
@@ -26,7 +26,7 @@ def test_first_forward_inside_jvp(rank, world):
     torch.manual_seed(0)
     module = mlp(4, 4, 4)
     for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     inputs, tangent = torch.ones(1, 4), torch.full((1, 4), 0.5)
     expected = torch.func.jvp(reference, (inputs,), (tangent,))
     torch.testing.assert_close(torch.func.jvp(module, (inputs,), (tangent,)), expected)
@@ -43,7 +43,7 @@ def test_backward_through_a_jvp(rank, world, given, reshard):
     reference = mlp(4, 4, 4)
     module = copy.deepcopy(reference)
     for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
     before, tangent = nn.Linear(4, 4), torch.full((2, 4), 0.5)
     for _ in range(2):
         sources = []
@@ -67,7 +67,7 @@ def test_gradients_asked_of_autograd_itself(rank, world):
     torch.manual_seed(0)
     reference = mlp(4, 4, 4)
     torch.manual_seed(0)
-    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=cpu_mesh(world), reshard_after_forward=False)
+    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=mesh_of(world), reshard_after_forward=False)
     inputs = torch.full((2, 4), rank + 1.0)
     got = torch.autograd.grad(module(inputs).sum(), list(module.parameters()))
     expected = torch.autograd.grad(reference(inputs).sum(), list(reference.parameters()))
@@ -87,7 +87,7 @@ def test_parameters_looked_up_between_forward_and_backward(rank, world, reshard)
     torch.manual_seed(0)
     module = mlp(4, 4, 4)
     for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
     inputs = torch.arange(8.0).view(2, 4)
     losses = [module(inputs * scale).sum() for scale in (1, 2)]  # the second forward reshards again
     module.set_is_last_backward(False)

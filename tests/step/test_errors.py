@@ -11,12 +11,11 @@ from torch.nn.utils import prune
 
 from fsdp2.ranks.process import _monitors
 from tests.support import api
-from tests.support.cases import CASES
+from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk
 from tests.support.models import mlp
-from tests.support.oracle import TRANSFERS, Run, Setup, build, build_sharded, cpu_mesh
+from tests.support.parity import Run, mesh_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
-from tests.support.trace import chunk
 
 
 class Trouble(Exception):
@@ -63,7 +62,7 @@ def test_training_goes_on_after_an_exception(rank, world, unit, where, reshard, 
     """``reset_iter_state`` on the root makes the next iteration a clean one, from the first iteration on."""
     module, reference = tree(), tree()
     for part in (*module, module):
-        api.ours.fully_shard(part, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+        api.ours.fully_shard(part, mesh=mesh_of(world), reshard_after_forward=reshard)
     if api.name == "fsdp2":
         module.set_transfer_sizes(**TRANSFERS[transfer])
     count = 8 // world
@@ -111,9 +110,9 @@ def test_reset_below_the_root(rank, world):
 @on_ranks(1)
 def test_applied_twice(rank, world):
     """A module goes through one call only."""
-    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(world))
+    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of(world))
     with pytest.raises(AssertionError, match="composable distributed API can only be applied to a module once"):
-        api.ours.fully_shard(module, mesh=cpu_mesh(world))
+        api.ours.fully_shard(module, mesh=mesh_of(world))
 
 
 @on_ranks(1)
@@ -121,13 +120,13 @@ def test_applied_twice(rank, world):
 def test_containers_without_forward(rank, world, container):
     """A container that has no forward has no moment to gather at; one that defines it is fine."""
     with pytest.raises(ValueError, match="containers that do not implement forward"):
-        api.ours.fully_shard(container, mesh=cpu_mesh(world))
+        api.ours.fully_shard(container, mesh=mesh_of(world))
 
     class Callable(nn.ModuleList):
         def forward(self, x):
             return self[0](x)
 
-    module = api.ours.fully_shard(Callable([nn.Linear(2, 2)]), mesh=cpu_mesh(world))
+    module = api.ours.fully_shard(Callable([nn.Linear(2, 2)]), mesh=mesh_of(world))
     assert module(torch.ones(1, 2)).shape == (1, 2)
 
 
@@ -145,9 +144,9 @@ def test_meshes_of_the_wrong_kind(rank, world, shape):
 def test_placement_out_of_range(rank, world):
     """``Shard(1)`` of a vector does not exist; ``Shard(-1)`` counts from the end."""
     with pytest.raises(AssertionError, match="Shard dim 1 is invalid for 1D tensor"):
-        api.ours.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(world), shard_placement_fn=lambda parameter: Shard(1))
+        api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of(world), shard_placement_fn=lambda parameter: Shard(1))
     module = nn.Linear(4, 4)
-    api.ours.fully_shard(module, mesh=cpu_mesh(world), shard_placement_fn=lambda parameter: Shard(-1))
+    api.ours.fully_shard(module, mesh=mesh_of(world), shard_placement_fn=lambda parameter: Shard(-1))
     assert module.weight.placements == (Shard(1),) and module.bias.placements == (Shard(0),)
 
 
@@ -155,7 +154,7 @@ def test_placement_out_of_range(rank, world):
 def test_grouped_modules_as_root(rank, world):
     """A group of modules has no single forward that could be the root's."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    api.ours.fully_shard([module[0], module[1]], mesh=cpu_mesh(world))
+    api.ours.fully_shard([module[0], module[1]], mesh=mesh_of(world))
     with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
         module(torch.ones(1, 2))
 
@@ -166,7 +165,7 @@ def test_left_on_meta(rank, world):
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     with pytest.raises(RuntimeError, match=r"1\.weight.*1\.bias|0\.weight.*0\.bias"):
         module(torch.ones(1, 4))
 
@@ -194,9 +193,9 @@ def test_arguments_of_setters(rank, world):
 def test_ours_over_torchs_is_refused(rank, world):
     """One tree has one implementation."""
     inner = nn.Sequential(nn.Linear(2, 2))
-    api.theirs.fully_shard(inner, mesh=cpu_mesh(world))
+    api.theirs.fully_shard(inner, mesh=mesh_of(world))
     with pytest.raises(ValueError, match="torch"):
-        api.ours.fully_shard(nn.Sequential(inner, nn.Linear(2, 2)), mesh=cpu_mesh(world))
+        api.ours.fully_shard(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh_of(world))
 
 
 @api.fsdp2_only
@@ -204,10 +203,10 @@ def test_ours_over_torchs_is_refused(rank, world):
 def test_torchs_over_ours_is_refused(rank, world):
     """The other way round, too, and the message says what to do."""
     inner = nn.Sequential(nn.Linear(2, 2))
-    api.ours.fully_shard(inner, mesh=cpu_mesh(world))
+    api.ours.fully_shard(inner, mesh=mesh_of(world))
     outer = nn.Sequential(inner, nn.Linear(2, 2))
     with pytest.raises((ValueError, AssertionError, RuntimeError), match="fsdp2"):
-        api.theirs.fully_shard(outer, mesh=cpu_mesh(world))
+        api.theirs.fully_shard(outer, mesh=mesh_of(world))
 
 
 @api.fsdp2_only
@@ -248,7 +247,7 @@ def test_a_refused_first_forward_is_looked_at_again(rank, world):
     error, a collective that took long raised it again, on one rank alone."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     for unit in (module[1], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"meta device.*1\.weight.*1\.bias") as held:
             module(torch.ones(1, 4))
@@ -291,7 +290,7 @@ def test_the_error_names_the_weight_that_failed(rank, world):
     and not the one that failed."""
     module = Borrowing()
     for unit in (*module.blocks, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     with pytest.raises(RuntimeError) as caught:
         module(torch.ones(2, 4))
     _, _, explained = str(caught.value).partition("\n")
@@ -305,7 +304,7 @@ def test_the_name_of_a_parameter_that_was_removed(rank, world):
     called it "weight", of which a model has hundreds."""
     module = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
     for unit in (module[0][0], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     prune.random_unstructured(module[0][0], "weight", amount=0.0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter was replaced"):

@@ -135,7 +135,7 @@ def test_subclass_in_mixed_precision(rank, world):
     """The dtype of computation reaches the extension."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), mp_policy=policy)
-    run = assert_parity(prepare, build=lambda: of_halves(8, 8, 8), against=("torch",), tolerance=0.02)
+    run = assert_parity(prepare, build=lambda: of_halves(8, 8, 8), against=("torch",), tolerance=0.05)
     run.module[0].unshard()
     assert run.module[0].weight.dtype == torch.bfloat16 and not isinstance(run.module[0].weight, Halves)
 

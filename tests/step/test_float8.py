@@ -39,7 +39,7 @@ def test_training_equals_torchs(rank, world, compute):
         lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), mp_policy=policy),
         build=float8_layers,
         against=("torch",),
-        tolerance=1e-5 if compute == torch.float32 else 0.01,
+        tolerance=2e-5 if compute == torch.float32 else 0.01,
     )
     assert run.module[0].weight.dtype == torch.float32
 

@@ -95,7 +95,7 @@ def test_chunked_loss_in_mixed_precision(rank, world, each):
             run.configure(lambda module, fsdp: module.reset_iter_state())
         program(run, each)
 
-    assert_parity(Options(policy=policy), build=Chunked, program=look, against=SINCE, tolerance=0.02)
+    assert_parity(Options(policy=policy), build=Chunked, program=look, against=SINCE, tolerance=0.05)
 
 
 @on_ranks(2)

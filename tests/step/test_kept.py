@@ -17,7 +17,7 @@ from fsdp2._trace import listening
 from tests.ranks.apart import run_apart
 from tests.support import api
 from tests.support.models import children, mlp
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -29,7 +29,7 @@ def models(world: int, **options) -> tuple[nn.Module, nn.Module]:
     module = mlp(3, 4, 3)  # 3 rows over 2 or 4 ranks: the last shard is smaller, or empty
     alone = copy.deepcopy(module)
     for unit in (*children(module)[:-1], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), **options)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), **options)
     return module, alone
 
 

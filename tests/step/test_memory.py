@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
+from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
 from tests.support.memory import LiveBytes
 from tests.support.models import mlp
-from tests.support.oracle import TRANSFERS
 
 WORLD, LAYERS, WIDTH = 64, 6, 256
 FULL = MixedPrecisionPolicy()

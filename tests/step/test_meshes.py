@@ -44,7 +44,7 @@ def test_hybrid_sharding_of_uneven_parameters_in_mixed_precision(rank, world):
     """Neither the axis' size nor the dtypes matter."""
     build = lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1), nn.Linear(1, 3))
     prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_2d(), mp_policy=BF16)
-    assert_parity(prepare, build=build, against=("torch",), tolerance=0.02)
+    assert_parity(prepare, build=build, against=("torch",), tolerance=0.05)
 
 
 @on_ranks(4)

@@ -11,12 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import api
-from tests.support.cases import CASES
+from tests.support.cases import CASES, Setup, assert_case, build, build_sharded, chunk
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.oracle import Run, Setup, assert_parity, build, build_sharded, cpu_mesh
+from tests.support.parity import Run, mesh_of
 from tests.support.pool import on_ranks
-from tests.support.trace import chunk
 
 
 def chain(world: int, layers: int = 3, **options: object) -> nn.Sequential:
@@ -24,7 +23,7 @@ def chain(world: int, layers: int = 3, **options: object) -> nn.Sequential:
     torch.manual_seed(3)
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), **options)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), **options)
     return module
 
 
@@ -210,7 +209,7 @@ def explicit_prefetch(run: Run) -> None:
 @pytest.mark.parametrize("case", ["mlp", "transformer", "nested"])
 def test_settings_keep_training_right(rank, world, case, program, reshard):
     """The settings are about when, not what."""
-    assert_parity(rank, world, case, Setup(reshard), program)
+    assert_case(case, Setup(reshard), program)
 
 
 @on_ranks(2)
@@ -256,7 +255,7 @@ def test_registered_forward_method(rank, world):
     module = Encoder()
     api.ours.register_fsdp_forward_method(module, "encode")
     assert "encode" not in vars(module)
-    api.ours.fully_shard(module, mesh=cpu_mesh(world), reshard_after_forward=True)
+    api.ours.fully_shard(module, mesh=mesh_of(world), reshard_after_forward=True)
     api.ours.register_fsdp_forward_method(module, "encode")
     with pytest.raises(ValueError, match="does not have a method missing"):
         api.ours.register_fsdp_forward_method(module, "missing")
@@ -278,7 +277,7 @@ def test_indexing_and_names(rank, world):
     """Names of parameters and modules do not change, a slice is plain, the class says what it was."""
     plain = mlp(4, 8, 4)
     names, modules = [n for n, _ in plain.named_parameters()], [n for n, _ in plain.named_modules()]
-    assert api.ours.fully_shard(plain, mesh=cpu_mesh(world)) is plain
+    assert api.ours.fully_shard(plain, mesh=mesh_of(world)) is plain
     assert [n for n, _ in plain.named_parameters()] == names and [n for n, _ in plain.named_modules()] == modules
     assert type(plain).__name__ == "FSDPSequential" and isinstance(plain, nn.Sequential)
     assert isinstance(plain, api.theirs.FSDPModule) and isinstance(plain, api.ours.FSDPModule)
@@ -326,7 +325,7 @@ def test_gradients_are_exchanged_where_asked(rank, world):
     batches = torch.randn(world, 5, 4)
     gradients = [torch.autograd.grad(alone(rows.bfloat16()).float().sin().sum(), alone.weight)[0] for rows in batches]
     policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    api.ours.fully_shard(module, mesh=cpu_mesh(world), mp_policy=policy)
+    api.ours.fully_shard(module, mesh=mesh_of(world), mp_policy=policy)
     for size, dtypes in ((0, [torch.bfloat16]), (1 << 30, [])):
         module.set_transfer_sizes(exchange_bytes=size)
         with Exchanged() as seen:

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
+from tests.support.cases import Setup, assert_case
 from tests.support.composition import composes, refused
-from tests.support.oracle import Setup, assert_parity
 from tests.support.pool import on_ranks
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -28,7 +28,7 @@ POLICIES = {
 @pytest.mark.parametrize("case", ["mlp", "transformer", "nested", "mlp_root_only"])
 def test_reshard_after_forward(rank, world, case, reshard_after_forward):
     """Every choice computes the same."""
-    assert_parity(rank, world, case, Setup(reshard_after_forward))
+    assert_case(case, Setup(reshard_after_forward))
 
 
 @on_ranks(1, 2, 4)
@@ -36,7 +36,7 @@ def test_reshard_after_forward(rank, world, case, reshard_after_forward):
 @pytest.mark.parametrize("case", ["mlp", "transformer"])
 def test_mixed_precision(rank, world, case, policy):
     """Each policy computes what a single process computes with cast parameters, up to rounding."""
-    assert_parity(rank, world, case, Setup(policy=POLICIES[policy]))
+    assert_case(case, Setup(policy=POLICIES[policy]))
 
 
 @on_ranks(2, 3)
@@ -45,27 +45,27 @@ def test_mixed_precision(rank, world, case, policy):
 def test_sizes_at_which_bytes_move_differently(rank, world, case, policy):
     """Units above the sizes at which gathers skip the packing and gradients are sent all to all."""
     policies = {"none": MixedPrecisionPolicy(), **POLICIES}
-    assert_parity(rank, world, case, Setup(policy=policies[policy]))
+    assert_case(case, Setup(policy=policies[policy]))
 
 
 @on_ranks(2)
 def test_output_dtype_alone(rank, world):
     """Only the output is cast."""
-    assert_parity(rank, world, "mlp_root_only", Setup(policy=MixedPrecisionPolicy(output_dtype=torch.float64)))
+    assert_case("mlp_root_only", Setup(policy=MixedPrecisionPolicy(output_dtype=torch.float64)))
 
 
 @on_ranks(1, 2, 4)
 def test_inputs_are_left_alone_if_asked(rank, world):
     """With ``cast_forward_inputs=False`` the module sees its input as it came."""
     policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32, cast_forward_inputs=False)
-    assert_parity(rank, world, "casts_its_inputs", Setup(policy=policy))
+    assert_case("casts_its_inputs", Setup(policy=policy))
 
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("case", ["mlp", "transformer", "mlp_grouped"])
 def test_shard_on_the_last_dimension(rank, world, case):
     """``shard_placement_fn`` chooses the dimension."""
-    assert_parity(rank, world, case, Setup(placement="last"))
+    assert_case(case, Setup(placement="last"))
 
 
 @composes("shard dim", "uneven")
@@ -77,7 +77,7 @@ def test_shard_on_the_last_dimension(rank, world, case):
 )
 def test_shard_unevenly_on_the_last_dimension(rank, world, case):
     """A dimension that the ranks do not divide is cut like any other."""
-    assert_parity(rank, world, case, Setup(placement="last"), against_torch=False)
+    assert_case(case, Setup(placement="last"), against=("alone",))
 
 
 @on_ranks(1, 2, 4)
@@ -85,11 +85,11 @@ def test_shard_unevenly_on_the_last_dimension(rank, world, case):
 @pytest.mark.parametrize("case", ["mlp_grouped", "transformer_grouped"])
 def test_grouped_modules(rank, world, case, reshard_after_forward):
     """Several modules in one call communicate together."""
-    assert_parity(rank, world, case, Setup(reshard_after_forward))
+    assert_case(case, Setup(reshard_after_forward))
 
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("policy", ["param_and_reduce", "output"])
 def test_grouped_modules_in_mixed_precision(rank, world, policy):
     """Each module of a group casts its own inputs and outputs."""
-    assert_parity(rank, world, "mlp_grouped", Setup(policy=POLICIES[policy], units_cast_outputs=True))
+    assert_case("mlp_grouped", Setup(policy=POLICIES[policy], units_cast_outputs=True))

@@ -48,7 +48,7 @@ def test_param_dtype_override_fn(rank, world):
     """Vectors stay in float32, matrices are computed with in bfloat16."""
     policy = overriding(lambda param: torch.float32 if param.ndim == 1 else None)
     prepare = lambda module, fsdp: fsdp.fully_shard(module, mesh=mesh_1d(), mp_policy=policy)
-    run = assert_parity(prepare, build=Norms, against=AGAINST, tolerance=1e-5 if "torch" in AGAINST else 2e-2)
+    run = assert_parity(prepare, build=Norms, against=AGAINST, tolerance=2e-5 if "torch" in AGAINST else 0.05)
     assert run.module.dtypes == [torch.bfloat16, torch.float32, torch.float32]
 
 

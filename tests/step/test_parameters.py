@@ -9,12 +9,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support import api
-from tests.support.cases import CASES, parametrize_cases
+from tests.support.cases import CASES, TRANSFERS, Setup, assert_case, build, build_sharded, chunk, parametrize_cases
 from tests.support.composition import composes
 from tests.support.models import Odd, Tied
-from tests.support.oracle import TRANSFERS, Setup, assert_parity, build, build_sharded, cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
-from tests.support.trace import chunk
 
 transfers = pytest.mark.parametrize("transfer", TRANSFERS)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -43,21 +42,21 @@ KINDS = (
 @parametrize_cases(*KINDS)
 def test_training_is_right(rank, world, case):
     """Five steps equal a single process and torch's fully_shard."""
-    assert_parity(rank, world, case, Setup())
+    assert_case(case, Setup())
 
 
 @on_ranks(3)
 @parametrize_cases("uneven", "smaller_than_world", "channels_last", "tied")
 def test_training_is_right_on_three_ranks(rank, world, case):
     """A world size that is no power of two."""
-    assert_parity(rank, world, case, Setup(reshard_after_forward=True))
+    assert_case(case, Setup(reshard_after_forward=True))
 
 
 @on_ranks(2)
 @parametrize_cases("uneven", "channels_last", "non_contiguous", "tied", "frozen", "lstm", "buffers", "scalars")
 def test_training_is_right_in_mixed_precision(rank, world, case):
     """Casting the parameters keeps what is special about them."""
-    assert_parity(rank, world, case, Setup(policy=BF16))
+    assert_case(case, Setup(policy=BF16))
 
 
 @on_ranks(1, 2, 4)
@@ -70,7 +69,7 @@ def test_shards_are_chunks_and_full_parameters_are_the_originals(rank, world, ca
         expected = original[name]
         assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor), name
         assert parameter.placements == (Shard(0) if expected.ndim else Replicate(),)
-        assert parameter.device_mesh == cpu_mesh(world)
+        assert parameter.device_mesh == mesh_of(world)
         assert (parameter.shape, parameter.dtype) == (expected.shape, expected.dtype)
         assert parameter.requires_grad == expected.requires_grad
         local = parameter.to_local()
@@ -104,7 +103,7 @@ def test_full_tensor_and_redistribute(rank, world, case):
 @on_ranks(2)
 def test_tied_parameters_stay_one_object(rank, world):
     """Tied names are one Parameter while sharded and while unsharded, and appear once in ``parameters()``."""
-    module = api.ours.fully_shard(Tied(), mesh=cpu_mesh(world))
+    module = api.ours.fully_shard(Tied(), mesh=mesh_of(world))
     assert module.one.weight is module.two.weight
     assert len(list(module.parameters())) == 2
     module.unshard()
@@ -120,7 +119,7 @@ def test_attributes_are_kept(rank, world):
     module = nn.Linear(4, 4)
     module.weight.sequence_parallel = True
     module.weight.tags = {"name": "w"}
-    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    api.ours.fully_shard(module, mesh=mesh_of(world))
     assert module.weight.tags == {"name": "w"}
     module.weight.late = 3
     module.unshard()
@@ -136,8 +135,8 @@ def test_post_accumulate_hooks_are_kept(rank, world, transfer):
     seen = []
     hook = lambda parameter: seen.append((type(parameter), parameter.grad.placements))
     module[0].weight.register_post_accumulate_grad_hook(hook)
-    api.ours.fully_shard(module[0], mesh=cpu_mesh(world))
-    api.ours.fully_shard(module, mesh=cpu_mesh(world))
+    api.ours.fully_shard(module[0], mesh=mesh_of(world))
+    api.ours.fully_shard(module, mesh=mesh_of(world))
     if api.name == "fsdp2":
         module.set_transfer_sizes(**TRANSFERS[transfer])
     for step in range(1, 4):
@@ -179,7 +178,7 @@ def test_gradients_look_like_their_shards(rank, world):
     """A gradient has its shard's dtype, placements and contiguity, under mixed precision too."""
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), mp_policy=BF16)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), mp_policy=BF16)
     module(torch.randn(2, 3)).sum().backward()
     for name, parameter in module.named_parameters():
         gradient = parameter.grad
@@ -194,7 +193,7 @@ def test_frozen_parameters_get_no_gradient_and_may_change(rank, world):
     """``requires_grad`` may be flipped between iterations on the shards."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     data = torch.randn(2, 4)
     for frozen in (0, 1, None, 2):
         for index, layer in enumerate(module):
@@ -211,7 +210,7 @@ def test_requires_grad_change_is_never_lost(rank, world):
     """A change made while the full parameter is shown holds as well, before and after a no_grad forward."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=False)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=False)
     with torch.no_grad():
         module(torch.ones(2, 4))
     module[0].requires_grad_(False)
@@ -227,7 +226,7 @@ def test_integer_parameters_keep_their_values(rank, world):
     """An integer parameter is gathered whole, also between floats of an uneven group."""
     module = Odd(index=torch.arange(7), weight=torch.randn(5), flags=torch.tensor([True, False, True]))
     original = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    api.ours.fully_shard(module, mesh=cpu_mesh(world), mp_policy=BF16)
+    api.ours.fully_shard(module, mesh=mesh_of(world), mp_policy=BF16)
     module.unshard()
     assert module.index.dtype == torch.int64 and torch.equal(module.index, original["index"])
     assert module.flags.dtype == torch.bool and torch.equal(module.flags, original["flags"])

@@ -10,13 +10,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import api
-from tests.support.cases import CASES
+from tests.support.cases import CASES, DIRECT, Setup, assert_case, build, chunk
 from tests.support.composition import composes
 from tests.support.models import mlp
-from tests.support.oracle import DIRECT, Run, Setup, assert_parity, build, cpu_mesh
+from tests.support.parity import Run, mesh_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
-from tests.support.trace import chunk
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
 
@@ -43,7 +42,7 @@ def preference_pairs(run: Run) -> None:
 @pytest.mark.parametrize("case", ["checkpoint_inside", "checkpoint_inside_reentrant", "checkpoint_around"])
 def test_checkpointing(rank, world, case, reshard, program):
     """Recomputation inside a unit, around units, and of the reentrant kind computes the same."""
-    assert_parity(rank, world, case, Setup(reshard), program)
+    assert_case(case, Setup(reshard), program)
 
 
 @composes("recomputation", "mixed precision")
@@ -51,7 +50,7 @@ def test_checkpointing(rank, world, case, reshard, program):
 def test_checkpointing_in_mixed_precision(rank, world):
     """Recomputation casts inputs and outputs as the first computation did."""
     setup = Setup(True, BF16, units_cast_outputs=True)
-    assert_parity(rank, world, "checkpoint_around", setup, against_single=False)
+    assert_case("checkpoint_around", setup, against=("torch",))
 
 
 @on_ranks(2)
@@ -60,7 +59,7 @@ def test_checkpoint_around_several_roots(rank, world, reentrant):
     """``torch.utils.checkpoint`` called on a slice of sharded modules, each its own root."""
     module, reference = build(CASES["mlp"]), build(CASES["mlp"])
     for unit in (module[0], module[2], module[4], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     reference(data).square().mean().backward()
     mine = data.detach()[rank * 4 : rank * 4 + 4].requires_grad_()
@@ -76,7 +75,7 @@ def grouped(world: int, **options: object) -> nn.Module:
     module = nn.ModuleDict({"trunk": nn.Linear(6, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 5)})
     root = Chunked(module)
     for unit in (module["trunk"], [module["norm"], module["head"]], root):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), **options)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), **options)
     return root
 
 
@@ -167,7 +166,7 @@ def test_jvp(rank, world):
     torch.manual_seed(5)
     module = mlp(4, 8, 4)
     for unit in (module[0], module[2], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     data, tangent = torch.randn(3, 4), torch.randn(3, 4)
     for _ in range(2):
         for got, expected in zip(
@@ -187,7 +186,7 @@ def test_checkpoint_wrapper_around_units(rank, world):
     torch.manual_seed(5)
     module = nn.Sequential(*(checkpoint_wrapper(mlp(4, 8, 4)) for _ in range(3)))
     for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=True)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=True)
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     reference(data).square().mean().backward()
     module(data[rank * 4 : rank * 4 + 4]).square().mean().backward()

@@ -14,7 +14,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
 from tests.support.fake import fake_mesh
 from tests.support.models import mlp
-from tests.support.oracle import cpu_mesh
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 
@@ -39,7 +39,7 @@ def test_prefetch_lists_of_some_units(rank, world):
     next one without a list for their successor: the root gathered the last layer first. Found by torch's own tests."""
     module, started = Stack(), []
     for unit in (*module.layers, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=True)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=True)
     for layer, following in zip(module.layers[:-1], module.layers[1:]):
         layer.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([layer])
@@ -66,7 +66,7 @@ def test_gathers_asked_for_once(rank, world, reshard):
     before, and once for the layer's forward."""
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     for unit in (*module[:2], module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world), reshard_after_forward=reshard)
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
     asked: list[str] = []
     unshard = FSDPParamGroup.unshard
 
@@ -103,7 +103,7 @@ def test_a_gather_for_the_next_of_several_backwards(rank, world):
     torch.manual_seed(0)
     module = Branches()
     for unit in (*module.children(), module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     inputs, events = torch.full((2, 4), rank + 1.0), []
 
     def backward(output: torch.Tensor, *, last: bool) -> list[tuple[str, str]]:
@@ -131,7 +131,7 @@ def _units(world: int) -> nn.Sequential:
     torch.manual_seed(0)
     module = nn.Sequential(*[mlp(4, 4) for _ in range(5)])
     for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     return module
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from tests.support import api
 from tests.support.models import children
-from tests.support.oracle import cpu_mesh
-from tests.support.parity import trains_like_one_process
+from tests.support.parity import mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -79,7 +78,7 @@ def test_an_interrupted_forward_is_no_outer_one(rank, world):
         raise KeyboardInterrupt
 
     for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=cpu_mesh(world))
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     expected = module(torch.ones(2, 8)).detach()
     for _ in range(2):
         handle = module[0].register_forward_hook(interrupt)

@@ -24,8 +24,8 @@ from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import tensors_in
 from fsdp2.forecasting.rank import simulated_rank
 from tests.support import api
+from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
-from tests.support.oracle import TRANSFERS
 from tests.support.streams import Device
 
 pytestmark = api.fsdp2_only

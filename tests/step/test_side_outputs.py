@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import api
-from tests.support.oracle import cpu_mesh
-from tests.support.parity import mean_output, trains_like_one_process
+from tests.support.parity import mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -76,6 +75,6 @@ def test_a_loss_kept_on_a_module_inside_of_a_unit_in_a_unit(rank, world):
 def test_a_kept_tensor_does_not_keep_its_module(rank, world):
     """A hook on it that held the module, which holds it, would be a cycle that no collection finds; the pool looks for
     modules that outlive this test."""
-    module = api.ours.fully_shard(Routed("before"), mesh=cpu_mesh(world), reshard_after_forward=True)
+    module = api.ours.fully_shard(Routed("before"), mesh=mesh_of(world), reshard_after_forward=True)
     module(torch.ones(2, 8))
     assert isinstance(module.kept, Tensor)

@@ -11,12 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support import api
-from tests.support.cases import CASES, parametrize_cases
+from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk, parametrize_cases, shard
 from tests.support.models import Counting, linears, mlp
-from tests.support.oracle import TRANSFERS, Setup, build, build_sharded, cpu_mesh, rows_of, shard
+from tests.support.parity import mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
-from tests.support.trace import chunk
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 STATEFUL = ("mlp", "transformer", "uneven", "smaller_than_world", "buffers", "tied", "integer", "lstm", "channels_last")
@@ -115,7 +114,7 @@ def test_load_state_dict(rank, world, case, when, assign):
         module.zero_grad()
     if when == "unsharded":
         module.unshard()
-    mesh = cpu_mesh(world)
+    mesh = mesh_of(world)
     values = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in other.state_dict().items()}
     result = module.load_state_dict(values, assign=assign)
     assert not result.missing_keys and not result.unexpected_keys
@@ -131,7 +130,7 @@ def on_meta(name: str, world: int, transfer: str = "packed", **options: object) 
     """Return the named case's model sharded on the meta device."""
     with torch.device("meta"):
         module = CASES[name].build()
-    return shard(module, CASES[name], api.ours, cpu_mesh(world), Setup(transfer=transfer, **options))
+    return shard(module, CASES[name], api.ours, mesh_of(world), Setup(transfer=transfer, **options))
 
 
 @on_ranks(2, 4)
@@ -146,7 +145,7 @@ def test_meta_then_to_empty(rank, world, case, policy, transfer):
     reference = build(CASES[case])
     with torch.no_grad():
         for got, value in zip(module.parameters(), reference.parameters(), strict=True):
-            got.copy_(distribute_tensor(value.detach(), cpu_mesh(world), got.placements))
+            got.copy_(distribute_tensor(value.detach(), mesh_of(world), got.placements))
     inputs = CASES[case].inputs(0)
     tolerance = {"atol": 0.05, "rtol": 0.05} if policy is not None and policy.param_dtype else {}
     torch.testing.assert_close(module(*inputs).float(), reference(*inputs), **tolerance)
@@ -171,7 +170,7 @@ def test_meta_then_reset_parameters(rank, world):
 def test_meta_then_assign(rank, world, case):
     """``load_state_dict(assign=True)`` fills a model on the meta device, ties and all."""
     module, reference = on_meta(case, world), build(CASES[case])
-    mesh = cpu_mesh(world)
+    mesh = mesh_of(world)
     values = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in reference.state_dict().items()}
     if case == "transformer":
         values["head.weight"] = values["embed.weight"]
@@ -189,7 +188,7 @@ def test_meta_then_replaced_parameters(rank, world):
     module, reference = on_meta("mlp", world), build(CASES["mlp"])
     for got, real in zip(linears(module), linears(reference), strict=True):
         for name, value in list(real.named_parameters()):
-            setattr(got, name, nn.Parameter(distribute_tensor(value.detach(), cpu_mesh(world), [Shard(0)])))
+            setattr(got, name, nn.Parameter(distribute_tensor(value.detach(), mesh_of(world), [Shard(0)])))
     inputs = CASES["mlp"].inputs(0)
     torch.testing.assert_close(module(*inputs), reference(*inputs))
 
@@ -248,7 +247,7 @@ def test_optimizer_built_before_sharding(rank, world, moment, kind):
             loss_of(one(*CASES["mlp"].inputs(9))).backward()
             optimizer.step()
             optimizer.zero_grad()
-    shard(module, CASES["mlp"], api.ours, cpu_mesh(world), Setup())
+    shard(module, CASES["mlp"], api.ours, mesh_of(world), Setup())
     for index in range(3):
         step(module, "mlp", rank, world, index)
         loss_of(reference(*CASES["mlp"].inputs(index))).backward()
@@ -267,7 +266,7 @@ def test_optimizer_state_dict_of_one_built_before_sharding(rank, world):
     """After its first step its state belongs to the shards."""
     module = build(CASES["mlp"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    shard(module, CASES["mlp"], api.ours, cpu_mesh(world), Setup())
+    shard(module, CASES["mlp"], api.ours, mesh_of(world), Setup())
     step(module, "mlp", rank, world)
     optimizer.step()
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -282,7 +281,7 @@ def test_optimizer_state_dict_of_one_built_before_sharding(rank, world):
 def test_buffers_stay_whole(rank, world):
     """Buffers are neither sharded nor cast."""
     module = nn.Sequential(Counting(), mlp(6, 4))
-    api.ours.fully_shard(module, mesh=cpu_mesh(world), mp_policy=BF16)
+    api.ours.fully_shard(module, mesh=mesh_of(world), mp_policy=BF16)
     assert module(torch.randn(3, 6)).dtype == torch.bfloat16
     for name, buffer in module.named_buffers():
         assert not isinstance(buffer, DTensor) and buffer.dtype in (torch.float32, torch.int64), name

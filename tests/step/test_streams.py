@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2.comm import streams
 from tests.support import api
+from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
 from tests.support.models import Transformer
-from tests.support.oracle import TRANSFERS
 from tests.support.streams import Device
 
 pytestmark = api.fsdp2_only

@@ -20,10 +20,10 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from tests.step import test_streams
 from tests.support import api
+from tests.support.cases import TRANSFERS
 from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh
 from tests.support.nccl import NAMES, strict_nccl
-from tests.support.oracle import TRANSFERS
 
 pytestmark = api.fsdp2_only
 

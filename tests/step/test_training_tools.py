@@ -41,7 +41,7 @@ def on_mesh(kind: str, **options):
     return prepare, (mesh.get_local_rank("dp"), mesh["dp"].size())
 
 
-def assert_trains(kind: str, program, *, against=("torch", "alone"), tolerance=1e-5, build=uneven, **options) -> Run:
+def assert_trains(kind: str, program, *, against=("torch", "alone"), tolerance=2e-5, build=uneven, **options) -> Run:
     """Assert parity of a program on a mesh of one kind."""
     prepare, part = on_mesh(kind, **options)
     return assert_parity(prepare, build=build, program=program, part=part, against=against, tolerance=tolerance)
@@ -86,7 +86,7 @@ def test_muon(rank, world, kind):
         rest = [p for p in run.module.parameters() if p.ndim != 2]
         steps(run, torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.01, foreach=False))
 
-    assert_trains(kind, program, build=lambda: uneven(5), tolerance=0.02)  # Muon computes in bfloat16
+    assert_trains(kind, program, build=lambda: uneven(5), tolerance=0.05)  # Muon computes in bfloat16
 
 
 @refused("Muon", "uneven", by="both", reason="DTensor's dispatch: a matrix with fewer rows than ranks")

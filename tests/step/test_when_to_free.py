@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import api
+from tests.support.cases import Setup, assert_case
 from tests.support.models import Case, mlp, rows
-from tests.support.oracle import Setup, assert_parity
 from tests.support.pool import on_ranks
 
 
@@ -33,7 +33,7 @@ def test_frozen_weights_below_the_last_gradient_of_their_group(rank, world, resh
     freed the whole group, but backward still had to pass through the root's frozen layer on its way to the unit below,
     and died with "out of bounds for storage of size 0". Found by a random program."""
     case = Case(AroundFrozen, rows(6), lambda model: [model.unit])
-    assert_parity(rank, world, case, Setup(reshard))
+    assert_case(case, Setup(reshard))
 
 
 class TiedInAndOutOfCheckpoint(nn.Module):
@@ -54,7 +54,7 @@ def test_weight_shared_with_a_reentrantly_checkpointed_layer(rank, world, reshar
     """The inner backward finished its part of the weight's gradient, which counted as all of it: once the lower bias
     had its gradient the unit was reduced, and the lower layer's part of the weight's gradient was lost. Found by a
     random program."""
-    assert_parity(rank, world, Case(TiedInAndOutOfCheckpoint, rows(6)), Setup(reshard))
+    assert_case(Case(TiedInAndOutOfCheckpoint, rows(6)), Setup(reshard))
 
 
 class MembersInACheckpoint(nn.Module):
@@ -79,7 +79,7 @@ def test_grouped_call_whose_last_member_is_checkpointed_reentrantly(rank, world,
     gather. So the others' backward found freed weights, or finished gradients after the unit was reduced, which were
     then lost. Found by a random program."""
     case = Case(MembersInACheckpoint, rows(6), lambda model: [list(model.layers)[first:]])
-    assert_parity(rank, world, case, Setup(reshard), against_torch=False)
+    assert_case(case, Setup(reshard), against=("alone",))
 
 
 class Boxed(nn.Module):
@@ -118,7 +118,7 @@ def test_inputs_out_of_reach_behind_frozen_weights(rank, world, kept, reshard):
     nobody; the unit was freed when its last trainable parameter had its gradient, and backward died in the frozen
     layer in front of it with "out of bounds for storage of size 0"."""
     case = Case(lambda: Boxed(kept=kept), rows(6), lambda model: [model.unit])
-    assert_parity(rank, world, case, Setup(reshard))
+    assert_case(case, Setup(reshard))
 
 
 class TiedBelow(nn.Module):
@@ -140,4 +140,4 @@ def test_a_weight_tied_between_a_unit_and_the_one_around_it(rank, world, reshard
     """The unit's post-backward freed the weight, which the root's layer below still needed to pass its gradient on:
     "out of bounds for storage of size 0". Found by a random plan."""
     case = Case(TiedBelow, rows(6), lambda model: [model.last], torch_takes_it=False)
-    assert_parity(rank, world, case, Setup(reshard))
+    assert_case(case, Setup(reshard))

@@ -1,16 +1,32 @@
-"""The models of ``tests.support.models`` by name: test functions pass a name to their workers."""
+"""The models of ``tests.support.models`` by name, as test functions pass them to their workers, and what
+``fully_shard`` is told when one of them is sharded. ``assert_case`` trains one as ``tests.support.parity`` does."""
 
 from __future__ import annotations
 
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support import api, models
 from tests.support.models import Case, Through, children, linears, mlp, rows, tokens
+from tests.support.parity import SEED, Program, assert_parity, mesh_of, train
+from tests.support.sampling import ALL_VARIABLE
 from tests.support.shapes import KINDS, PLAIN_OBJECTS, Wraps
+
+DIRECT = {"direct_param_bytes": 0, "direct_group_bytes": 0, "chunk_bytes": 1}
+"""Transfer sizes with which every parameter is gathered in place and every gradient leaves as soon as it is there."""
+TRANSFERS: dict[str, dict[str, int]] = {"packed": {}, "direct": DIRECT}
 
 
 def in_the_middle(middle: type[nn.Module] | object, **options: object) -> Case:
@@ -91,3 +107,88 @@ def parametrize_cases(*names: str) -> Any:
     """Return the mark that runs a test for each named case; those that torch refuses are promised by fsdp2 only."""
     marks = {name: [] if CASES[name].torch_takes_it else [api.fsdp2_only] for name in names}
     return pytest.mark.parametrize("case", [pytest.param(name, marks=marks[name]) for name in names])
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What ``fully_shard`` is told, in picklable form.
+
+    ``placement`` is "last" or "first" (dimension) or None for the default. ``transfer`` is a key of ``TRANSFERS``.
+    The policy's output_dtype is the root's, and the units' as well if ``units_cast_outputs``.
+    """
+
+    reshard_after_forward: bool | None = None
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    placement: str | None = None
+    transfer: str = "packed"
+    units_cast_outputs: bool = False
+
+    def arguments(self, root: bool) -> dict[str, Any]:
+        """Return the keyword arguments of ``fully_shard``, the mesh excepted."""
+        policy = self.policy if root or self.units_cast_outputs else replace(self.policy, output_dtype=None)
+        placements = {"last": lambda p: Shard(max(p.ndim - 1, 0)), "first": lambda p: Shard(0), None: None}
+        return {
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": policy,
+            "shard_placement_fn": placements[self.placement],
+        }
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether anything is computed or sent in fewer bits than fp32."""
+        return self.policy.param_dtype is not None or self.policy.reduce_dtype is not None
+
+
+def build(case: Case) -> nn.Module:
+    """Return the case's model, equal on every call."""
+    torch.manual_seed(SEED)
+    return case.build()
+
+
+def shard(module: nn.Module, case: Case, implementation: ModuleType, mesh: DeviceMesh, setup: Setup) -> Any:
+    """Shard the units and then the root in place and return the root."""
+    for unit in [*case.units(module), module]:
+        implementation.fully_shard(unit, mesh=mesh, **setup.arguments(root=unit is module))
+    if implementation is api.ours and api.name == "fsdp2":
+        module.set_transfer_sizes(**TRANSFERS[setup.transfer])
+    return module
+
+
+def build_sharded(name: str, world: int, setup: Setup | None = None) -> Any:
+    """Return the named case's model, sharded by ours."""
+    return shard(build(CASES[name]), CASES[name], api.ours, mesh_of(world), setup or Setup())
+
+
+def chunk(tensor: Tensor, dim: int, rank: int, world: int) -> Tensor:
+    """Return the piece of a whole tensor that a rank should have."""
+    pieces = tensor.chunk(world, dim)
+    return pieces[rank] if rank < len(pieces) else tensor.narrow(dim, 0, 0)
+
+
+def assert_case(
+    case: str | Case,
+    setup: Setup | None = None,
+    program: Program = train,
+    against: Iterable[str] = ("torch", "alone"),
+) -> None:
+    """Assert that a program on a case, or the named one, shows what torch's fully_shard shows, if that takes it, and
+    what a single process shows, if its batch can be whole.
+
+    The sizes of transfers take turns among the setups; with --all each one has both.
+    """
+    setup, name = setup or Setup(), case if isinstance(case, str) else case.build.__qualname__
+    case = CASES[case] if isinstance(case, str) else case
+    against = [other for other in against if (case.torch_takes_it if other == "torch" else not case.rows_couple)]
+    low = setup.low_precision or case.low_precision
+    turn = zlib.crc32(f"{name} {setup} {program.__name__}".encode()) % len(TRANSFERS)
+    for transfer in TRANSFERS if os.environ.get(ALL_VARIABLE) else [[*TRANSFERS][turn]]:
+        mine = replace(setup, transfer=transfer)
+        run = assert_parity(
+            lambda module, fsdp, mine=mine: shard(module, case, fsdp, mesh_of(dist.get_world_size()), mine),
+            build=case,
+            program=program,
+            policy=setup.policy,
+            against=against,
+            tolerance=0.05 if low else 2e-5,
+        )
+        assert all(isinstance(parameter, DTensor) for parameter in run.module.parameters())

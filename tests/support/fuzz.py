@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support import api
+from tests.support.cases import TRANSFERS
 from tests.support.models import Case, rows
-from tests.support.oracle import TRANSFERS, forward_alone, rows_of
-from tests.support.parity import full, fulls, mesh_1d, mesh_of
+from tests.support.parity import assert_close_together, forward_alone, full, fulls, mesh_1d, mesh_of, rows_of
 from tests.support.shapes import loss_of
-from tests.support.trace import Tolerance
 from tests.support.trees import POLICIES, WIDTH, Plan, plans, trees, units
 
 LIMIT_PENDING = 3
@@ -340,5 +339,5 @@ def run(rank: int, world: int, program: Fuzz, against_torch: bool = False) -> bo
         assert [list(values) for values in seen] == [list(values) for values in alone]
     for index, (expected, *others) in enumerate(zip(alone, *runs, strict=True)):
         for name, got in zip(("ours", "torch's"), others, strict=False):
-            Tolerance(1e-4, 0.01).check(f"record {index} of {name}:", got, expected, expected)
+            assert_close_together(got, expected, f"a single process's in record {index} of {name}", 1e-4)
     return True

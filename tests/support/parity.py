@@ -1,7 +1,9 @@
 """One program on one model three ways with the same seed and data: ours, torch's fully_shard, a single process.
 
 Everything is compared as full tensors, so any mesh will do; how shards are placed is compared with torch's as well.
-Most tests of this folder are one call of ``assert_parity`` and assertions on the ``Run`` of ours that it returns.
+Most tests are one call of ``assert_parity`` and assertions on the ``Run`` of ours that it returns. The single process
+never shards anything; under a mixed precision policy it casts a copy of the parameters for each forward and leaves the
+cast-back to autograd.
 """
 
 from __future__ import annotations
@@ -16,19 +18,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from tests.support import api
+from tests.support.models import Case
 from tests.support.remembered import remembered
+from tests.support.shapes import loss_of
 
 SEED = 11
 ROWS = 8
 """Rows of a whole batch: divisible by every world size used here."""
 WIDTH = 8
+FULL = MixedPrecisionPolicy()
+LOW = 5e-3
+"""From this tolerance on, what is compared was computed or sent with few bits."""
 
 Prepare = Callable[[Any, Any], None]
 """``prepare(module, fsdp)`` calls ``fsdp.fully_shard`` and setters; ``fsdp`` is one of the two implementations."""
+Build = Callable[[], nn.Module] | Case
+"""What makes the model, with its inputs where they are not rows of ``WIDTH``."""
+Seen = dict[str, Any]
+"""Tensors by what they are, in the order in which they were noted."""
 
 
 def stack(width: int = WIDTH, layers: int = 3) -> nn.Sequential:
@@ -118,52 +132,114 @@ def _gather(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
     return whole
 
 
+def rows_of(inputs: tuple[Any, ...], index: int, count: int) -> tuple[Any, ...]:
+    """Return one of ``count`` parts of a whole batch, as leaves."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().chunk(count)[index].requires_grad_(value.requires_grad)
+
+    return pytree.tree_map(part, inputs)
+
+
+def low(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return ``value`` with every floating point tensor in it in ``dtype``."""
+    if dtype is None:
+        return value
+    cast = lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+    return pytree.tree_map(cast, value)
+
+
+def forward_alone(module: nn.Module, case: Case, inputs: tuple[Any, ...], policy: MixedPrecisionPolicy) -> Any:
+    """Return the output of an unsharded module under a mixed precision policy that holds for the whole model."""
+    if policy.param_dtype is None and policy.output_dtype is None:
+        return case.call(module, inputs)
+    cast = {name: low(p, policy.param_dtype) for name, p in module.named_parameters(remove_duplicate=False)}
+    if policy.cast_forward_inputs:
+        inputs = low(inputs, policy.param_dtype)
+    args, keywords = ((), case.keywords(inputs)) if case.keywords else (inputs, {})
+    return low(functional_call(module, cast, args, keywords, tie_weights=False), policy.output_dtype)
+
+
+def batch(step: int) -> tuple[Tensor]:
+    """Return the whole batch of a step for a model that takes rows of ``WIDTH``."""
+    return (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 + step)),)
+
+
+STACK = Case(stack, batch)
+
+
 @dataclass
 class Run:
-    """One of the runs: the model, its optimizer, this rank's rows, and what was seen."""
+    """One of the runs: the model, its optimizer, this rank's rows, and what was seen.
+
+    SGD with momentum is linear in the gradients, so small errors stay small.
+    """
 
     module: Any
     fsdp: ModuleType | None
     part: tuple[int, int]
+    case: Case = STACK
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     seen: dict[str, Tensor | None] = field(default_factory=dict)
     placed: dict[str, object] = field(default_factory=dict)
     notes: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
+        self.optimizer = torch.optim.SGD(trainable or self.module.parameters(), lr=0.1, momentum=0.9)
+
+    @property
+    def units(self) -> list[Any]:
+        """The sharded modules, root first; none in a single process, so that loops over them do nothing there."""
+        return [m for m in self.module.modules() if self.fsdp is not None and isinstance(m, self.fsdp.FSDPModule)]
+
+    @property
+    def root(self) -> list[Any]:
+        """The sharded root alone."""
+        return self.units[:1]
 
     def configure(self, prepare: Prepare) -> None:
         """Call setters, where there are any to call."""
         if self.fsdp is not None:
             prepare(self.module, self.fsdp)
 
-    def inputs(self, step: int) -> Tensor:
-        """Return this rank's rows of a step's batch."""
-        index, count = self.part
-        batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 + step))
-        return batch.chunk(count)[index]
+    def arguments(self, step: int) -> tuple[Any, ...]:
+        """Return this rank's rows of everything that the model takes."""
+        return rows_of(self.case.inputs(step), *self.part)
 
-    def loss(self, step: int) -> Tensor:
-        """Return the loss of this rank's rows and note the mean over ranks."""
-        output = self.module(self.inputs(step))
-        loss = (output.full_tensor() if isinstance(output, DTensor) else output).square().mean()
+    def inputs(self, step: int) -> Tensor:
+        """Return this rank's rows of a step's batch, for a model that takes one tensor."""
+        return self.arguments(step)[0]
+
+    def forward(self, step: int) -> Any:
+        """Return the model's output for this rank's rows."""
+        if self.fsdp is None:
+            return forward_alone(self.module, self.case, self.arguments(step), self.policy)
+        output = self.case.call(self.module, self.arguments(step))
+        return output.full_tensor() if isinstance(output, DTensor) else output
+
+    def note_loss(self, loss: Tensor) -> Tensor:
+        """Note the mean of a loss over ranks and return the loss."""
         total = loss.detach().clone()
         if self.fsdp is not None:
             dist.all_reduce(total, dist.ReduceOp.AVG)
         self.seen[f"loss {len(self.seen)}"] = total
         return loss
 
+    def loss(self, step: int) -> Tensor:
+        """Return the loss of this rank's rows and note it."""
+        return self.note_loss(loss_of(self.forward(step)))
+
     def backward(self, step: int) -> None:
         """Run forward and backward."""
         self.loss(step).backward()
 
     def record(self) -> None:
-        """Note all gradients."""
-        if self.fsdp is not None:
-            for module in self.module.modules():
-                if isinstance(module, self.fsdp.FSDPModule):
-                    module.reshard()
+        """Note all gradients, which the shards hold; a forward without a backward may have left full parameters."""
+        for unit in self.units:
+            unit.reshard()
         count = len(self.seen)
         parameters = dict(self.module.named_parameters())
         for name, gradient in fulls({name: parameter.grad for name, parameter in parameters.items()}).items():
@@ -177,9 +253,11 @@ class Run:
         self.optimizer.zero_grad()
 
     def finish(self) -> Run:
-        """Note the weights and return the run."""
-        for name, value in fulls(dict(self.module.named_parameters())).items():
-            self.seen[f"weight {name}"] = value
+        """Note the weights and buffers and return the run."""
+        for unit in self.units:
+            unit.reshard()
+        for kind, values in ("weight", self.module.named_parameters()), ("buffer", self.module.named_buffers()):
+            self.seen |= {f"{kind} {name}": value for name, value in fulls(dict(values)).items()}
         return self
 
 
@@ -216,17 +294,19 @@ def setting(setter: Prepare, when: str) -> Program:
 def play(
     fsdp: ModuleType | None,
     prepare: Prepare,
-    build: Callable[[], nn.Module] = stack,
+    build: Build = stack,
     program: Program = train,
     part: tuple[int, int] | None = None,
+    policy: MixedPrecisionPolicy = FULL,
 ) -> Run:
     """Run a program with one implementation, or on the whole batch without any."""
+    case = build if isinstance(build, Case) else Case(build, batch)
     torch.manual_seed(SEED)
-    module = build()
+    module = case.build()
     if fsdp is not None:
         prepare(module, fsdp)
     own = part or (dist.get_rank(), dist.get_world_size())
-    run = Run(module, fsdp, (0, 1) if fsdp is None else own)
+    run = Run(module, fsdp, (0, 1) if fsdp is None else own, case, policy)
     program(run)
     return run.finish()
 
@@ -234,22 +314,23 @@ def play(
 def assert_parity(
     prepare: Prepare,
     *,
-    build: Callable[[], nn.Module] = stack,
+    build: Build = stack,
     program: Program = train,
     part: tuple[int, int] | None = None,
+    policy: MixedPrecisionPolicy = FULL,
     against: Iterable[str] = ("torch", "alone"),
-    tolerance: float = 1e-5,
+    tolerance: float = 2e-5,
 ) -> Run:
     """Assert that ours shows what torch's and a single process show, and return the run of ours.
 
     All runs end before the first comparison, so that a difference on one rank leaves no other rank waiting. Where
-    torch's cannot do it, compare with a single process alone.
+    torch's cannot do it, compare with a single process alone. ``policy`` is what the single process computes with.
     """
     ours = play(api.ours, prepare, build, program, part)
     theirs = play(api.theirs, prepare, build, program, part) if "torch" in against else None
     alone = None
     if "alone" in against:
-        alone = remembered((build, program), lambda: play(None, prepare, build, program).seen)
+        alone = remembered((build, program, policy), lambda: play(None, prepare, build, program, policy=policy).seen)
     assert theirs or alone, "there is nothing to compare with"
     for whose, other in (("torch's", theirs and theirs.seen), ("a single process's", alone)):
         if other is not None:
@@ -259,15 +340,47 @@ def assert_parity(
     return ours
 
 
-def assert_same(got: dict[str, Any], expected: dict[str, Any], whose: str, tolerance: float = 1e-5) -> None:
-    """Assert that two runs have seen the same numbers."""
+def assert_same(got: Seen, expected: Seen, whose: str, tolerance: float = 2e-5) -> None:
+    """Assert that two runs have seen the same numbers; each kind is measured by itself."""
     assert list(got) == list(expected)
+    kinds: dict[object, Seen] = {}
     for name, value in expected.items():
-        mine = got[name]
-        assert (mine is None) == (value is None), f"{name}: got {mine}, {whose} is {value}"
-        if mine is not None:
-            message = lambda text, name=name: f"{name} differs from {whose}: {text}"
-            torch.testing.assert_close(mine, value, rtol=tolerance, atol=tolerance, msg=message)
+        kinds.setdefault(_kind(name), {})[name] = value
+    for values in kinds.values():
+        assert_close_together(got, values, whose, tolerance)
+
+
+def _kind(name: str) -> object:
+    """Return what tensors are noted together: gradients at one time, all losses, all weights."""
+    words = name.split()
+    return (words[0], words[-1]) if words[0] == "gradient" else words[0]
+
+
+def assert_close_together(got: Seen, expected: Seen, whose: str, tolerance: float) -> None:
+    """Assert that tensors agree, up to ``tolerance`` of the largest magnitude in each.
+
+    That counts as at least a hundredth, where few bits are kept a third, of the largest in all of them: a small sum of
+    large rounded numbers is not more exact than they.
+    """
+    sizes = {name: _magnitude(value) for name, value in expected.items()}
+    floor = (0.01 if tolerance < LOW else 0.3) * max(sizes.values(), default=0.0)
+    for name, value in expected.items():
+        assert_close(got[name], value, f"{name} against {whose}", tolerance * max(sizes[name], floor))
+
+
+def _magnitude(value: Tensor | None) -> float:
+    return 0.0 if value is None or not value.numel() else value.double().abs().max().item()
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, what: str, allowed: float) -> None:
+    """Assert that no element is off by more than ``allowed``; None equals only None."""
+    if actual is None or expected is None:
+        assert actual is None and expected is None, f"{what}: got {actual}, expected {expected}"
+        return
+    assert actual.shape == expected.shape, f"{what}: got shape {actual.shape}, expected {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{what}: got {actual.dtype}, expected {expected.dtype}"
+    error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+    assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}\ngot {actual}\nexpected {expected}"
 
 
 Model = Callable[[], nn.Module]

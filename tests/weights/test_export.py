@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import iter_full_params, summon_full_params
 from tests.support import api
-from tests.support.cases import CASES
+from tests.support.cases import CASES, Setup, build, build_sharded
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.oracle import Setup, build, build_sharded, cpu_mesh, rows_of
+from tests.support.parity import mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 from tests.weights.test_summon import BF16
@@ -89,7 +89,7 @@ def test_buckets(rank, world):
     """Small neighbours share a collective, beside the one in which ranks agree that they can."""
     module = mlp(8, 8, 8, 8)  # layers of 256 and 32 bytes
     for unit in (module[0], module[2], module[4], module):
-        fsdp2.fully_shard(unit, mesh=cpu_mesh(world))
+        fsdp2.fully_shard(unit, mesh=mesh_of(world))
     for nbytes, gathers in ((1e9, 1), (1, 6), (2 * (256 + 32), 3), (4 * (256 + 32), 2)):
         with Collectives() as seen:
             list(iter_full_params(module, bucket_mb=nbytes / 2**20))
@@ -131,7 +131,7 @@ def test_what_nobody_manages(rank, world):
     module["b"].register_buffer("scale", torch.ones(3))
     expected = nn.ModuleDict({"a": nn.Linear(3, 3), "unit": mlp(3, 4, 3), "b": nn.Linear(3, 2)})
     expected.load_state_dict(module.state_dict(), strict=False)
-    fsdp2.fully_shard(module["unit"], mesh=cpu_mesh(world), ignored_params={module["unit"][0].bias})
+    fsdp2.fully_shard(module["unit"], mesh=mesh_of(world), ignored_params={module["unit"][0].bias})
     assert_exports(module, expected)
     assert_exports(module["unit"][2], expected["unit"][2])
     for _, tensor in iter_full_params(module, dtype=torch.float32):
@@ -155,7 +155,7 @@ def test_offloaded_shards(rank, world):
     """Shards that live on the CPU by policy."""
     module, expected = mlp(4, 8, 4), mlp(4, 8, 4)
     expected.load_state_dict(module.state_dict())
-    fsdp2.fully_shard(module, mesh=cpu_mesh(world), offload_policy=fsdp2.CPUOffloadPolicy())
+    fsdp2.fully_shard(module, mesh=mesh_of(world), offload_policy=fsdp2.CPUOffloadPolicy())
     for _ in range(2):
         assert_exports(module, expected)
         with summon_full_params(module, with_grads=True):

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import iter_full_params, summon_full_params
 from tests.support import api
-from tests.support.cases import CASES
+from tests.support.cases import CASES, Setup, build, build_sharded
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.oracle import Setup, build, build_sharded, cpu_mesh, rows_of
+from tests.support.parity import mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 from tests.weights.test_summon import BF16, assert_shards, assert_shows
@@ -165,7 +165,7 @@ def test_refused_in_forward_and_backward(rank, world, options):
 
     module = nn.Sequential(nn.Linear(4, 4), Calling(summon), nn.Linear(4, 4))
     for unit in (*module, module):
-        fsdp2.fully_shard(unit, mesh=cpu_mesh(world))
+        fsdp2.fully_shard(unit, mesh=mesh_of(world))
     module[1].register_full_backward_hook(summon)
     output = module(torch.ones(1, 4))
     output.register_hook(summon)
@@ -297,7 +297,7 @@ def test_ranks_that_differ(rank, world):
     if rank == 1:
         module[2].to("meta")
     for unit in (module[0], module[2], module):
-        fsdp2.fully_shard(unit, mesh=cpu_mesh(world))
+        fsdp2.fully_shard(unit, mesh=mesh_of(world))
     with (
         pytest.raises(RuntimeError, match=r"on rank 1: .*weight: got a shard on the meta device"),
         summon_full_params(module),

@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import summon_full_params
 from tests.support import api
-from tests.support.cases import CASES
+from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk
 from tests.support.models import Transformer, mlp
-from tests.support.oracle import TRANSFERS, Setup, build, build_sharded, cpu_mesh, rows_of
+from tests.support.parity import mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
-from tests.support.trace import chunk
 
 pytestmark = api.fsdp2_only
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -191,9 +190,9 @@ def test_ties_are_one_object(rank, world):
         module = Transformer()
         original = module.embed.weight.detach().clone()
         if cut_head:
-            fsdp2.fully_shard(module.embed, mesh=cpu_mesh(world))
-            fsdp2.fully_shard(module.head, mesh=cpu_mesh(world))
-        fsdp2.fully_shard(module, mesh=cpu_mesh(world))
+            fsdp2.fully_shard(module.embed, mesh=mesh_of(world))
+            fsdp2.fully_shard(module.head, mesh=mesh_of(world))
+        fsdp2.fully_shard(module, mesh=mesh_of(world))
         with summon_full_params(module.head):
             assert module.head.weight is module.embed.weight and torch.equal(module.head.weight, original)
             module.embed.weight.data.add_(1)
@@ -321,8 +320,8 @@ def test_random_models(rank, world, seed):
     module = copy.deepcopy(expected)
     options = {"reshard_after_forward": pick(None, True, False), "mp_policy": pick(BF16, MixedPrecisionPolicy())}
     for layer in module[: len(module) // 2]:
-        fsdp2.fully_shard(layer, mesh=cpu_mesh(world), **options)
-    fsdp2.fully_shard(module, mesh=cpu_mesh(world), **options)
+        fsdp2.fully_shard(layer, mesh=mesh_of(world), **options)
+    fsdp2.fully_shard(module, mesh=mesh_of(world), **options)
     module.set_transfer_sizes(**TRANSFERS[pick(*TRANSFERS)])
     inputs = torch.ones(2, widths[0], dtype=expected[0].weight.dtype)
     if pick(True, False):

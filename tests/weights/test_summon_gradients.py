@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import summon_full_params
 from tests.support import api
-from tests.support.cases import CASES
-from tests.support.oracle import TRANSFERS, Setup, build, build_sharded, rows_of
+from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded
+from tests.support.parity import rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 from tests.weights.test_summon import BF16, named

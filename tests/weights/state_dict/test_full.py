@@ -14,9 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from tests.support import ROOT, api
-from tests.support.cases import CASES, parametrize_cases
-from tests.support.oracle import Setup, build_sharded
-from tests.support.oracle import build as build_case
+from tests.support.cases import CASES, Setup, build_sharded, parametrize_cases
+from tests.support.cases import build as build_case
 from tests.support.parity import mesh_1d, mesh_2d, mesh_of, stack
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import (

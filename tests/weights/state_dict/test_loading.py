@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp2
 from tests.support import api
-from tests.support.cases import CASES, parametrize_cases
+from tests.support.cases import CASES, TRANSFERS, Setup, build_sharded, parametrize_cases
+from tests.support.cases import shard as shard_case
 from tests.support.counting import Collectives
-from tests.support.oracle import TRANSFERS, Setup, build_sharded
-from tests.support.oracle import shard as shard_case
 from tests.support.parity import mesh_1d, mesh_2d, mesh_of, stack
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import KINDS, assert_equal, build, rows, save, shard, train, trained, using, whole

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 import fsdp2
 from tests.support import api
-from tests.support.cases import CASES, parametrize_cases
-from tests.support.oracle import Setup, build_sharded
-from tests.support.oracle import build as build_case
+from tests.support.cases import CASES, Setup, build_sharded, parametrize_cases
+from tests.support.cases import build as build_case
 from tests.support.parity import mesh_2d, mesh_of
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import LOCAL, assert_equal, build, rows, save, shard, train, trained, whole

@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--all", action="store_true", help="run slow tests too, and every case of every matrix")
     parser.addoption("--limit", type=float, help="seconds after which any test on ranks counts as hanging")
+    parser.addoption("--most-ranks", type=int, metavar="N", help="leave out tests on more ranks")
     parser.addoption("--long", action="store_true", help="run thousands of random programs, with a random seed")
 
 
@@ -52,6 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         usual = _usual(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in usual])
         items[:] = [item for item in items if item in usual]
+    if most := config.getoption("--most-ranks"):
+        items[:] = [item for item in items if _params(item).get("world", 0) <= most]
     items.sort(key=lambda item: _params(item).get("world", 0))
 
 

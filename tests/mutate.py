@@ -1,11 +1,13 @@
 """Measures what the tests notice: breaks the package in one place, by rule, and runs the tests until one fails.
 
     python tests/mutate.py            # break, test, write tests/mutation.md; goes on where it was interrupted
+    python tests/mutate.py --likely   # only the tests that are likely to notice; what they miss is left for later
     python tests/mutate.py --list     # the places, without running anything
     python tests/mutate.py --only reduce.py --again
 
 A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The tests
-that name what the broken file defines run first, then the rest of what ``make test`` runs; the first failure ends it.
+that name what the broken file defines run first, on at most two ranks, then all that ``make test`` runs; the first
+failure ends it. A failure counts if the test passes without the mutant, and where ranks hung, if they hang again.
 Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has changed since is run again.
 """
 
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,8 @@ FIRST = 14
 LIMIT_SECONDS = 60
 """How long one test may take before it counts as hanging."""
 STAGE_SECONDS = 2400
-"""How long a run of tests may take; a run that takes longer counts as noticed."""
-BASICS = ("options", "streams", "counts", "memory", "reduction", "module_methods", "random_programs")
+"""How long a run of tests may take; one that takes longer shows nothing."""
+BASICS = ("streams", "counts", "memory", "sequences", "options", "reduction", "module_methods", "random_programs")
 """The files of tests/step that every mutant meets first."""
 SPARED = re.compile(
     r"check|refuse|explain|describe|message|error|warn|log|emit|fail|repr|name|trace|compare|append|hook_(saving|loading)|given"
@@ -52,6 +54,8 @@ EQUIVALENT: dict[str, str] = {}
 
 FAILING: list[str] = []
 """Tests that fail without a mutant as well."""
+PASSING: set[str] = set()
+"""Tests that were seen to pass without one."""
 
 Edit = tuple[Any, str]
 """A node, or the first and the last of several, and the text that replaces it."""
@@ -264,48 +268,53 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def first_failure(folder: Path, files: list[str], workers: int, without: Iterable[str] = ()) -> str:
-    """Run tests until one fails and return its name, "" if none does."""
+def first_failure(folder: Path, files: list[str], *options: str) -> tuple[str, bool]:
+    """Run tests until one fails and return its name, "" if none does, and whether ranks hung in it.
+
+    Raises ``TimeoutError`` if they do not end.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--limit={LIMIT_SECONDS}"]
-    command += [f"--numprocesses={workers}", "--dist=worksteal"] if workers > 1 else []
-    command += [f"--deselect={test}" for test in without]
+    command += [*options, *(f"--deselect={test}" for test in FAILING)]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
     try:
         ended = subprocess.run(
-            [*command, *files],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-            timeout=STAGE_SECONDS,
+            [*command, *files], cwd=folder, env=environment, capture_output=True, text=True, timeout=STAGE_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return "the whole run hangs"
+        raise TimeoutError(f"the tests took more than {STAGE_SECONDS} seconds") from None
     if ended.returncode in (0, 5):
-        return ""
+        return "", False
     failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", ended.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest ends with {ended.returncode}"
+    return failed[1] if failed else f"pytest ends with {ended.returncode}", "hung or died" in ended.stdout
 
 
-def noticed_by(folder: Path, whole: Path, files: list[str], workers: int) -> str:
+def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> str:
     """Return the first test that fails in ``folder`` and not in the ``whole`` tree, "" if there is none."""
-    while by := first_failure(folder, files, workers, FAILING):
-        if "::" not in by or not first_failure(whole, [by], 1):
+    while True:
+        by, hung = first_failure(folder, files, *options)
+        if "::" not in by:
+            return by
+        if by not in PASSING and not first_failure(whole, [by])[0]:
+            PASSING.add(by)
+        if by in PASSING and (not hung or first_failure(folder, [by])[0]):
             return by
         FAILING.append(by)
-    return ""
 
 
-def run(mutant: Mutant, results: list[dict[str, object]], workers: int) -> dict[str, object]:
-    """Return what became of one mutant."""
+def run(mutant: Mutant, results: list[dict[str, object]], whole: Path, workers: int) -> dict[str, object] | None:
+    """Return what became of one mutant; None if it was not noticed by the likely tests and no ``workers`` run all."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        folder, whole = Path(name, "broken"), Path(name, "whole")
+        folder = Path(name)
         copy_tree(folder)
-        copy_tree(whole)
         broken = folder / mutant.path
         broken.write_text(mutant.source(broken.read_text()))
         files = order(mutant, results)
-        by = noticed_by(folder, whole, files[:FIRST], 1) or noticed_by(folder, whole, files[FIRST:], workers)
+        by = noticed_by(folder, whole, files[:FIRST], "--most-ranks=2")
+        if not by and workers:
+            by = noticed_by(folder, whole, files, f"--numprocesses={workers}", "--dist=worksteal")
+        elif not by:
+            return None
     return {**asdict(mutant), "noticed": bool(by), "by": by, "seconds": round(time.monotonic() - start)}
 
 
@@ -324,7 +333,8 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
         "Written by `python tests/mutate.py`; do not edit. Each row is the package broken in one place, and the first",
         "test of `make test` that failed.",
         "",
-        f"{noticed} of {len(counted)} are noticed ({share}). Places that have not been run: {len(chosen) - len(done)}.",
+        f"{noticed} of {len(counted)} are noticed ({share}).",
+        f"Not run to the end: {len(chosen) - len(done)} of {len(chosen)}.",
         "",
     ]
     for title, wanted in (("Not noticed", False), ("Noticed", True)):
@@ -348,6 +358,7 @@ def main() -> int:
     """Run what has not been run, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the places and run nothing")
+    parser.add_argument("--likely", action="store_true", help="run only the tests that are likely to notice")
     parser.add_argument("--only", default="", metavar="TEXT", help="places or rules that have this in their names")
     parser.add_argument("--again", action="store_true", help="run what has been run as well")
     parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule")
@@ -356,20 +367,32 @@ def main() -> int:
     chosen = places(options.places)
     kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     results = {str(one["key"]): one for one in kept}
-    for number, mutant in enumerate(chosen, 1):
-        title = f"{number:3} {mutant.place} line {mutant.line}: {mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
-        if options.only not in title or (mutant.key in results and not options.again and not options.list):
-            continue
-        print(title, flush=True)
-        if not options.list:
-            results[mutant.key] = run(mutant, [*results.values()], options.workers)
-            RESULTS.parent.mkdir(exist_ok=True)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(results[mutant.key]) + "\n")
-            print(f"    {results[mutant.key]['by'] or 'NOT NOTICED'} ({results[mutant.key]['seconds']} s)", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        copy_tree(Path(name))
+        for number, mutant in enumerate(chosen, 1):
+            change = f"{mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
+            title = f"{number:3} {mutant.place} line {mutant.line}: {change}"
+            if options.only not in title or (mutant.key in results and not options.again and not options.list):
+                continue
+            print(title, flush=True)
+            if not options.list:
+                result = run(mutant, [*results.values()], Path(name), 0 if options.likely else options.workers)
+                keep(result, results)
     if not options.list:
         TABLE.write_text(table(chosen, results))
     return 0
+
+
+def keep(result: dict[str, object] | None, results: dict[str, dict[str, object]]) -> None:
+    """Add a result to the others and to the file, and print it."""
+    if result is None:
+        print("    not noticed by the likely tests", flush=True)
+        return
+    results[str(result["key"])] = result
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print(f"    {result['by'] or 'NOT NOTICED'} ({result['seconds']} s)", flush=True)
 
 
 if __name__ == "__main__":

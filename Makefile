@@ -12,8 +12,12 @@ ARGS ?=
 # Each worker of pytest-xdist has a pool of ranks of its own; one that is done takes over a part of what others have left.
 WORKERS := --numprocesses auto --maxprocesses 8 --dist worksteal
 
+# Types are checked while the tests begin, on one processor of several; both must be right.
+BESIDE_TYPES := $(MAKE) --no-print-directory types & types=$$!;
+BOTH := tests=$$?; wait $$types && exit $$tests
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint bench docs fix clean
+.PHONY: help demo test test-all check lint style types bench docs fix clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
@@ -21,19 +25,23 @@ help: ## this list
 demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (about 2 minutes)
 	@$(PY) examples/demo.py $(ARGS)
 
-test: lint ## what every change must pass: lint, types, house rules, every feature on real processes (10 to 20 minutes)
-	@$(PY) -m pytest $(WORKERS) $(ARGS)
+test: style ## what every change must pass: lint, types, house rules, every feature on real processes (10 minutes)
+	@$(BESIDE_TYPES) $(PY) -m pytest $(WORKERS) $(ARGS); $(BOTH)
 
-test-all: lint ## before a release: every case of every test, compilers, demos, the wheel (an hour or two)
-	@$(PY) -m pytest $(WORKERS) --all $(ARGS)
+test-all: style ## before a release: every case of every test, compilers, demos, the wheel (an hour or two)
+	@$(BESIDE_TYPES) $(PY) -m pytest $(WORKERS) --all $(ARGS); $(BOTH)
 
 check: lint ## lint, types and house rules
 	@$(PY) -m pytest -q tests/test_architecture.py
 
-# The types are those of the torch that constraints.txt names.
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check -q .
+
+# The types are those of the torch that constraints.txt names.
+types: $(STAMP)
 	@$(if $(TORCH),:,$(PY) -m mypy)
 
 bench: $(STAMP) ## every benchmark beside torch's fully_shard, one table (about 6 minutes)

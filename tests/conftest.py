@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         usual = _usual(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in usual])
         items[:] = [item for item in items if item in usual]
-    if most := config.getoption("--most-ranks"):
+    if (most := config.getoption("--most-ranks")) is not None:
         items[:] = [item for item in items if _params(item).get("world", 0) <= most]
     items.sort(key=lambda item: _params(item).get("world", 0))
 

@@ -6,7 +6,7 @@
     python tests/mutate.py --only reduce.py --again
 
 A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The tests
-that name what the broken file defines run first, on at most two ranks, then all that ``make test`` runs; the first
+that name what the broken file defines run first, without processes, then all that ``make test`` runs; the first
 failure ends it. A failure counts if the test passes without the mutant, and where ranks hung, if they hang again.
 Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has changed since is run again.
 """
@@ -42,8 +42,8 @@ LIMIT_SECONDS = 60
 """How long one test may take before it counts as hanging."""
 STAGE_SECONDS = 2400
 """How long a run of tests may take; one that takes longer shows nothing."""
-BASICS = ("streams", "counts", "memory", "sequences", "options", "reduction", "module_methods", "random_programs")
-"""The files of tests/step that every mutant meets first."""
+BASICS = ("streams", "counts", "memory", "sequences", "strict_nccl", "launches")
+"""The files of tests/step that every mutant meets first: they simulate ranks and streams in one process."""
 SPARED = re.compile(
     r"check|refuse|explain|describe|message|error|warn|log|emit|fail|repr|name|trace|compare|append|hook_(saving|loading)|given"
 )
@@ -249,7 +249,7 @@ def order(mutant: Mutant, results: list[dict[str, object]]) -> list[str]:
     def score(path: str) -> float:
         words = set(re.findall(r"\w+", (ROOT / path).read_text()))
         mirror = 30 * path.startswith(f"tests/unit/{folder}/") + 60 * path.endswith(f"test_{stem}.py")
-        basic = 20 * any(path == f"tests/step/test_{name}.py" for name in BASICS)
+        basic = 40 * any(path == f"tests/step/test_{name}.py" for name in BASICS)
         return 100 * noticed.count(path) + mirror + basic + len(words & names)
 
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
@@ -310,7 +310,7 @@ def run(mutant: Mutant, results: list[dict[str, object]], whole: Path, workers: 
         broken = folder / mutant.path
         broken.write_text(mutant.source(broken.read_text()))
         files = order(mutant, results)
-        by = noticed_by(folder, whole, files[:FIRST], "--most-ranks=2")
+        by = noticed_by(folder, whole, files[:FIRST], "--most-ranks=0")
         if not by and workers:
             by = noticed_by(folder, whole, files, f"--numprocesses={workers}", "--dist=worksteal")
         elif not by:

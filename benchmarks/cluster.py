@@ -25,10 +25,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2.forecasting.clock import Clock, Exposed, Span
+from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import H100, Hardware
 from fsdp2.forecasting.pictures import draw_lanes
 from fsdp2.forecasting.rank import simulated_rank
+from fsdp2.forecasting.timeline import Exposed, Span
 
 LENGTH = 2048
 """Tokens in a sequence."""

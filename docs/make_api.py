@@ -146,6 +146,7 @@ TESTS: dict[str, str] = {
     "plan_units": BUILD + "test_policies.py::test_what_is_chosen_is_logged",
     "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
     "forecast": "tests/forecast/test_against_gloo.py::test_real_processes",
+    "record_steps": "tests/forecast/test_recording.py::test_real_steps",
     "set_rank_checks": "tests/ranks/test_agreeing.py::test_comparing_can_be_switched_off",
     "use_weights": "tests/weights/test_use.py::test_a_loss_that_uses_weights",
     "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",

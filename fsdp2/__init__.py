@@ -36,6 +36,7 @@ from fsdp2.weights.sync import sync_module_states
 from fsdp2.weights.use import use_weights
 
 if _typing.TYPE_CHECKING:
+    from fsdp2.forecasting.recording import record_steps
     from fsdp2.forecasting.run import forecast
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "optim_state_dict_to_load",
     "padding_report",
     "plan_units",
+    "record_steps",
     "register_fsdp_forward_method",
     "save_safetensors",
     "set_rank_checks",
@@ -78,7 +80,7 @@ __all__ = [
 ]
 
 # Training needs none of these: what they need of torch is imported where they are asked for.
-_LATER = {"forecast": "fsdp2.forecasting.run"}
+_LATER = {"forecast": "fsdp2.forecasting.run", "record_steps": "fsdp2.forecasting.recording"}
 
 
 def __getattr__(name: str) -> object:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp2 import _trace
 from fsdp2._torch.collectives import (
     AllgatherOptions,
     AllreduceOptions,
@@ -97,15 +98,23 @@ def all_gather(
             for out, inp in zip(outputs, inputs)
         ]
         return [work for work in works if work is not None]
-    options = _gather_options(async_op)
+    options, recorder = _gather_options(async_op), _trace.recorder
+    began = None if recorder is None else recorder.moment()
     if axis.is_nccl and len(outputs) > 1:
-        return _works(group_all_gather_coalesced(axis.group, outputs, inputs, options), axis, async_op)
+        work = group_all_gather_coalesced(axis.group, outputs, inputs, options)
+        if recorder is not None:
+            recorder.launched(("gather", "all_gather"), axis, sum(out.nbytes for out in outputs), began, work)
+        return _works(work, axis, async_op)
     started: list[Work] = []
     for out, inp in zip(outputs, inputs):
         if axis.size == 2 and prefers_all_to_all(axis, out.nbytes):
             started += _swap(out, inp, axis, async_op=async_op)
-        else:
-            started += _works(group_all_gather(axis.group, out, inp, options), axis, async_op)
+            continue
+        began = None if recorder is None else recorder.moment()
+        work = group_all_gather(axis.group, out, inp, options)
+        if recorder is not None:
+            recorder.launched(("gather", "all_gather"), axis, out.nbytes, began, work)
+        started += _works(work, axis, async_op)
     return started
 
 
@@ -116,7 +125,10 @@ def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bo
     halves[axis.rank].copy_(piece)
     sizes = [0, 0]
     sizes[other] = piece.numel()
+    began = None if _trace.recorder is None else _trace.recorder.moment()
     work = group_all_to_all(axis.group, halves[other], piece, sizes, sizes, _exchange_options(async_op))
+    if _trace.recorder is not None:
+        _trace.recorder.launched(("gather", "all_to_all"), axis, halves[other].nbytes, began, work)
     return _works(work, axis, async_op)
 
 
@@ -179,7 +191,10 @@ def reduce_scatter(
     if custom is not None:
         work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
         return [] if work is None else [work]
+    began = None if _trace.recorder is None else _trace.recorder.moment()
     work = group_reduce_scatter(axis.group, output, rows, _scatter_options(async_op, average))
+    if _trace.recorder is not None:
+        _trace.recorder.launched(("reduce", "reduce_scatter"), axis, rows.nbytes, began, work)
     return _works(work, axis, async_op, takes_limit=False)  # gloo's reduce-scatter waits on, whatever the limit
 
 
@@ -187,7 +202,11 @@ def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op
     """Fill ``output`` with this rank's row of every rank's ``rows``, in rank order (both 1D)."""
     assert axis.group is not None
     output, rows = _real(output), _real(rows)
-    return _works(group_all_to_all(axis.group, output, rows, [], [], _exchange_options(async_op)), axis, async_op)
+    began = None if _trace.recorder is None else _trace.recorder.moment()
+    work = group_all_to_all(axis.group, output, rows, [], [], _exchange_options(async_op))
+    if _trace.recorder is not None:
+        _trace.recorder.launched(("reduce", "all_to_all"), axis, output.nbytes, began, work)
+    return _works(work, axis, async_op)
 
 
 def exchange_bytes(
@@ -215,7 +234,11 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: boo
     options = AllreduceOptions()
     options.asyncOp = async_op
     options.reduceOp = _op(average)
-    return _works(group_all_reduce(axis.group, [_real(tensor)], options), axis, async_op)
+    began = None if _trace.recorder is None else _trace.recorder.moment()
+    work = group_all_reduce(axis.group, [_real(tensor)], options)
+    if _trace.recorder is not None:
+        _trace.recorder.launched(("replicate", "all_reduce"), axis, tensor.nbytes, began, work)
+    return _works(work, axis, async_op)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> None:

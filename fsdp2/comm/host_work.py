@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from fsdp2 import _trace
+
 __all__ = ["HostWork", "WaitObserver", "observe_waits"]
 
 _SLICE = timedelta(seconds=1)
@@ -89,10 +91,11 @@ class _WaitElsewhere:
 class HostWork:
     """A collective that the host itself waits for, but no longer than until it is known that it will never end."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_started", "_work")
 
     def __init__(self, work: dist.Work, *, takes_limit: bool = True) -> None:
         """``takes_limit``: whether the ``wait`` of ``work`` returns when the time it is given is over."""
+        self._started = work
         self._work = work if takes_limit else _WaitElsewhere(work)
 
     def wait(self) -> None:
@@ -102,6 +105,7 @@ class HostWork:
             RuntimeError: it failed, or the observer of waits raised.
         """
         slices = 0
+        began = None if _trace.recorder is None else _trace.recorder.moment()
         try:
             while True:
                 completed = self._work.is_completed()
@@ -117,5 +121,7 @@ class HostWork:
                 if not self._work.is_completed():
                     _observer.waiting()
         finally:
+            if began is not None and _trace.recorder is not None:
+                _trace.recorder.waited(began, self._started)
             if slices:
                 _observer.waited()

@@ -27,6 +27,7 @@ late, which is what overlaps them with compute there.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,9 +39,10 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp2 import _trace
 from fsdp2.comm.host_work import HostWork
 
-__all__ = ["ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Retained", "simulated_streams"]
+__all__ = ["ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Moments", "Retained", "simulated_streams"]
 
 T = TypeVar("T")
 
@@ -123,6 +125,30 @@ class Lane:
         return Done(self._stream, self._module.stream(self._stream))
 
 
+class Moments:
+    """Points in time: of the current stream of ``device``, or of the host where there are no streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = _device_module(device)
+
+    def now(self) -> Any:
+        """This point; on a stream it is known when the stream has come there."""
+        if self._module is None:
+            return time.perf_counter()
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream())
+        return event
+
+    def wait(self, moment: Any) -> None:
+        """Let the host wait until ``moment`` is over."""
+        if self._module is not None:
+            moment.synchronize()
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one moment to another, both of which are over."""
+        return end - start if self._module is None else start.elapsed_time(end) / 1e3  # type: ignore[no-any-return]
+
+
 class ComputeLane:
     """The stream the user's model runs on: the current one, and in a backward the one that it entered a unit on.
 
@@ -160,7 +186,11 @@ class ComputeLane:
         if event is None or self._module is None:
             return
         current = self._module.current_stream()
+        recorder = _trace.recorder
+        began = None if recorder is None else recorder.moment()
         current.wait_event(event)
+        if recorder is not None:
+            recorder.waited(began)
         if self._backward is not None and self._backward != current:
             self._backward.wait_event(event)
 

@@ -296,6 +296,8 @@ class GroupGradients:
         reductions = self.comm.reductions
         operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, settle)
         del grads
+        if _trace.recorder is not None:
+            operation = _trace.owned(self.name, operation)
         reductions.add(operation)
 
     def _row_padding(self, dtype: torch.dtype) -> int:

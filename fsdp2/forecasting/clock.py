@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -27,38 +27,9 @@ from fsdp2._torch.forecast import (
     unset_fake_temporarily,
 )
 from fsdp2.forecasting.cost import H100, Hardware, nbytes_of, tensors_in
+from fsdp2.forecasting.timeline import COMPUTE, Exposed, Span, axis_name
 
-__all__ = ["Clock", "Event", "Exposed", "Span", "Stream", "lane_names"]
-
-COMPUTE = "compute"
-
-
-@dataclass(frozen=True)
-class Span:
-    """One kernel or collective on a lane. ``nbytes``, ``ranks`` and ``group`` (a mesh axis) are of collectives."""
-
-    lane: str
-    kind: str
-    begin: float
-    end: float
-    unit: str
-    nbytes: int = 0
-    ranks: int = 0
-    group: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Exposed:
-    """A time in which compute had to wait, and the unit that was running."""
-
-    begin: float
-    end: float
-    unit: str
+__all__ = ["Clock", "Event", "Stream"]
 
 
 class Event:
@@ -80,6 +51,10 @@ class Event:
         """Let the host wait, and so everything it starts later."""
         self._clock.host = max(self._clock.host, self.time)
 
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from here to ``end``."""
+        return (end.time - self.time) * 1e3
+
     def query(self) -> bool:
         """Whether it is over; the host never looks before."""
         return True
@@ -99,7 +74,7 @@ class Stream:
         """Let what comes next run behind ``event``."""
         if event is not None and event.time > self.time:
             if self.name == COMPUTE:
-                self._clock.exposed.append(Exposed(self.time, event.time, self._clock.unit))
+                self._clock.exposed.append(Exposed(self.time, event.time, self._clock.owner))
             self.time = event.time
 
     def wait_stream(self, stream: Stream) -> None:
@@ -122,6 +97,8 @@ class Clock(TorchDispatchMode):
         self.spans: list[Span] = []
         self.exposed: list[Exposed] = []
         self.unit = ""
+        """The unit that computes."""
+        self._owner: str | None = None  # the unit that communicates or is waited for, where fsdp2 says so
         self.host = 0.0
         self.stopped = False
         """Kernels take no time as long as it is set."""
@@ -130,6 +107,7 @@ class Clock(TorchDispatchMode):
         """What mesh dimensions are called, by their groups; a group says itself what it was made for."""
         self._current = [self.compute]
         self._free: dict[str, float] = {}  # when each communicator has done what it was given
+        self._works: dict[int, tuple[object, float]] = {}  # what the host will wait for, and when it ends
         self._ready: dict[int, float] = {}  # by storage: when a functional collective has filled it
 
     # ---- what torch.cuda has ----
@@ -153,6 +131,33 @@ class Clock(TorchDispatchMode):
             yield
         finally:
             self._current.pop()
+
+    # ---- as a recorder ----
+
+    @property
+    def owner(self) -> str:
+        """The unit that communicates, or whose communication is waited for; by default the one that computes."""
+        return self.unit if self._owner is None else self._owner
+
+    def enter(self, name: str) -> None:
+        """What communicates or waits from now on is for the unit ``name``."""
+        self._owner = name
+
+    def moment(self) -> float:
+        """When the present stream has done what it was given."""
+        return self._current[-1].time
+
+    def launched(self, what: tuple[str, str], axis: Any, nbytes: int, began: Any, work: Any) -> None:
+        """Where the host will wait for ``work``, let compute go on beside the collective that was just started."""
+        if axis.backend == "gloo" and work is not None:
+            self.spans[-1] = replace(self.spans[-1], lane=what[0])
+            self._works[id(work)] = work, self.spans[-1].end
+            self._current[-1].time = began
+
+    def waited(self, began: Any, work: Any = None) -> None:
+        """The host waited for ``work``; a wait of a stream is known already."""
+        _, end = self._works.pop(id(work), (None, 0.0))
+        self._current[-1].wait_event(Event(self, end))
 
     # ---- one step ----
 
@@ -205,10 +210,10 @@ class Clock(TorchDispatchMode):
         factor = 2 if kind == "all_reduce" else 1
         seconds = self.hardware.collective_seconds(factor * nbytes, dist.get_process_group_ranks(group))
         name = group.group_name
-        axis = self.axes.get(name) or group.group_desc.removeprefix("mesh_")
+        axis = self.axes.get(name) or axis_name(group)
         begin = max(ready, self.host, self._free.get(name, 0.0))
         self._free[name] = begin + seconds
-        span = Span(lane, kind, begin, begin + seconds, self.unit, nbytes, group.size(), axis)
+        span = Span(lane, kind, begin, begin + seconds, self.owner, nbytes, group.size(), axis)
         self.spans.append(span)
         return span.end
 
@@ -241,17 +246,6 @@ class Clock(TorchDispatchMode):
         self._ready.update(dict.fromkeys(keys, end))
 
 
-def lane_names(spans: list[Span]) -> dict[str, str]:
-    """For each lane of ``spans`` what it is for, by the collectives on it."""
-    names: dict[str, str] = {}
-    for span in spans:
-        purpose = _PURPOSES.get(span.kind)
-        if purpose is not None and span.lane != COMPUTE:
-            names[span.lane] = purpose
-    return {span.lane: names.get(span.lane, COMPUTE if span.lane == COMPUTE else "copies") for span in spans}
-
-
-_PURPOSES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "reduce", "all_reduce": "replicate"}
 _KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",

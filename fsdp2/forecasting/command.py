@@ -1,41 +1,140 @@
-"""What a training step needs: ``python -m fsdp2 forecast MODULE:FUNCTION --mesh replicate=4,shard=16``."""
+"""``python -m fsdp2 forecast``: what a training step needs, before there is anything to run it on."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from fsdp2.forecasting.cost import H100, Hardware
-from fsdp2.forecasting.run import forecast
+from fsdp2.forecasting.comparing import Case, compare, comparison
+from fsdp2.forecasting.cost import DEVICES, Hardware, Link
 
 __all__ = ["main"]
+
+_DESCRIPTION = """\
+What a training step needs on one rank of a cluster, found on this machine: the program's own code builds the model
+and runs a step with tensors that have no memory and collectives that send nothing. No GPU, no weights.
+
+MODULE:FUNCTION names build(mesh), which returns a model with its fully_shard calls, or (model, optimizer). The same
+module has step(model, optimizer), which trains once. Memory and collectives are those of a real run; times are those
+of a cost model, whose constants are printed below the table."""
+_EXAMPLES = """\
+examples:
+  python -m fsdp2 forecast train:build --mesh replicate=4,shard=16
+  python -m fsdp2 forecast train:build --mesh shard=64 --save step.html step.png
+  python -m fsdp2 forecast train:build --mesh shard=64 --mesh dp=8,tp=8 --fit 80GiB
+  python -m fsdp2 forecast train:build --mesh shard=64 --compare checkpointing=True,False layers=32,48
+
+The last one calls build(mesh, checkpointing=True, layers=32) and so on. With --fit the exit status is 1 where
+nothing fits."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the forecast that ``arguments`` ask for; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp2 forecast", description=__doc__)
-    parser.add_argument("build", metavar="MODULE:FUNCTION", help="returns model, or (model, optimizer), for a mesh")
-    parser.add_argument("--step", metavar="FUNCTION", default="step", help="of the same module: step(model, optimizer)")
-    parser.add_argument(
-        "--mesh", required=True, type=_mesh, metavar="NAME=SIZE,...", help="such as replicate=4,shard=16"
-    )
-    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"), help="gloo: as on CPUs, without streams")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="constants of the cost model")
-    parser.add_argument("--json", action="store_true", help="for another program")
+    parser = _parser()
     given = parser.parse_args(arguments)
     try:
-        hardware = _hardware(given.set)
+        hardware = _hardware(given)
         build, step = _function(given.build), _function(f"{given.build.partition(':')[0]}:{given.step}")
+        settings = dict(map(_setting, given.compare))
+        options = {"hardware": hardware, "backend": given.backend, "steps": given.steps}
+        with _Progress() as progress:
+            cases = compare(build, step, given.mesh, settings, progress=progress, **options)
     except ValueError as error:
         parser.error(str(error))
-    result = forecast(build, step, mesh=given.mesh, hardware=hardware, backend=given.backend)
-    print(result.to_json() if given.json else f"{result}\n\n{hardware}")
-    return 0
+    return _show(cases, given, hardware)
+
+
+def _show(cases: list[Case], given: argparse.Namespace, hardware: Hardware) -> int:
+    """Print and save what came of the cases; the exit status."""
+    results = [case.forecast for case in cases if case.forecast is not None]
+    if len(cases) == 1 and not results:
+        print(f"python -m fsdp2 forecast: error: {cases[0].error}", file=sys.stderr)
+        return 2
+    if given.json:
+        texts = [result.to_json() for result in results]
+        print(texts[0] if len(cases) == 1 else f"[{', '.join(texts)}]")
+    else:
+        if len(cases) == 1:
+            print(f"{results[0]}\n")
+        if len(cases) > 1 or given.fit is not None:
+            print(f"{comparison(cases, given.fit)}\n")
+        print(hardware)
+    for path in given.save if results else []:
+        results[0].save(path, *(result.timeline for result in results[1:]))
+        print(f"saved {path}", file=sys.stderr)
+    return int(given.fit is not None and not any(case.fits(given.fit) for case in cases))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2 forecast",
+        usage="python -m fsdp2 forecast MODULE:FUNCTION --mesh NAME=SIZE,... [option ...]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=112),
+    )
+    add = parser.add_argument
+    add("build", metavar="MODULE:FUNCTION", help="what builds the model on a mesh")
+    add("--step", metavar="FUNCTION", default="step", help="what trains once, in the same module (step)")
+    add(
+        "--mesh",
+        required=True,
+        action="append",
+        type=_mesh,
+        metavar="NAME=SIZE,...",
+        help="ranks along each dimension, such as replicate=4,shard=16; several times to compare",
+    )
+    add("--steps", type=int, default=3, metavar="N", help="run so many steps, of which the last counts (3)")
+    add("--backend", default="nccl", choices=("nccl", "gloo"), help="gloo: as on CPUs, without streams")
+    add("--device", default="h100", choices=sorted(DEVICES), help="whose constants the cost model begins with (h100)")
+    add("--nodes-of", type=int, metavar="N", help="ranks in a node (8)")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="other constants of the cost model")
+    add(
+        "--link",
+        nargs="+",
+        default=[],
+        metavar="RANKS=S,B/S",
+        help="latency and bandwidth of so many ranks: 64=3e-4,3e11",
+    )
+    add("--compare", nargs="+", default=[], metavar="NAME=A,B", help="call build with NAME=A, with NAME=B, and so on")
+    add("--fit", type=_bytes, metavar="SIZE", help="which settings need at most SIZE, such as 80GiB, and the fastest")
+    add("--save", nargs="+", default=[], metavar="FILE", help="pictures: .html, .png, .svg, .pdf; .json for Chrome")
+    add("--json", action="store_true", help="the figures for another program")
+    return parser
+
+
+class _Progress:
+    """What is being done, on one line of a terminal that is written again, or a line for each stage of a log."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._shown, self._stage = 0.0, ""
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def __call__(self, doing: str) -> None:
+        if self._terminal:
+            if time.monotonic() - self._shown > 0.1:
+                self._shown = time.monotonic()
+                print(f"\r\x1b[K{doing[:110]}", end="", file=sys.stderr, flush=True)
+            return
+        stage = re.sub(r"(building|step \d+ of \d+).*", r"\1", doing)
+        if stage != self._stage:
+            self._stage = stage
+            print(stage, file=sys.stderr, flush=True)
 
 
 def _mesh(text: str) -> dict[str, int]:
@@ -48,15 +147,48 @@ def _mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def _hardware(changes: Sequence[str]) -> Hardware:
-    numbers = {field.name: type(getattr(H100, field.name)) for field in fields(Hardware) if field.name != "links"}
-    values: dict[str, Any] = {}
-    for change in changes:
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([\d.]+) ?([KMGT]i?B|B)?", text)
+    units = {
+        f"{letter}{i}B": base**power for power, letter in enumerate("KMGT", 1) for i, base in (("i", 1024), ("", 1000))
+    }
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GiB")
+    return int(float(found[1]) * units.get(found[2] or "", 1))
+
+
+def _setting(text: str) -> tuple[str, list[Any]]:
+    name, _, values = text.partition("=")
+    if not name.isidentifier() or not values:
+        raise ValueError(f"--compare {text}: expected NAME=A,B with an argument of build")
+    return name, [_value(value) for value in values.split(",")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _hardware(given: argparse.Namespace) -> Hardware:
+    device = DEVICES[given.device]
+    numbers = {field.name: type(getattr(device, field.name)) for field in fields(Hardware) if field.name != "links"}
+    values: dict[str, Any] = {} if given.nodes_of is None else {"ranks_per_node": given.nodes_of}
+    for change in given.set:
         name, _, value = change.partition("=")
         if name not in numbers:
             raise ValueError(f"--set {change}: there is no constant {name!r}; expected one of {sorted(numbers)}")
         values[name] = numbers[name](float(value)) if numbers[name] is not str else value
-    return replace(H100, **values)
+    links = {link.ranks: link for link in device.links} | dict(map(_link, given.link))
+    return replace(device, **values, links=tuple(links[ranks] for ranks in sorted(links)))
+
+
+def _link(text: str) -> tuple[int, Link]:
+    found = re.fullmatch(r"(\d+)=([-+.\deE]+),([-+.\deE]+)", text)
+    if found is None:
+        raise ValueError(f"--link {text}: expected RANKS=SECONDS,BYTES_PER_SECOND, such as 64=3e-4,3e11")
+    return int(found[1]), Link(int(found[1]), float(found[2]), float(found[3]))
 
 
 def _function(name: str) -> Callable[..., Any]:

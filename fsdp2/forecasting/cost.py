@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fsdp2._torch.forecast import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 
-__all__ = ["H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
+__all__ = ["DEVICES", "H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Hardware:
 
 
 H100 = Hardware()
+DEVICES = {"h100": H100, "h200": replace(H100, name="h200", memory_bytes_per_second=3.4e12)}
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -48,14 +48,14 @@ class Memory(TorchDispatchMode):
     as a list of changes, and ``peak`` goes through it again.
     """
 
-    def __init__(self, running: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, running: Callable[[], str] = lambda: "", now: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__()
-        self._running = running
+        self._running, self._now = running, now
         self._blocks: dict[int, Block] = {}
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Storage]] = {}
         self._base: list[Block] = []
-        self._changes: list[tuple[Block, int, str]] = []
+        self._changes: list[tuple[Block, int, str, float]] = []
 
     # ---- what is alive ----
 
@@ -78,11 +78,11 @@ class Memory(TorchDispatchMode):
 
     def _resize(self, key: int, size: int, kind: str) -> None:
         if self._sizes[key]:
-            self._changes.append((self._blocks[key], -1, self._running()))
+            self._changes.append((self._blocks[key], -1, self._running(), self._now()))
         self._sizes[key] = size
         self._blocks[key] = Block(size, kind)
         if size:
-            self._changes.append((self._blocks[key], 1, self._running()))
+            self._changes.append((self._blocks[key], 1, self._running(), self._now()))
 
     def _died(self, key: int) -> None:
         self._resize(key, 0, "other")
@@ -99,16 +99,28 @@ class Memory(TorchDispatchMode):
         """The most bytes that were alive since ``begin``."""
         now = most = sum(block.nbytes for block in self._base)
         at, running = 0, self._running()
-        for index, (block, sign, label) in enumerate(self._changes):
+        for index, (block, sign, label, _) in enumerate(self._changes):
             now += sign * block.nbytes
             if now > most:
                 most, at, running = now, index + 1, label
+        by_kind = self._at_begin()
+        for block, sign, *_ in self._changes[:at]:
+            by_kind[block.kind] += sign * block.nbytes
+        return Peak(most, {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}, running)
+
+    def _at_begin(self) -> Counter[str]:
         by_kind = Counter[str]()
         for block in self._base:
             by_kind[block.kind] += block.nbytes
-        for block, sign, _ in self._changes[:at]:
+        return by_kind
+
+    def points(self) -> list[tuple[float, dict[str, int]]]:
+        """What was alive since ``begin``, after each change."""
+        by_kind, points = self._at_begin(), []
+        for block, sign, _, time in self._changes:
             by_kind[block.kind] += sign * block.nbytes
-        return Peak(most, {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}, running)
+            points.append((time, dict(by_kind)))
+        return points
 
     # ---- as a mode ----
 

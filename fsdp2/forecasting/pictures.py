@@ -1,22 +1,33 @@
-"""Pictures of a step; matplotlib is imported by whoever hands the axes in."""
+"""Pictures of a step; those that are saved need matplotlib, which nothing else does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from fsdp2.forecasting.clock import COMPUTE, Exposed, Span, lane_names
+from fsdp2.forecasting.timeline import COMPUTE, UNITS, Exposed, Span, Timeline, lane_names
 
-__all__ = ["draw_lanes"]
+__all__ = ["draw_lanes", "draw_memory", "save_picture"]
 
 COLOURS = {
     COMPUTE: "#4c78a8",
-    "all_gather": "#72b7b2",
-    "reduce_scatter": "#f2a541",
-    "all_to_all": "#f2a541",
-    "all_reduce": "#9d6fb0",
+    "forward": "#7a9cc6",
+    "backward": "#2f5d8c",
+    "gather": "#54a59f",
+    "reduce": "#f2a541",
+    "replicate": "#9d6fb0",
 }
+OTHER = "#888888"
 EXPOSED = "#d62728"
+KINDS = {
+    "shards": "#4c78a8",
+    "gathered": "#54a59f",
+    "gradients": "#f2a541",
+    "optimizer state": "#8c6bb1",
+    "activations": "#9ecae1",
+    "other": "#b5bcc2",
+}
 
 
 def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed]) -> None:
@@ -24,18 +35,84 @@ def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed]) -> 
     if not spans:
         return
     start = min(span.begin for span in spans)
-    names = lane_names(list(spans))
-    lanes = sorted(set(names.values()), key=lambda name: (name != COMPUTE, name))
+    names = lane_names(spans)
+    lanes = sorted({names[span.lane] for span in spans}, key=_row)
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
-        kind = COMPUTE if span.kind == COMPUTE else span.kind
-        bars.setdefault((names[span.lane], COLOURS.get(kind, "#888888")), []).append(
+        bars.setdefault((names[span.lane], _colour(names[span.lane], span.kind)), []).append(
             ((span.begin - start) * 1e3, span.seconds * 1e3)
         )
     for wait in exposed:
         bars.setdefault((COMPUTE, EXPOSED), []).append(((wait.begin - start) * 1e3, (wait.end - wait.begin) * 1e3))
+        if COMPUTE not in lanes:
+            lanes.insert(int(UNITS in lanes), COMPUTE)
     for (lane, colour), pieces in bars.items():
-        edge = "white" if lane != COMPUTE else "none"
+        edge = "white" if lane == UNITS else colour  # so that what is short is seen
         axes.broken_barh(pieces, (lanes.index(lane) - 0.4, 0.8), facecolors=colour, edgecolors=edge, linewidth=0.4)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
+
+
+def _row(lane: str) -> tuple[int, str]:
+    order = (UNITS, COMPUTE, "gather", "reduce", "replicate")
+    return (order.index(lane) if lane in order else len(order)), lane
+
+
+def _colour(lane: str, kind: str) -> str:
+    return COLOURS.get(kind if lane == UNITS else lane, OTHER)
+
+
+def draw_memory(axes: Any, timeline: Timeline) -> None:
+    """Bytes over time in GiB or MiB, stacked by what they are for; dotted lines are where units begin."""
+    kinds = [kind for kind in KINDS if any(point.by_kind.get(kind) for point in timeline.memory)]
+    most = max(sum(point.by_kind.values()) for point in timeline.memory)
+    name, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
+    times = [point.time * 1e3 for point in timeline.memory]
+    rows = [[point.by_kind.get(kind, 0) / scale for point in timeline.memory] for kind in kinds]
+    axes.stackplot(times, rows, step="post", labels=kinds, colors=[KINDS[kind] for kind in kinds], linewidth=0)
+    for span in timeline.spans:
+        if span.lane == UNITS:
+            axes.axvline(span.begin * 1e3, color="#1f2933", alpha=0.25, linewidth=0.5, linestyle=":")
+    axes.set_ylabel(name)
+    axes.set_ylim(0, most / scale * 1.05)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8)
+
+
+def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
+    """Write lanes and memory of ``timelines`` on one scale of time.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{path.name}: a picture needs matplotlib; pip install 'fsdp2[plots]'") from error
+    kinds: list[tuple[Timeline, bool]] = []
+    for timeline in timelines:
+        kinds += [(timeline, False), *([(timeline, True)] if timeline.memory else [])]
+    figure = Figure(figsize=(10, 0.5 + 2.0 * len(kinds)), dpi=150, layout="constrained")
+    panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
+    shown: dict[str, str] = {}
+    for axes, (timeline, memory) in zip(panels, kinds):
+        if memory:
+            draw_memory(axes, timeline)
+        else:
+            draw_lanes(axes, timeline.spans, timeline.waits)
+            waits = f"{timeline.seconds * 1e3:.4g} ms, of which compute waits {timeline.exposed_seconds * 1e3:.3g} ms"
+            axes.set_title(f"{timeline.name}: {waits}", loc="left", fontsize=9)
+            for span in timeline.spans:
+                shown.setdefault(span.kind if span.lane == UNITS else span.lane, _colour(span.lane, span.kind))
+            shown |= {"exposed": EXPOSED} if timeline.waits else {}
+        axes.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    patches = [Patch(color=colour, label=kind) for kind, colour in shown.items()]
+    panels[0].legend(
+        handles=patches, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8, borderaxespad=0
+    )
+    panels[-1].set_xlim(0, max(timeline.seconds for timeline in timelines) * 1e3)
+    panels[-1].set_xlabel("ms", fontsize=8)
+    figure.savefig(path)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._trace import listening
+from fsdp2._trace import listening, recording_with
 from fsdp2.build.modules import fsdp_modules
-from fsdp2.forecasting.clock import COMPUTE, Clock, Exposed, Span
+from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import H100, Hardware, tensors_in
 from fsdp2.forecasting.errors import built_model, check_mesh, explained
 from fsdp2.forecasting.memory import Memory, Peak
 from fsdp2.forecasting.rank import simulated_rank
+from fsdp2.forecasting.saving import save
+from fsdp2.forecasting.timeline import COMPUTE, Mark, Timeline, lane_names, unit_spans
 
 __all__ = ["Collectives", "Forecast", "forecast"]
 
@@ -47,8 +50,7 @@ class Forecast:
     compute_seconds: float
     exposed_seconds: float
     exposed_by_unit: dict[str, float]
-    spans: list[Span] = field(repr=False, default_factory=list)
-    waits: list[Exposed] = field(repr=False, default_factory=list)
+    timeline: Timeline = field(repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -62,7 +64,7 @@ class Forecast:
 
     def to_json(self) -> str:
         """All figures, without the lanes."""
-        values = {name: value for name, value in asdict(self).items() if name not in ("spans", "waits")}
+        values = {name: value for name, value in asdict(self).items() if name != "timeline"}
         return json.dumps(values, indent=2)
 
     def table(self) -> str:
@@ -84,6 +86,16 @@ class Forecast:
         lines += [f"    {unit or 'the root':<20}{seconds * 1e3:8.2f} ms" for unit, seconds in most]
         return "\n".join(lines)
 
+    def save(self, path: str | Path, *others: Timeline) -> None:
+        """Write the step as a page (.html), a picture (.png, .svg, .pdf) or a Chrome trace (.json).
+
+        ``others``, such as ``record.timeline``, come below it, on the same scale.
+
+        Raises:
+            ValueError: the name ends in something else.
+        """
+        save(path, [self.timeline, *others])
+
     def __str__(self) -> str:
         return self.table()
 
@@ -101,12 +113,23 @@ def forecast(
     backend: str = "nccl",
     rank: int = 0,
     steps: int = 3,
+    progress: Callable[[str], object] | None = None,
 ) -> Forecast:
     """What the last of some ``steps`` needs on one ``rank`` of a mesh of these dimensions.
 
     ``build(mesh)`` returns the model, or the model and its optimizer, with its ``fully_shard`` calls; ``step(model,
     optimizer)`` trains once. Both run as they are, with tensors that have no memory and collectives that send nothing:
     no weights, no device, no other process. Values do not exist, so code must not look at any (``loss.item()``).
+
+    Args:
+        build: Makes the model on a mesh.
+        step: Trains once.
+        mesh: How many ranks there are along each dimension, such as ``{"replicate": 4, "shard": 16}``.
+        hardware: The constants of the cost model, from which times come.
+        backend: "nccl", or "gloo" for CPUs, which have no streams.
+        rank: The rank that is forecast; only uneven shards differ between ranks.
+        steps: The last one counts; optimizers make their state in the first.
+        progress: Called with what is being done, often.
 
     Raises:
         RuntimeError: this process has a process group already, or the code looks at a value, needs a device, makes a
@@ -116,27 +139,36 @@ def forecast(
     """
     clock = Clock(hardware)
     phase = ["building"]
-    memory = Memory(lambda: f"{phase[0]} of {clock.unit}" if clock.unit else phase[0])
+    memory = Memory(lambda: f"{phase[0]} of {clock.unit}" if clock.unit else phase[0], lambda: clock.compute.time)
+    marks: list[Mark] = []
+    stage, report = "building", progress or (lambda doing: None)
+    report(stage)
 
     def heard(event: str, name: str) -> None:
+        marks.append(Mark(clock.compute.time, event, name))
         if event in _WHILE:
             clock.unit, phase[0] = name, _WHILE[event]
+            report(f"{stage}: {phase[0]} of {name or 'the root'}")
         elif event == "root_post_backward":
             clock.unit, phase[0] = "", "after backward"
 
     simulated = simulated_rank(mesh, clock, backend=backend, rank=rank)
-    with explained(check_mesh(mesh, rank)), listening(heard), simulated as made, memory:
+    recorded = recording_with(clock)
+    with explained(check_mesh(mesh, rank)), listening(heard), recorded, simulated as made, memory:
         clock.axes = {str(made.get_group(name).group_name): name for name in mesh}
         model, optimizer = built_model(build(made))
         begin = 0.0
-        for _ in range(steps):
+        for number in range(1, steps + 1):
+            stage = f"step {number} of {steps}"
+            report(stage)
             _know(memory, model, optimizer)
             clock.unit, phase[0] = "", "forward"
             begin = clock.begin()
             memory.begin()
+            marks.clear()
             step(model, optimizer)
         _know(memory, model, optimizer)
-        return _result(dict(mesh), clock, memory, begin, _padding(model))
+        return _result(dict(mesh), clock, memory, _timeline(clock, memory, marks, begin, rank), _padding(model))
 
 
 def _know(memory: Memory, model: nn.Module, optimizer: Any) -> None:
@@ -158,7 +190,14 @@ def _padding(model: nn.Module) -> int:
     return total
 
 
-def _result(mesh: dict[str, int], clock: Clock, memory: Memory, begin: float, padding: int) -> Forecast:
+def _timeline(clock: Clock, memory: Memory, marks: list[Mark], begin: float, rank: int) -> Timeline:
+    names = lane_names(clock.spans)
+    spans = [replace(span, lane=names[span.lane]) for span in clock.spans]
+    title = f"forecast, {clock.hardware.name}"
+    return Timeline.of(title, rank, [*spans, *unit_spans(marks)], clock.exposed, memory.points(), (begin, clock.now))
+
+
+def _result(mesh: dict[str, int], clock: Clock, memory: Memory, timeline: Timeline, padding: int) -> Forecast:
     launches, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for span in clock.spans:
         if span.group:
@@ -169,7 +208,7 @@ def _result(mesh: dict[str, int], clock: Clock, memory: Memory, begin: float, pa
     for wait in clock.exposed:
         exposed[wait.unit] += wait.end - wait.begin  # type: ignore[assignment]  # seconds
     compute = sum(span.seconds for span in clock.spans if span.lane == COMPUTE and not span.group)
-    total = clock.now - begin
+    total = timeline.seconds
     return Forecast(
         mesh=mesh,
         device=clock.hardware.name,
@@ -180,6 +219,5 @@ def _result(mesh: dict[str, int], clock: Clock, memory: Memory, begin: float, pa
         compute_seconds=compute,
         exposed_seconds=total - compute,
         exposed_by_unit=dict(exposed),
-        spans=list(clock.spans),
-        waits=list(clock.exposed),
+        timeline=timeline,
     )

@@ -21,9 +21,9 @@ pytestmark = api.fsdp2_only
 WIDTH = 1 << 12
 
 
-def build(mesh: Any) -> tuple[Any, Any]:
+def build(mesh: Any, layers: int = 4) -> tuple[Any, Any]:
     """Return a model of layers that are units, 64 MiB each, and its optimizer."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     for unit in (*model, model):
         fsdp2.fully_shard(unit, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters())
@@ -64,15 +64,49 @@ def test_command_line(capsys):
         "shard=8",
         "--set",
         "memory_bytes_per_second=1e12",
+        "--link",
+        "8=0.001,2e11",
     ]
     main(command)
     table = capsys.readouterr().out
-    for text in ("one rank of shard 8", "optimizer state", "shard all_gather", "memory_bytes_per_second = 1e+12"):
+    for text in (
+        "one rank of shard 8",
+        "optimizer state",
+        "shard all_gather",
+        "memory_bytes_per_second = 1e+12",
+        "8 ranks: 1 ms, 2e+11",
+    ):
         assert text in table
     main([*command, "--json"])
     values = json.loads(capsys.readouterr().out)
     assert values["mesh"] == {"shard": 8} and values["peak"]["by_kind"]["shards"] > 0
     assert str(H100) not in table
+
+
+def test_settings_side_by_side(capsys, tmp_path):
+    """Meshes and arguments of build in one table; which fit, and the fastest of these."""
+    command = ["forecast", "tests.forecast.test_run:build", "--mesh", "shard=8", "--mesh", "replicate=3,shard=2"]
+    command += ["--compare", "layers=1,0,4", "--nodes-of", "4", "--steps", "2", "--save", str(tmp_path / "all.json")]
+    assert main([*command, "--fit", "0.3GiB"]) == 0
+    shown = capsys.readouterr()
+    rows = {line.split("  ")[0]: line for line in shown.out.splitlines()}
+    assert rows["shard 8, layers=1"].endswith("  fits") and rows["replicate 3 x shard 2, layers=4"].endswith("large")
+    assert rows["shard 8, layers=0"].endswith("empty parameter list")
+    assert "fastest that fits: shard 8, layers=1" in shown.out and "ranks_per_node = 4" in shown.out
+    assert "1 of 6: shard 8, layers=1: step 2 of 2" in shown.err
+    assert len({event["pid"] for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]}) == 4
+    assert main([*command, "--fit", "1MiB"]) == 1
+    assert "none fits" in capsys.readouterr().out
+
+
+def test_gloo_works_beside_compute():
+    """The host goes on after it started a collective, and waits where fsdp2 does."""
+    result = forecast(build, step, mesh={"shard": 4}, backend="gloo")
+    spans = [span for span in result.timeline.spans if span.ranks]
+    assert {span.lane for span in spans} == {"gather", "reduce"}
+    assert result.timeline.exposed_seconds < sum(span.seconds for span in spans)
+    computes = [span for span in result.timeline.spans if span.lane == "compute"]
+    assert any(one.begin < span.begin < one.end for one in spans for span in computes)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +116,10 @@ def test_command_line(capsys):
         (["tests.forecast.test_run:nothing", "--mesh", "shard=8"], "no function 'nothing'"),
         (["no_such_module:build", "--mesh", "shard=8"], "no_such_module"),
         (["tests.forecast.test_run:build", "--mesh", "shard=8", "--set", "speed=1"], "flops_per_second"),
+        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--fit", "much"], "a size such as 80GiB"),
+        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--compare", "depth=1,2"], "no argument 'depth'"),
+        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--compare", "layers"], "expected NAME=A,B"),
+        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--link", "8=1"], "expected RANKS=SECONDS"),
     ],
 )
 def test_command_lines_that_are_wrong(capsys, arguments, text):

@@ -39,6 +39,7 @@ EXTRA_NAMES = {
     "optim_state_dict_to_load",
     "padding_report",
     "plan_units",
+    "record_steps",
     "save_safetensors",
     "set_rank_checks",
     "set_state_dict_type",

@@ -1,0 +1,193 @@
+"""Steps of a real run as timelines: when collectives ran, what waited for them, and when units computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2._trace import listening, recording_with
+from fsdp2.build.modules import fsdp_modules
+from fsdp2.comm.collectives import exchange_objects
+from fsdp2.comm.streams import Moments
+from fsdp2.forecasting.saving import save
+from fsdp2.forecasting.timeline import Exposed, Mark, Span, Timeline, axis_name, unit_spans
+from fsdp2.sharding.mesh import Axis
+
+__all__ = ["Record", "record_steps"]
+
+
+@dataclass
+class _Launch:
+    lane: str
+    kind: str
+    unit: str
+    axis: str
+    ranks: int
+    nbytes: int
+    began: Any
+    ended: Any
+
+
+class _Recorder:
+    """Notes moments while code runs; what they mean is worked out afterwards."""
+
+    def __init__(self, moments: Moments) -> None:
+        self.moments = moments
+        self.unit = ""
+        self.events: list[tuple[Any, str, str]] = []
+        self.launches: list[_Launch] = []
+        self.waits: list[tuple[Any, Any, str]] = []
+        self._running: dict[int, _Launch] = {}
+
+    def heard(self, event: str, name: str) -> None:
+        self.events.append((self.moments.now(), event, name))
+
+    def enter(self, name: str) -> None:
+        self.unit = name
+
+    def moment(self) -> Any:
+        return self.moments.now()
+
+    def launched(self, what: tuple[str, str], axis: Axis, nbytes: int, began: Any, work: Any) -> None:
+        assert axis.group is not None
+        launch = _Launch(*what, self.unit, axis_name(axis.group), axis.size, nbytes, began, None)
+        self.launches.append(launch)
+        if isinstance(began, float) and work is not None:  # the host waits, and communication goes on beside it
+            self._running[id(work)] = launch
+
+            def ended(_: Any) -> None:
+                launch.ended = time.perf_counter()
+
+            with suppress(RuntimeError):  # gloo's reduce-scatter has none: its end is seen where it is waited for
+                work.get_future().add_done_callback(ended)
+        else:
+            launch.ended = self.moment()
+
+    def waited(self, began: Any, work: Any = None) -> None:
+        now = self.moment()
+        self.waits.append((began, now, self.unit))
+        launch = self._running.pop(id(work), None)
+        if launch is not None and launch.ended is None:
+            launch.ended = now
+
+
+class Record:
+    """What ``record_steps`` recorded on this rank: one timeline for each step.
+
+    A step begins with a forward that follows a backward, and ends where the next begins.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Timeline] = []
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last whole step; the first ones of a run also make what later ones have already.
+
+        Raises:
+            RuntimeError: no forward of the model was recorded, or the block has not ended.
+        """
+        if not self.steps:
+            raise RuntimeError(
+                "record_steps recorded no forward; run steps of the model inside of the block, and read the record "
+                "after it"
+            )
+        return self.steps[-1]
+
+    def of_ranks(self) -> list[Timeline]:
+        """The last step of every rank, in rank order; every rank must call it."""
+        if not dist.is_initialized():
+            return [self.timeline]
+        world = dist.group.WORLD
+        assert world is not None
+        axis = Axis.of_group(world, self._device.type)
+        return [Timeline.from_json(text) for text in exchange_objects(self.timeline.to_json(), axis, self._device)]
+
+    def save(self, path: str | Path, *others: Timeline) -> None:
+        """Write the last step and ``others`` one below the other; see ``Forecast.save``."""
+        save(path, [self.timeline, *others])
+
+    _device: Any = None
+
+
+@contextmanager
+def record_steps(model: nn.Module) -> Iterator[Record]:
+    """Record the training steps that run in the block, on this rank: ``with record_steps(model) as record:``.
+
+    Each gather, reduction and wait, and each forward and backward of a unit, with times and bytes. On a GPU the times
+    are those of events, so nothing waits for the device until the block ends. Outside of a block nothing is recorded,
+    and nothing of it runs.
+
+    Args:
+        model: A module with units of ``fully_shard``.
+
+    Raises:
+        ValueError: it has none.
+    """
+    units = fsdp_modules(model)
+    groups = {group: None for unit in units for group in unit._get_fsdp_state().groups}
+    if not groups:
+        raise ValueError(f"record_steps: {type(model).__name__} has no units; call fully_shard on it first")
+    device = next(iter(groups)).mesh.device
+    record, recorder = Record(), _Recorder(Moments(device))
+    record._device = device
+    with recording_with(recorder), listening(recorder.heard):
+        yield record
+    end = recorder.moment()
+    recorder.moments.wait(end)
+    record.steps = _steps(recorder, list(groups), end)
+
+
+def _steps(recorder: _Recorder, groups: list[Any], end: Any) -> list[Timeline]:
+    if not recorder.events:
+        return []
+    origin, between = recorder.events[0][0], recorder.moments.between
+    marks = [Mark(between(origin, moment), event, unit) for moment, event, unit in recorder.events]
+    last = between(origin, end)
+    spans = unit_spans(marks)
+    for one in recorder.launches:
+        begin = between(origin, one.began)
+        ended = last if one.ended is None else between(origin, one.ended)
+        spans.append(Span(one.lane, one.kind, begin, ended, one.unit, one.nbytes, one.ranks, one.axis))
+    waits = [Exposed(between(origin, begin), between(origin, ended), unit) for begin, ended, unit in recorder.waits]
+    memory = _memory(marks, groups)
+    starts = _starts(marks)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return [Timeline.of("recorded", rank, spans, waits, memory, period) for period in zip(starts, [*starts[1:], last])]
+
+
+def _starts(marks: list[Mark]) -> list[float]:
+    """When steps begin: with a forward that follows a backward, or the first."""
+    starts: list[float] = []
+    trained = True
+    for mark in marks:
+        if mark.event == "root_pre_forward" and trained:
+            starts.append(mark.time)
+            trained = False
+        trained |= mark.event == "root_post_backward"
+    return starts
+
+
+def _memory(marks: list[Mark], groups: list[Any]) -> list[tuple[float, dict[str, int]]]:
+    """Bytes of shards and of full parameters, which gathers and frees change."""
+    by_unit: dict[str, list[int]] = {}
+    for group in groups:
+        by_unit.setdefault(group.name, []).append(group.store.full_bytes)
+    shards, gathered = sum(group.store.shard_bytes for group in groups), 0
+    there: dict[str, int] = {}
+    points = []
+    for mark in marks:
+        if mark.event in ("unshard", "reshard") and mark.unit in by_unit:
+            sizes = by_unit[mark.unit]
+            count = there.get(mark.unit, 0) + (1 if mark.event == "unshard" else -1)
+            there[mark.unit] = min(max(count, 0), len(sizes))
+        gathered = sum(sum(sizes) * there.get(unit, 0) // len(sizes) for unit, sizes in by_unit.items())
+        points.append((mark.time, {"shards": shards, "gathered": gathered}))
+    return points

@@ -1,0 +1,31 @@
+"""Files that show timelines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp2.forecasting.page import page
+from fsdp2.forecasting.pictures import save_picture
+from fsdp2.forecasting.timeline import Timeline, chrome_trace
+
+__all__ = ["save"]
+
+
+def save(path: str | Path, timelines: Sequence[Timeline]) -> None:
+    """Write ``timelines`` one below the other: a page (.html), a picture (.png, .svg, .pdf) or a Chrome trace (.json).
+
+    Raises:
+        ModuleNotFoundError: a picture needs matplotlib, which is not installed.
+        ValueError: the name ends in something else.
+    """
+    path = Path(path)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(chrome_trace(timelines)))
+    elif path.suffix == ".html":
+        path.write_text(page(timelines))
+    elif path.suffix in (".png", ".svg", ".pdf"):
+        save_picture(path, timelines)
+    else:
+        raise ValueError(f"save: {path}; expected a name that ends in .html, .png, .svg, .pdf or .json")

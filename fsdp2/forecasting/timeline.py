@@ -1,0 +1,210 @@
+"""One step on one rank as a timeline, forecast or recorded: what ran when, what waited, what was in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = [
+    "COMPUTE",
+    "UNITS",
+    "Exposed",
+    "Mark",
+    "Point",
+    "Span",
+    "Timeline",
+    "axis_name",
+    "chrome_trace",
+    "lane_names",
+    "unit_spans",
+]
+
+COMPUTE, UNITS = "compute", "units"
+POINTS = 1500
+"""As many moments of memory are kept, those with the most bytes."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran on a lane, in seconds. ``nbytes``, ``ranks`` and ``group`` (a mesh axis) are of collectives.
+
+    On the lane "units" it is the forward or the backward of a unit; there, others may lie inside.
+    """
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+    unit: str
+    nbytes: int = 0
+    ranks: int = 0
+    group: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """A time in which compute had to wait, and the unit whose communication it waited for."""
+
+    begin: float
+    end: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Bytes in memory from ``time`` on, by what they are for."""
+
+    time: float
+    by_kind: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event of a unit, such as "pre_forward", and when it was."""
+
+    time: float
+    event: str
+    unit: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What one rank did in one step; times begin with the step. ``title`` is where it comes from."""
+
+    title: str
+    rank: int
+    seconds: float
+    spans: list[Span] = field(repr=False)
+    waits: list[Exposed] = field(repr=False)
+    memory: list[Point] = field(repr=False, default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The title and the rank."""
+        return f"{self.title}, rank {self.rank}"
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long compute waited for communication."""
+        return sum(wait.end - wait.begin for wait in self.waits)
+
+    def to_json(self) -> str:
+        """All of it; ``from_json`` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """What ``to_json`` wrote."""
+        values = json.loads(text)
+        for name, kind in (("spans", Span), ("waits", Exposed), ("memory", Point)):
+            values[name] = [kind(**value) for value in values[name]]
+        return cls(**values)
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rank: int,
+        spans: Iterable[Span],
+        waits: Iterable[Exposed],
+        memory: Sequence[tuple[float, Mapping[str, int]]],
+        period: tuple[float, float],
+    ) -> Timeline:
+        """The part within ``period``, its times counted from there on."""
+        start, end = period
+
+        def moved(value: Any) -> Any:
+            return type(value)(**{**vars(value), "begin": value.begin - start, "end": value.end - start})
+
+        return cls(
+            title,
+            rank,
+            end - start,
+            sorted((moved(s) for s in spans if s.end > start and s.begin < end), key=lambda span: span.begin),
+            [moved(wait) for wait in waits if wait.end > start and wait.begin < end],
+            [Point(time - start, dict(by_kind)) for time, by_kind in _fewer(memory, start, end)],
+        )
+
+
+def _fewer(
+    memory: Sequence[tuple[float, Mapping[str, int]]], start: float, end: float
+) -> list[tuple[float, Mapping[str, int]]]:
+    """Of moments that lie closer than can be drawn, the one with the most bytes."""
+    inside = [(time, by_kind) for time, by_kind in memory if start <= time <= end]
+    if len(inside) <= POINTS or end <= start:
+        return inside
+    most: dict[int, tuple[float, Mapping[str, int]]] = {}
+    for time, by_kind in inside:
+        place = int((time - start) / (end - start) * POINTS)
+        if place not in most or sum(by_kind.values()) >= sum(most[place][1].values()):
+            most[place] = (time, by_kind)
+    return list(most.values())
+
+
+def axis_name(group: dist.ProcessGroup) -> str:
+    """The mesh dimension that ``group`` was made for, as far as it says."""
+    name = group.group_desc.removeprefix("mesh_")
+    return "world" if name in ("", "default_pg", "undefined") else name
+
+
+def lane_names(spans: Iterable[Span]) -> dict[str, str]:
+    """For each lane of ``spans`` what it is for, by the collectives on it."""
+    names: dict[str, str] = {lane: lane for lane in (UNITS, COMPUTE, *_PURPOSES.values())}
+    for span in spans:
+        if span.group:
+            names.setdefault(span.lane, _PURPOSES.get(span.kind, span.kind))
+    for span in spans:
+        names.setdefault(span.lane, "copies")
+    return names
+
+
+_PURPOSES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "reduce", "all_reduce": "replicate"}
+
+
+def unit_spans(marks: Iterable[Mark]) -> list[Span]:
+    """The forward and backward of each unit, from its events."""
+    spans: list[Span] = []
+    opened: dict[tuple[str, str], list[float]] = {}
+    for mark in marks:
+        if mark.event in ("pre_forward", "pre_backward"):
+            opened.setdefault((mark.event[4:], mark.unit), []).append(mark.time)
+        elif mark.event in ("post_forward", "post_backward"):
+            if begins := opened.get((mark.event[5:], mark.unit)):
+                spans.append(Span(UNITS, mark.event[5:], begins.pop(), mark.time, mark.unit))
+    return list(dict.fromkeys(spans))  # the groups of a unit have its name
+
+
+def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """What chrome://tracing and https://ui.perfetto.dev show: a process for each timeline, a thread for each lane."""
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(timelines):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.name}})
+        lanes = list(dict.fromkeys([UNITS, COMPUTE, *(span.lane for span in timeline.spans), "waits"]))
+        for number, lane in enumerate(lanes):
+            ids = {"pid": process, "tid": number}
+            events.append({"ph": "M", "name": "thread_name", **ids, "args": {"name": lane}})
+            events.append({"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": number}})
+        for span in timeline.spans:
+            name = f"{span.kind} {span.unit or 'root'}" if span.lane != COMPUTE else span.kind
+            arguments = {"unit": span.unit, "bytes": span.nbytes, "axis": span.group, "ranks": span.ranks}
+            events.append(_complete(name, process, lanes.index(span.lane), span, arguments if span.group else {}))
+        for wait in timeline.waits:
+            events.append(_complete(f"waits for {wait.unit or 'root'}", process, lanes.index("waits"), wait, {}))
+        for point in timeline.memory:
+            values = {"ph": "C", "name": "memory", "pid": process, "ts": point.time * 1e6, "args": point.by_kind}
+            events.append(values)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _complete(name: str, process: int, thread: int, span: Span | Exposed, arguments: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6}
+    return {"ph": "X", "name": name, "pid": process, "tid": thread, **times, "args": arguments}

@@ -17,7 +17,7 @@ from tests.support.pool import on_ranks
 pytestmark = api.fsdp2_only
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-ELSEWHERE = {"full_parameters.md", "loading.md", "migration.md", "state_dicts.md"}
+ELSEWHERE = {"forecast.md", "full_parameters.md", "loading.md", "migration.md", "state_dicts.md"}
 """Pages whose blocks have tests of their own beside this file."""
 DOCS = ROOT / "docs"
 
@@ -65,6 +65,16 @@ def test_page_runs_on_two_ranks(rank, world, page, tmp_path):
 def test_page_runs_on_four_ranks(rank, world, page, tmp_path):
     """The same for meshes of two dimensions."""
     run(DOCS / page, tmp_path)
+
+
+def test_forecasts_run(tmp_path, monkeypatch):
+    """In a process that is part of no job, as they are made; of a model with fewer layers."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in blocks(DOCS / "forecast.md"):
+        exec(compile(block.replace("layers=32", "layers=2"), "forecast.md", "exec"), names)
+    assert "layers=32" in blocks(DOCS / "forecast.md")[0]
+    assert "blocks.1" in (tmp_path / "step.html").read_text()
 
 
 @on_ranks(2)

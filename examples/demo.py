@@ -1,5 +1,7 @@
 """The main job, start to finish: train on some processes, save, and go on from there on another number of them.
 
+It ends with the last step as it was recorded, beside its forecast.
+
 python examples/demo.py                    # or: make demo
 python examples/demo.py --text FILE        # any option of train_gpt.py; it goes to the first of the two runs
 """
@@ -45,6 +47,9 @@ def _two_runs(arguments: list[str], out: Path, steps: int) -> int:
     print(heading(f"2 of 2: resume on {_processes(other_ranks)} and finish"), flush=True)
     if status := launch(SCRIPT, ["--resume", str(out), "--out", str(out), *other_devices], other_ranks):
         return status
+    from gpt.outlook import beside  # after the runs: it needs all of fsdp2, which only their processes did
+
+    print(beside(out), flush=True)
     print(f"all of it: {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

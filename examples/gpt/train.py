@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard, record_steps
 from gpt import checkpoint, report, screen
 from gpt.data import Batch, Text, held_out_batches, load_text, training_batch
 from gpt.generate import generate
@@ -213,8 +214,13 @@ def _train_steps(job: Job) -> None:
     with screen.Bar(job.place, job.progress.step, job.goal) as bar:
         for step in range(job.progress.step, job.goal):
             began = time.perf_counter()
-            run.losses.append(_one_step(job, step))
             done = step + 1
+            if done == job.goal and options.report:
+                with record_steps(job.model) as record:
+                    run.losses.append(_one_step(job, step))
+                first_decides(partial((job.out / "step.json").write_text, record.timeline.to_json()))
+            else:
+                run.losses.append(_one_step(job, step))
             if len(run.losses) > SETTLING:
                 seconds += time.perf_counter() - began
                 tokens = job.progress.settings.batch * job.progress.settings.context

@@ -102,7 +102,14 @@ def test_the_demo_trains_and_resumes_by_itself(tmp_path: Path, text: Path) -> No
     runs = checkpoint.verify(checkpoint.find(out)).runs
     assert len({run.ranks for run in runs}) == 2 and runs[-1].last_step == 4
     assert runs[1].held_out[0][1] == pytest.approx(runs[0].held_out[-1][1], abs=1e-6)
-    for words in ("peak memory of a step", "without sharding", "held-out loss, first", "loss.png"):
+    for words in (
+        "peak memory of a step",
+        "without sharding",
+        "held-out loss, first",
+        "loss.png",
+        "recorded",
+        "step.html",
+    ):
         assert words in ended.stdout
 
 

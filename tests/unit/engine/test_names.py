@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2._torch.fsdp import ShardedState, TrainingState
+from fsdp2._torch.fsdp import ShardedState, TrainingState, torch_group_module
 from fsdp2.engine.group import FSDPParamGroup
 from tests.unit.meshes import fake_mesh
 
@@ -106,3 +109,63 @@ def test_no_reduction_is_left_for_the_next_forward(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     module(torch.ones(2, 4)).sum().backward()
     assert not module._get_fsdp_state()._comm_ctx._last_post_reduce_events
+
+
+STEPS = ("unshard", "reshard", "post_backward")
+
+
+def events(fsdp: ModuleType, groups: type, mesh: DeviceMesh, reshard: object, run: Callable[..., None]) -> list[str]:
+    """What groups of a class do in ``run``, each with its module and the state it is in, as torch's tests note it."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    module.scale = nn.Parameter(torch.ones(4))  # the root's own
+    for unit in (*module, module):
+        fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    seen: list[str] = []
+
+    def noted(step: str, original: Callable[..., object]) -> Callable[..., object]:
+        def method(group: Any, *args: object, **kwargs: object) -> object:
+            idle = step == "unshard" and (group._all_gather_result or group._sharded_state is ShardedState.UNSHARDED)
+            before, kept = group._training_state, not group._reshard_after_forward
+            idle = idle or (step == "reshard" and before is TrainingState.FORWARD and kept)
+            result = original(group, *args, **kwargs)
+            state = group._training_state if step == "post_backward" else before
+            if not idle:
+                seen.append(f"{step} {group._module_fqn} {state.name}")
+            return result
+
+        return method
+
+    with pytest.MonkeyPatch.context() as patch:
+        for step in STEPS:
+            patch.setattr(groups, step, noted(step, getattr(groups, step)))
+        run(module, seen)
+    return seen
+
+
+def one_iteration(module: Any, seen: list[str]) -> None:
+    output = module(torch.ones(2, 4, requires_grad=True))
+    seen.append("backward")
+    output.sum().backward()
+
+
+def prefetched_forward(module: Any, seen: list[str]) -> None:
+    module[0].set_modules_to_forward_prefetch([module[1], module[2]])
+    module[1].set_modules_to_forward_prefetch([module[2], module[3]])
+    one_iteration(module, seen)
+
+
+def prefetched_backward(module: Any, seen: list[str]) -> None:
+    module[3].set_modules_to_backward_prefetch([module[2], module[1]])
+    module[2].set_modules_to_backward_prefetch([module[1], module[0]])
+    one_iteration(module, seen)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("run", [one_iteration, prefetched_forward, prefetched_backward])
+def test_groups_do_what_torchs_do_in_the_same_states(
+    mesh: DeviceMesh, reshard: object, run: Callable[..., None]
+) -> None:
+    """Memory trackers and torch's tests patch the steps of groups and read their states meanwhile."""
+    ours = events(fsdp2, FSDPParamGroup, mesh, reshard, run)
+    theirs = events(torch.distributed.fsdp, torch_group_module.FSDPParamGroup, mesh, reshard, run)
+    assert ours == theirs and any(event.startswith("post_backward") for event in ours)

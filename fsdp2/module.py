@@ -20,8 +20,10 @@ from fsdp2._torch.collectives import (
     SymmMemReduceScatter,
 )
 from fsdp2.comm.streams import Lane
+from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import states_below
+from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.passes import GradientReduction
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
@@ -54,13 +56,12 @@ class FSDPModule(TorchFSDPModule):
                 outside it.
             recurse: All of them are in memory at once then, until ``reshard(recurse=True)``.
         """
-        groups = list(dict.fromkeys(group for state in self._states(recurse) for group in state.groups))
-        state = self._get_fsdp_state()
-        for group in groups:
+        used = {group: state for state in self._states(recurse) for group in state.groups}
+        for group in used:
             group.lifecycle.refuse_summoned("unshard")
             group.lazy_init(in_root=group.in_root)
-            state.gather_by_hand(group)
-        handle = _Unsharding(groups)
+        gather_by_hand(used, "unshard()")
+        handle = _Unsharding(list(used))
         if async_op:
             return handle
         handle.wait()
@@ -77,7 +78,7 @@ class FSDPModule(TorchFSDPModule):
 
         CUDA graphs need that; it costs the memory of all these units at once.
         """
-        self._set(recurse, keep_full_storage=_bool("keep", keep))
+        self._set("set_keep_unsharded_storage", recurse, keep_full_storage=_bool("keep", keep))
 
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: call it on the root, then go on with a new iteration.
@@ -95,14 +96,14 @@ class FSDPModule(TorchFSDPModule):
         state, prefetch = self._get_fsdp_state(), _states(modules)
         if prefetch != state.forward_prefetch:
             state.forward_prefetch = prefetch
-            state.root.forget_steps()
+            state.root.options_changed("set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Start gathering ``modules`` when this one's backward starts, instead of the one whose forward came before."""
         state, prefetch = self._get_fsdp_state(), _states(modules)
         if prefetch != state.backward_prefetch:
             state.backward_prefetch = prefetch
-            state.root.forget_steps()
+            state.root.options_changed("set_modules_to_backward_prefetch")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters after forward (True) or keep them for backward (False), from the next forward on.
@@ -115,17 +116,23 @@ class FSDPModule(TorchFSDPModule):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}; to change the number of "
                 "ranks parameters stay on after forward, pass an int to fully_shard"
             )
-        self._set(recurse, reshard_after_forward=reshard_after_forward)
+        self._set("set_reshard_after_forward", recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free full parameters after backward (True) or keep them for the next forward (False)."""
-        self._set(recurse, reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward))
+        self._set(
+            "set_reshard_after_backward",
+            recurse,
+            reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward),
+        )
         for state in self._states(recurse) if not reshard_after_backward else ():
             state.unshard_before_backward()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Whether backward needs this module's full parameters at all (an embedding's does not)."""
-        self._set(recurse, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward))
+        self._set(
+            "set_unshard_in_backward", recurse, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward)
+        )
 
     # ---- gradients ----
 
@@ -164,11 +171,13 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward (True) or accumulate them unsharded and without communication (False)."""
         value = _bool("requires_gradient_sync", requires_gradient_sync)
-        self._set(recurse, reduce_gradients=value, all_reduce_gradients=value)
+        self._set("set_requires_gradient_sync", recurse, reduce_gradients=value, all_reduce_gradients=value)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a mesh with a replicate axis: all-reduce over it (True) or accumulate what the shard axis gave (False)."""
-        self._set(recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce))
+        self._set(
+            "set_requires_all_reduce", recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce)
+        )
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks.
@@ -177,15 +186,19 @@ class FSDPModule(TorchFSDPModule):
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ValueError(f"factor must be a positive number, got {factor!r}")
-        self._set(recurse, divide_factor=float(factor))
+        self._set("set_gradient_divide_factor", recurse, divide_factor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
         """Have collectives sum only, and divide in a kernel of its own; with ``recurse`` in all units below, too."""
-        self._set(recurse, force_sum=_bool("enable", enable))
+        self._set("set_force_sum_reduction_for_comms", recurse, force_sum=_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters without a gradient one of zeros, for ranks that use different parameters."""
-        self._set(recurse, reduce_unused=_bool("reduce_scatter_unused_params", reduce_scatter_unused_params))
+        self._set(
+            "set_reduce_scatter_unused_params",
+            recurse,
+            reduce_unused=_bool("reduce_scatter_unused_params", reduce_scatter_unused_params),
+        )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many chunks of gradients may be in flight: more overlaps deeper and holds more memory.
@@ -200,7 +213,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        self._set(recurse, reduce_inputs=max_input_buffers)
+        self._set("set_reduce_scatter_max_input_buffers", recurse, reduce_inputs=max_input_buffers)
         for state in self._states(recurse):
             state.root.use_comm(state.root.comm)
 
@@ -218,7 +231,7 @@ class FSDPModule(TorchFSDPModule):
             ValueError: a module's parameters are on several meshes.
         """
         self._one_group("set_custom_all_gather", recurse)
-        self._set(recurse, all_gather=comm)
+        self._set("set_custom_all_gather", recurse, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = False) -> None:
         """Reduce-scatter this module's gradients, with ``recurse`` all below, with ``comm``, in memory it allocates.
@@ -227,7 +240,7 @@ class FSDPModule(TorchFSDPModule):
             ValueError: a module's parameters are on several meshes.
         """
         self._one_group("set_custom_reduce_scatter", recurse)
-        self._set(recurse, reduce_scatter=comm)
+        self._set("set_custom_reduce_scatter", recurse, reduce_scatter=comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None, recurse: bool = False
@@ -246,11 +259,16 @@ class FSDPModule(TorchFSDPModule):
             ValueError: ``stream`` with a replicate axis, or the module's parameters are on several meshes.
         """
         self._one_group("set_all_reduce_hook", recurse)
-        for group in [group for state in self._states(recurse) for group in state.groups]:
-            if stream is not None and group.mesh.replicate.size > 1:
-                raise ValueError("stream cannot be set when using native HSDP")
+        if stream is not None:
+            for group in [group for state in self._states(recurse) for group in state.groups]:
+                if group.mesh.replicate.size > 1:
+                    raise ValueError("stream cannot be set when using native HSDP")
+
+        def change(group: FSDPParamGroup) -> GroupOptions:
             lane = None if stream is None else Lane(group.mesh.device, stream=stream)
-            group.set_options(replace(group.options, all_reduce_hook=hook, all_reduce_lane=lane))
+            return replace(group.options, all_reduce_hook=hook, all_reduce_lane=lane)
+
+        self._change("set_all_reduce_hook", recurse, change)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's gathers wait for ``event`` instead of all work before it; used once.
@@ -285,11 +303,14 @@ class FSDPModule(TorchFSDPModule):
             AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
         """
         _bool("enable", enable)
-        for group in self._get_fsdp_state().groups:
+
+        def change(group: FSDPParamGroup) -> GroupOptions:
             shard, reduce = group.mesh.shard.group, group.gradients.axis.group
             gather = None if shard is None or not enable else ProcessGroupAllocAllGather(shard)
             scatter = None if reduce is None or not enable else ProcessGroupAllocReduceScatter(reduce)
-            group.set_options(group.options.with_comms("set_allocate_memory_from_process_group", gather, scatter))
+            return group.options.with_comms("set_allocate_memory_from_process_group", gather, scatter)
+
+        self._change("set_allocate_memory_from_process_group_for_comm", False, change)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let symmetric memory provide the buffers that communicate.
@@ -298,7 +319,8 @@ class FSDPModule(TorchFSDPModule):
             NotImplementedError: the mesh does not communicate with NCCL.
             AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
         """
-        for group in self._get_fsdp_state().groups:
+
+        def change(group: FSDPParamGroup) -> GroupOptions:
             shard, reduce = group.mesh.shard, group.gradients.axis.group
             if not shard.is_nccl or backend != "NCCL" or shard.group is None or reduce is None:
                 raise NotImplementedError(
@@ -307,7 +329,9 @@ class FSDPModule(TorchFSDPModule):
                 )
             scatter = SymmMemReduceScatter(reduce, backend) if group.options.force_sum else None
             gather = SymmMemAllGather(shard.group, backend)
-            group.set_options(group.options.with_comms("set_symm_mem", gather, scatter))
+            return group.options.with_comms("set_symm_mem", gather, scatter)
+
+        self._change("set_symm_mem_for_comm", False, change)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for torch's sake: gathers never block the host, and take no memory from the compute stream."""
@@ -337,9 +361,11 @@ class FSDPModule(TorchFSDPModule):
         """
         values = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
         given = TransferSizes.given(values | {"chunk_bytes": chunk_bytes, "exchange_bytes": exchange_bytes})
-        for state in self._states(recurse):
-            for group in state.groups:
-                group.set_options(replace(group.options, sizes=replace(group.options.sizes, **given)))
+
+        def change(group: FSDPParamGroup) -> GroupOptions:
+            return replace(group.options, sizes=replace(group.options.sizes, **given))
+
+        self._change("set_transfer_sizes", recurse, change)
 
     # ---- inside ----
 
@@ -368,10 +394,17 @@ class FSDPModule(TorchFSDPModule):
         module = cast(nn.Module, self)
         return states_below(module) if _bool("recurse", recurse) else [self._get_fsdp_state()]
 
-    def _set(self, recurse: bool, **changes: Any) -> None:
+    def _set(self, setter: str, recurse: bool, **changes: Any) -> None:
+        self._change(setter, recurse, lambda group: replace(group.options, **changes))
+
+    def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
+        """Give groups other options on behalf of ``setter``; ranks compare what all of them must have alike."""
         for state in self._states(recurse):
             for group in state.groups:
-                group.set_options(replace(group.options, **changes))
+                before = group.options.alike
+                group.set_options(change(group))
+                if group.options.alike != before:
+                    state.root.options_changed(setter)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``to_empty`` and the like, applied to the shards."""

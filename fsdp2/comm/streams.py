@@ -5,7 +5,7 @@ Every wait between lanes, and what it protects:
 | lane that waits | for                               | kind   | stated in                     |
 |-----------------|-----------------------------------|--------|-------------------------------|
 | gather          | compute, at the root's forward    | order  | RootContext.begin_forward     |
-| gather          | compute, at an explicit unshard   | order  | FSDPState.gather_by_hand      |
+| gather          | compute, at an explicit unshard   | order  | by_hand.gather_by_hand        |
 | gather          | compute, shards were replaced     | order  | FSDPParamGroup.unshard        |
 | gather          | compute, at reshard               | memory | FSDPParamGroup.reshard        |
 | compute         | gather, before the full is used   | order  | gather.finish_gather          |

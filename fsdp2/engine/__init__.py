@@ -1,6 +1,7 @@
 """WHEN things happen: one training step. From the top down; a file imports only what stands below it.
 
 index      which parameter a tensor belongs to, and what lies below a module
+by_hand    gathers that the caller asks for
 unit       one fully_shard call: what happens around the forward and backward of its modules
 passes     one forward, backward or finalization under one root, and what outlives it there
 order      the recorded order of groups, which says what comes next

@@ -30,8 +30,11 @@ class Answer(Enum):
 class Observer(Protocol):
     """Sees every pass under one root. Each method may raise, and then the pass does not go on."""
 
-    def begin(self, kind: str, *, outermost: bool) -> None:
-        """A pass starts; an ``outermost`` one ends whatever was aborted before it, another may lie inside what runs."""
+    def begin(self, kind: str, *, outermost: bool, first: Step | None = None) -> None:
+        """A pass starts; an ``outermost`` one ends whatever was aborted before it, another may lie inside what runs.
+
+        ``first`` is its first step, where that is known by now.
+        """
 
     def before(self, step: Step, *, optional: bool = False) -> Answer:
         """``step`` is about to be taken; only an ``optional`` one, a prefetch, can be answered by LATER.
@@ -58,11 +61,11 @@ class Observer(Protocol):
     def abandon(self) -> None:
         """The pass was aborted, on this rank at least (recovery)."""
 
-    def forget(self) -> None:
-        """The same passes will take other steps from now on, on every rank."""
+    def forget(self, setter: str) -> None:
+        """``setter`` changed options, so the same passes will take other steps from now on, on every rank."""
 
 
-MakeObserver = Callable[[Any, "RuntimeError | None"], "Observer | None"]
+MakeObserver = Callable[[Any, str, "RuntimeError | None"], "Observer | None"]
 _make: MakeObserver | None = None
 
 
@@ -72,10 +75,10 @@ def observe_with(make: MakeObserver) -> None:
     _make = make
 
 
-def make_observer(root: Any, error: RuntimeError | None) -> Observer | None:
-    """The observer of ``root``, whose first forward starts, or fails with ``error``.
+def make_observer(root: Any, kind: str, error: RuntimeError | None) -> Observer | None:
+    """The observer of ``root``, whose first pass, of a ``kind``, starts, or fails with ``error``.
 
     Raises:
         RuntimeError: the observer refuses what it was shown, or passes ``error`` on.
     """
-    return None if _make is None else _make(root, error)
+    return None if _make is None else _make(root, kind, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 
@@ -13,6 +14,9 @@ from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, Reduc
 from fsdp2.sharding.packing import TransferSizes
 
 __all__ = ["GroupOptions"]
+
+_ALIKE_NAMES = ("sizes", "force_sum", "reduce_unused", "all_gather", "reduce_scatter", "all_reduce_hook")
+_ALIKE = attrgetter(*_ALIKE_NAMES)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,23 @@ class GroupOptions:
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_lane: Lane | None = None
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What every rank must have been asked for, since it decides what is sent and shows in no step.
+
+        ``divide_factor`` is another such, but may change with the tokens of every batch.
+        """
+        return _ALIKE(self)
+
+    def describe_alike(self) -> str:
+        """The same in words, as far as it differs from what nobody asked for."""
+        default = GroupOptions()
+        found = []
+        for name in ("divide_factor", *_ALIKE_NAMES):
+            if (value := getattr(self, name)) != getattr(default, name):
+                found.append(f"{name}={value if isinstance(value, (bool, float, TransferSizes)) else _name(value)}")
+        return ", ".join(found)
 
     @property
     def chunk_sizes(self) -> TransferSizes:
@@ -83,3 +104,8 @@ class GroupOptions:
                 f"set_reduce_scatter_max_input_buffers: expected 1 with symmetric memory, got {self.reduce_inputs}; "
                 "its pool has one buffer. Keep 1, or leave set_symm_mem_for_comm out"
             )
+
+
+def _name(value: object) -> str:
+    """The name of a function or of an object's class: the same on every rank, where addresses are not."""
+    return getattr(value, "__qualname__", type(value).__qualname__)

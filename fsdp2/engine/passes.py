@@ -247,7 +247,7 @@ class RootContext(Generic[U]):
         self.manual = False  # the caller ends backwards
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer | None = None  # of the passes under this root
-        self._shown = True  # to the observer, or there is nothing to show yet
+        self._shown = False  # to the observer
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -293,28 +293,35 @@ class RootContext(Generic[U]):
         """Whether a forward that starts now may be run by one replica while the others do something else."""
         return not torch.is_grad_enabled() and any(group.mesh.replicate.size > 1 for group in self.groups)
 
-    def observe(self, error: RuntimeError | None) -> None:
-        """Show the units to an observer, as soon as all ranks come here.
+    def observe(self, error: RuntimeError | None, kind: str = "forward") -> None:
+        """Show the units to an observer, as soon as all ranks come here, where a pass of ``kind`` is the first.
 
         Raises:
             RuntimeError: the observer refuses them, or passes ``error`` on.
         """
         self._shown = False
         if not self.runs_alone:
-            self.observer = make_observer(self, error)
+            self.observer = make_observer(self, kind, error)
             self._shown = True
+
+    def observer_by_hand(self, states: list[U], kind: str) -> Observer | None:
+        """The observer of gathers between passes; before the first forward, of what the caller gathers first."""
+        self.all_states += [state for state in states if state not in self.all_states]
+        if not self._shown:
+            self.observe(None, kind)
+        return self.observer
 
     def participate(self, step: Step) -> bool:
         """Take a step with a group that only other ranks use; whether that is possible now."""
         return self.running is not None and self.running.participate(step)
 
-    def forget_steps(self) -> None:
-        """Somebody asked for another order of gathers: the ranks agree anew on what follows what.
+    def options_changed(self, setter: str) -> None:
+        """``setter`` has changed what all ranks must be asked for alike: they compare it, and agree anew on the steps.
 
         A prefetch that comes earlier than it did would be left for later otherwise, as one that other ranks may not do.
         """
         if self.observer is not None:
-            self.observer.forget()
+            self.observer.forget(setter)
 
     # ---- passes ----
 

@@ -320,20 +320,6 @@ class FSDPState(ComposableState):
         """A gradient is finished although no backward entered the group by its outputs."""
         self.root.enter_backward().queue_end()
 
-    def gather_by_hand(self, group: FSDPParamGroup) -> None:
-        """Start gathering ``group`` because the caller asks for it, who may just have changed the shards.
-
-        It is kept from now on: the caller may change the shards again before waiting.
-        """
-        root, running, lanes = self.root, self.root.running, group.comm.lanes
-        if running is None:
-            group.drop_evaluated()
-            group.drop_stale(unseen=root.observer is not None)
-        lanes.gather.wait(lanes.compute.event())
-        in_backward = running is not None and running.is_backward
-        group.unshard(False, None if running is None else running.admit, in_backward)
-        group.note_kept()
-
     def unshard_before_backward(self) -> None:
         """Show full parameters where several backwards are to come on forwards that ran and none of them may reshard.
 

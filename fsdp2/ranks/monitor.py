@@ -21,13 +21,15 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Answer, Step
 from fsdp2.engine.passes import RootContext
 from fsdp2.ranks.board import Board
+from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.steps import END, StepLog
 
 __all__ = ["RankMonitor"]
 
 _DEVIATIONS = 1  # that a pass asks about before it is open
 _REMEDY = (
-    "every rank must run the same units in the same order; give each rank some input for the unit, or call "
+    "every rank must run the same units in the same order, after the same calls of setters and of unshard(); give each "
+    "rank some input for the unit, or call "
     "set_reduce_scatter_unused_params(True) on the root for units that some ranks skip"
 )
 _Job = Callable[[], None]
@@ -46,6 +48,7 @@ class RankMonitor:
         self._run = run
         self._nested = 0
         self._participating = False
+        self._setters: dict[str, None] = {}  # that changed options since the ranks compared these
         self._places: dict[Any, int] = {}  # of the groups in the last forward
         if not self._electing:
             self.log.first_kind = "forward"
@@ -57,7 +60,7 @@ class RankMonitor:
 
     # ---- passes ----
 
-    def begin(self, kind: str, *, outermost: bool) -> None:
+    def begin(self, kind: str, *, outermost: bool, first: Step | None = None) -> None:
         """A pass starts; where the ranks do not all know that, they meet."""
         self.board.check()
         log = self.log
@@ -66,11 +69,11 @@ class RankMonitor:
             return
         if log.kind:
             self.abandon()
-        if log.follows(kind):
-            log.begin(kind, self._guess(kind))
-            return
+        known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
-        self._meet()
+        if not known:
+            self._meet(first, begins=True)
+            self._setters.clear()
 
     def _guess(self, kind: str) -> list[Step] | None:
         """What the first pass of a kind probably does: it gathers one group after the other in the model's order."""
@@ -111,8 +114,9 @@ class RankMonitor:
         self.log.abandon()
         self._nested = 0
 
-    def forget(self) -> None:
-        """Agree anew on the steps of the next pass of each kind."""
+    def forget(self, setter: str) -> None:
+        """Compare options when the next pass starts, and agree anew on the steps of each kind of pass."""
+        self._setters[setter] = None
         self.log.forget()
 
     # ---- steps ----
@@ -171,10 +175,10 @@ class RankMonitor:
         self._meet(step)
         log.deviate(step, rest if log.guessed and log.deviations < _DEVIATIONS else None)
 
-    def _meet(self, step: Step | None = None) -> None:
+    def _meet(self, step: Step | None = None, *, begins: bool = False) -> None:
         """All ranks are here, and took the same steps in this pass, and want ``step``; or all of them raise."""
         log, board = self.log, self.board
-        epoch, stand = log.epoch, _Stand(self, step)
+        epoch, stand = log.epoch, _Stand(self, step, options=begins and bool(self._setters))
 
         def meet() -> None:
             if board.meet(epoch, str(stand.steps), stand) is None:
@@ -262,14 +266,20 @@ class RankMonitor:
 class _Stand:
     """Where one rank stood when it came to a meeting, and which step it wants; the host may have gone on since."""
 
-    def __init__(self, monitor: RankMonitor, step: Step | None, *, compares: bool = True) -> None:
+    def __init__(
+        self, monitor: RankMonitor, step: Step | None, *, compares: bool = True, options: bool = False
+    ) -> None:
+        """``options`` changed: then the pass that begins is another one than elsewhere, and they are compared, too."""
         log = monitor.log
         self._monitor = monitor
         self._at = log.position
         self._kind, self._taken = log.kind, list(log.steps)
         self._wanted = [] if step is None else [step]
         self.compares = compares  # with what others want; else only with what they did
-        self.steps = monitor._digests(self._kind, [*self._taken, *self._wanted])
+        self._options: list[Line] = options_of(monitor._root) if options else []
+        self._title = f"{self._kind} after {', '.join(sorted(monitor._setters))}" if options else self._kind
+        self.steps = monitor._digests(self._title, [*self._taken, *self._wanted])
+        self.steps += [zlib.crc32(line.compared.encode()) for line in self._options]
 
     def position(self) -> tuple[int, int]:
         """Where the rank stands."""
@@ -283,9 +293,11 @@ class _Stand:
 
     def text(self, epoch: int, number: int, index: int) -> str:
         """The same in words."""
-        if (epoch, number) == self._at and index == len(self._taken) + 1 and self._wanted:
-            return self._monitor._text(self._kind, self._wanted[0])
-        return self._monitor.text(epoch, number, index)
+        if (epoch, number) != self._at:
+            return self._monitor.text(epoch, number, index)
+        texts = [self._title, *(self._monitor._text(self._kind, step) for step in (*self._taken, *self._wanted))]
+        texts += [line.text for line in self._options]
+        return texts[index] if index < len(texts) else ""
 
     def refuse(self, texts: dict[int, str]) -> str:
         """The error where ranks parted."""

@@ -141,7 +141,7 @@ def _this_process() -> _Process | None:
     return _processes[world]
 
 
-def monitor_ranks(root: RootContext, error: RuntimeError | None) -> RankMonitor | None:
+def monitor_ranks(root: RootContext, kind: str, error: RuntimeError | None) -> RankMonitor | None:
     """The monitor of the ranks under ``root``, once they have the same units; None where there is one process.
 
     Raises:
@@ -155,7 +155,7 @@ def monitor_ranks(root: RootContext, error: RuntimeError | None) -> RankMonitor 
     # What lies on a smaller mesh (experts) is another thing elsewhere, in number, shape and values.
     shared = [group for group in groups if set(group.mesh.mesh.mesh.flatten().tolist()) == set(ranks)]
     board = process.board(ranks, mesh)
-    met = compare(board, shared, error)
+    met = compare(board, root, shared, kind, error)
     monitor = RankMonitor(board, root, _now if mesh.first.backend == "gloo" else process.run)
     monitor.log.epoch = met
     process.monitors.add(monitor)

@@ -1,22 +1,51 @@
-"""Before the first forward: do all ranks have the same units, and did they start from the same values?"""
+"""Do all ranks have the same units and options, and did they start from the same values? Before the first forward."""
 
 from __future__ import annotations
 
 import json
 import warnings
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.passes import RootContext
 from fsdp2.ranks.board import Board
 
-__all__ = ["compare"]
+__all__ = ["Line", "compare", "options_of"]
 
 _PLAN, _VALUES = 1, 2  # the meetings that follow where the first one, 0, finds a difference
 
 
-def compare(board: Board, groups: list[FSDPParamGroup], error: RuntimeError | None) -> int:
-    """Compare ``groups`` on all ranks, and return how often these met; warn where only values differ.
+class Line(NamedTuple):
+    """One thing that must be alike on all ranks: what is compared, and how an error shows it."""
+
+    compared: str
+    text: str
+
+
+def options_of(root: RootContext[Any]) -> list[Line]:
+    """What each unit of ``root`` was asked for that decides what is sent, or when, and shows in no step by name."""
+    numbers = {state: number for number, state in enumerate(root.all_states)}
+    lines = []
+    for state, number in numbers.items():
+        options = list(dict.fromkeys(group.options.describe_alike() for group in state.groups))
+        compared, shown = [str(number), *options], [text for text in options if text]
+        for when, ahead in (("forward", state.forward_prefetch), ("backward", state.backward_prefetch)):
+            # By number: experts are often named by one that only their rank has.
+            compared.append(str([numbers.get(other) for other in ahead]))
+            if ahead:
+                names = ", ".join(repr(other.name) for other in ahead)
+                shown.append(f"{names} gathered ahead in {when} (set_modules_to_{when}_prefetch)")
+        lines.append(Line(" ".join(compared), f"{_name(state.name)} with {'; '.join(shown) or 'default options'}"))
+    return lines
+
+
+def compare(
+    board: Board, root: RootContext[Any], shared: list[FSDPParamGroup], kind: str, error: RuntimeError | None
+) -> int:
+    """Compare the units of ``root``, whose groups ``shared`` all ranks have, when a pass of ``kind`` is the first.
+
+    Returns how often the ranks met; warns where only values differ.
 
     Raises:
         RuntimeError: on every rank: parameters or options differ, or some rank comes with an ``error``.
@@ -27,8 +56,14 @@ def compare(board: Board, groups: list[FSDPParamGroup], error: RuntimeError | No
             board.fail(text if text.startswith("rank ") else f"rank {board.rank}: {text}", 0)
         except RuntimeError:
             raise error from None
-    plan = _Plan([line for group in groups for line in _describe(group)])
-    values = [[group.params[0].name, group.initial[0]] for group in groups if group.initial[1] == group.store.stamp()]
+    plan = _Plan(
+        [
+            Line(kind, f"its first pass is {kind}"),
+            *(line for group in shared for line in _describe(group)),
+            *options_of(root),
+        ]
+    )
+    values = [[group.params[0].name, group.initial[0]] for group in shared if group.initial[1] == group.store.stamp()]
     seen = zlib.crc32(repr(values).encode())
     if board.meet(0, f"{plan.digests(0, 0)} {seen}", plan) is not None:
         return 1
@@ -43,10 +78,10 @@ def compare(board: Board, groups: list[FSDPParamGroup], error: RuntimeError | No
 
 
 class _Plan:
-    """What one rank was given, as lines of (what, how it is)."""
+    """What one rank was given."""
 
-    def __init__(self, lines: list[list[str]]) -> None:
-        self._lines = [*lines, ["nothing", "more"]]
+    def __init__(self, lines: list[Line]) -> None:
+        self._lines = [*lines, Line("", "nothing more")]
 
     def position(self) -> tuple[int, int]:
         """Nobody did anything yet."""
@@ -54,11 +89,11 @@ class _Plan:
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int]:
         """A number for each line."""
-        return [zlib.crc32(repr(line).encode()) for line in self._lines]
+        return [zlib.crc32(line.compared.encode()) for line in self._lines]
 
     def text(self, epoch: int, number: int, index: int) -> str:
         """One line."""
-        return " is ".join(self._lines[index])
+        return self._lines[index].text
 
     def refuse(self, texts: dict[int, str]) -> str:
         """The error, given one line of each rank."""
@@ -71,21 +106,23 @@ class _Plan:
         )
 
 
-def _describe(group: FSDPParamGroup) -> list[list[str]]:
+def _name(name: str) -> str:
+    return f"the unit {name!r}" if name else "the root"
+
+
+def _describe(group: FSDPParamGroup) -> list[Line]:
     options, mesh = group.options, group.mesh
     policy = options.mp_policy
-    lines = [
-        [
-            f"the unit {group.name!r}" if group.name else "the root",
-            f"on {mesh.replicate.size} x {mesh.shard.size} ranks with param_dtype={policy.param_dtype}, "
-            f"reduce_dtype={policy.reduce_dtype}, reshard_after_forward={options.reshard_after_forward}",
-        ]
+    texts = [
+        f"{_name(group.name)} is on {mesh.replicate.size} x {mesh.shard.size} ranks with "
+        f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}, "
+        f"reshard_after_forward={options.reshard_after_forward}"
     ]
     for param in group.params:
         layout = param.spec.layout
         trains = "" if param.requires_grad else ", frozen"
-        lines.append([param.name, f"{tuple(layout.shape)} {param.dtype} cut along {layout.dim}{trains}"])
-    return lines
+        texts.append(f"{param.name} is {tuple(layout.shape)} {param.dtype} cut along {layout.dim}{trains}")
+    return [Line(text, text) for text in texts]
 
 
 def _other_values(values: dict[int, Any]) -> str | None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import local_tensor
+from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
 from fsdp2.engine.unit import FSDPState
@@ -40,10 +41,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     """
     used = groups_below(module, required_by="use_weights")
     before = [group.is_unsharded for group in used]
-    for group, state in used.items():
-        if state.is_root is None:
-            group.lazy_init(in_root=group.in_root)
-        state.gather_by_hand(group)
+    gather_by_hand(used, "use_weights")
     for group in used:
         group.wait_for_unshard()
         if torch.is_grad_enabled():

@@ -93,6 +93,11 @@ def test_a_shard_written_in_one_replica(rank, world):
                 module(torch.ones(2, 8))
 
 
+def rarely(*case: object) -> object:
+    """A case that only ``--all`` runs."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def freezes(rank: int, world: int) -> None:
     """One rank freezes a weight."""
     module, _ = models()
@@ -111,17 +116,87 @@ def registers(rank: int, world: int) -> None:
         train(module)
 
 
+def prefetches(rank: int, world: int, *, since: int = LAST) -> None:
+    """One rank is given a list of units to gather ahead, which are gathered in the same order as without it.
+
+    It agreed anew on the steps of the next backward, which nobody else did, so it waited for the others without end.
+    """
+    module, _ = models()
+    for step in range(5):
+        if rank == 1 and step == since:
+            module.a.set_modules_to_forward_prefetch([module.b])
+        train(module)
+
+
+def prefetches_from_the_start(rank: int, world: int) -> None:
+    """The same before the first forward."""
+    prefetches(rank, world, since=0)
+
+
+def packs(rank: int, world: int) -> None:
+    """One rank gathers large parameters by collectives of their own, and others packed into one."""
+    module, _ = models()
+    for step in range(5):
+        if rank == 1 and step == LAST:
+            module.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0)
+        train(module)
+
+
+def takes_part(rank: int, world: int) -> None:
+    """One rank is asked to take part in units that it does not use."""
+    module, _ = models()
+    for step in range(5):
+        if rank == 1 and step == LAST:
+            module.set_reduce_scatter_unused_params(True)
+        train(module)
+
+
+def unshards(rank: int, world: int, *, since: int = LAST) -> None:
+    """One rank gathers a unit between passes: the others paired that with another unit of this size."""
+    module, _ = models()
+    for step in range(5):
+        if rank == 1 and step == since:
+            module.b.unshard()
+        train(module)
+
+
+def unshards_at_the_start(rank: int, world: int) -> None:
+    """The same before the first forward."""
+    unshards(rank, world, since=0)
+
+
+def uses_weights(rank: int, world: int) -> None:
+    """One rank uses weights outside of forward."""
+    module, _ = models()
+    for step in range(5):
+        if rank == 1 and step == LAST:
+            with fsdp2.use_weights(module.b):
+                pass
+        train(module)
+
+
 @pytest.mark.parametrize(
     ("program", "difference"),
     [
+        (prefetches, "rank 0: forward; rank 1: forward after set_modules_to_forward_prefetch"),
+        rarely(
+            prefetches_from_the_start,
+            "rank 1: the unit 'a' with 'b' gathered ahead in forward (set_modules_to_forward_prefetch), rank 0: the "
+            "unit 'a' with default options",
+        ),
+        (packs, "rank 0: forward; rank 1: forward after set_transfer_sizes"),
+        rarely(takes_part, "rank 0: forward; rank 1: forward after set_reduce_scatter_unused_params"),
+        (unshards, "rank 0: forward; rank 1: unshard()"),
+        (unshards_at_the_start, "rank 1: its first pass is unshard(), rank 0: its first pass is forward"),
+        rarely(uses_weights, "rank 0: forward; rank 1: use_weights"),
         (freezes, "rank 0: reduce 'b' in backward (b.weight, b.bias); rank 1: reduce 'b' in backward (b.bias)"),
         (registers, "rank 0: gather 'b' in forward; rank 1: gather 'b' in forward (b.scale)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_parameters_changed(program, difference):
-    """Other parameters on one rank: every rank raises and names them. A parameter that was added had a group of the
-    number that the next one had elsewhere, so the ranks found no difference and waited for each other."""
+def test_changed_or_asked_on_one_rank(program, difference):
+    """Every rank raises and names it. A parameter that was added had a group of the number that the next one had
+    elsewhere, so the ranks found no difference and waited for each other."""
     for ended in run_apart(program, 2):
         error = re.sub(r" \(\d+ reduce, \d+ all-reduce\)", "", ended.error)
         assert ended.status == 1 and difference in error, ended

@@ -305,7 +305,12 @@ def test_programs(program, setup, transfer):
 
 WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], str, str]] = {
     ("gather", "RootContext.begin_forward"): (("wait", "begin_forward", "_enter"), training, "fp32", "packed"),
-    ("gather", "FSDPState.gather_by_hand"): (("wait", "gather_by_hand", "unshard"), changed_by_hand, "fp32", "packed"),
+    ("gather", "by_hand.gather_by_hand"): (
+        ("wait", "_start", "_gather_between_passes"),
+        changed_by_hand,
+        "fp32",
+        "packed",
+    ),
     ("gather", "FSDPParamGroup.unshard"): (("wait", "unshard", "run"), replaced_in_forward, "kept", "packed"),
     ("gather", "FSDPParamGroup.reshard"): (("wait", "after", "_free_full"), training, "fp32", "packed"),
     ("compute", "gather.finish_gather"): (("wait", "wait", "finish_gather"), training, "fp32", "packed"),

@@ -38,14 +38,22 @@ _Job = Callable[[], None]
 class RankMonitor:
     """The observer of one root on one rank, and what other ranks see of it.
 
-    ``run`` runs what waits for other ranks: at once, or in the background where the host must not wait.
+    ``run`` runs what waits for other ranks: at once, or in the background where the host must not wait. ``conflict``
+    says why no pass may start now, if so.
     """
 
-    def __init__(self, board: Board, root: RootContext, run: Callable[[_Job], None]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        root: RootContext,
+        run: Callable[[_Job], None],
+        conflict: Callable[[RootContext], str] = lambda root: "",
+    ) -> None:
         self.board = board
         self.log = StepLog()
         self._root = root
         self._run = run
+        self._conflict = conflict
         self._nested = 0
         self._participating = False
         self._setters: dict[str, None] = {}  # that changed options since the ranks compared these
@@ -64,6 +72,8 @@ class RankMonitor:
         """A pass starts; where the ranks do not all know that, they meet."""
         self.board.check()
         log = self.log
+        if conflict := self._conflict(self._root):
+            self.board.fail(f"rank {self.board.rank}: {conflict}", log.epoch)
         if log.kind and not outermost:
             self._nested += 1
             return

@@ -23,6 +23,7 @@ from fsdp2.engine.observer import observe_with
 from fsdp2.engine.passes import RootContext
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.ranks.saving import conflicting_save
 from fsdp2.ranks.start import compare
 from fsdp2.sharding.mesh import DataParallelMesh
 
@@ -156,7 +157,10 @@ def monitor_ranks(root: RootContext, kind: str, error: RuntimeError | None) -> R
     shared = [group for group in groups if set(group.mesh.mesh.mesh.flatten().tolist()) == set(ranks)]
     board = process.board(ranks, mesh)
     met = compare(board, root, shared, kind, error)
-    monitor = RankMonitor(board, root, _now if mesh.first.backend == "gloo" else process.run)
+    if mesh.first.backend == "gloo":
+        monitor = RankMonitor(board, root, _now, conflicting_save)  # torch saves on gloo
+    else:
+        monitor = RankMonitor(board, root, process.run)
     monitor.log.epoch = met
     process.monitors.add(monitor)
     return monitor

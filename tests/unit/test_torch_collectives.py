@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor.debug import CommDebugMode
@@ -128,3 +131,26 @@ def test_modes_do_not_see_what_is_outside_of_them() -> None:
         assert mode.get_total_counts() == 0
         _torch.group_all_reduce(mesh.get_group(), [torch.ones(2)], options)
         assert mode.get_total_counts() == 1
+
+
+@probes("async_saves")
+def test_the_group_of_a_save_in_the_background_can_be_found(tmp_path: Path) -> None:
+    begun, goes_on = Event(), Event()
+
+    class Waiting(dcp.FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            begun.set()
+            goes_on.wait()
+            return super().write_data(plan, planner)
+
+    with gloo_mesh():
+        group = dist.new_group(backend="gloo")
+        for given in (None, group):
+            saving = dcp.async_save({"a": torch.ones(2)}, storage_writer=Waiting(tmp_path), process_group=given)
+            assert [save["process_group"] for save in _torch.async_saves()] == [given]  # even if it has not begun yet
+            begun.wait()
+            assert [save["process_group"] for save in _torch.async_saves()] == [given]
+            goes_on.set()
+            saving.result()
+            assert _torch.async_saves() == []
+            goes_on.clear()

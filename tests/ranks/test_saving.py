@@ -1,0 +1,56 @@
+"""A checkpoint saved in the background while training goes on: on a group of its own, or every rank raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import fsdp2
+from tests.support.pool import on_ranks
+
+
+class Waiting(dcp.FileSystemWriter):
+    """A disk that is slow until it is told to go on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.goes_on = Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Wait, then write."""
+        self.goes_on.wait()
+        return super().write_data(plan, planner)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("own_group", [False, True])
+def test_asynchronous_save(rank, world, tmp_path, own_group):
+    """On the group that trains, the next pass raises on every rank before a collective of it starts: the save is whole
+    afterwards. With torch's ``fully_shard`` gloo aborts the processes, or data is exchanged between the two."""
+    torch.manual_seed(0)
+    module = fsdp2.fully_shard(nn.Linear(4, 4))
+    module(torch.ones(1, 4)).sum().backward()
+    weight = module.weight.full_tensor().detach()
+    writer = Waiting(tmp_path)
+    group = dist.new_group(backend="gloo") if own_group else None
+    saving = dcp.async_save({"model": module.state_dict()}, storage_writer=writer, process_group=group)
+    if own_group:
+        module(torch.ones(1, 4)).sum().backward()
+    else:
+        with pytest.raises(
+            RuntimeError, match="async_save is still saving .*process_group=torch.distributed.new_group"
+        ):
+            module(torch.ones(1, 4))
+    writer.goes_on.set()
+    saving.result()
+    dist.barrier()
+    loaded = {"weight": torch.empty(4, 4)}
+    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
+    assert torch.equal(loaded["weight"], weight)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp2.engine.observer import Answer, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.ranks.start import compare
 
 
 class Memory:
@@ -210,6 +211,17 @@ def test_one_that_differs_is_named_on_all() -> None:
     assert len(texts) == 8 and len(set(texts)) == 1
     assert "rank 5: the end of forward" in texts[0]
     assert not memory.values
+
+
+def test_an_error_names_its_rank_once() -> None:
+    """What some rank has raised may come back as the error of another, and read "rank 1: rank 0: ..." then."""
+    memory = Memory()
+    for text in ("rank 0: FSDP parameters are on meta", "FSDP parameters are on meta"):
+        boards = [Board(CountingStore(memory), rank, (0, 1)) for rank in range(2)]  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match=f"^{text}$"):
+            compare(boards[1], Model(boards[1], 1), [], "forward", RuntimeError(text))  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match=text if text.startswith("rank") else f"^rank 1: {text}$"):
+            boards[0].look(SimpleNamespace(position=lambda: None), shows=False)  # type: ignore[arg-type]
 
 
 def test_on_a_real_store() -> None:

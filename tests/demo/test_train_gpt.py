@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gpt import checkpoint
 from gpt.data import HELD_OUT, load_text, training_batch
@@ -30,7 +31,7 @@ from tests.support import ROOT
 
 EXAMPLES = ROOT / "examples"
 SCRIPT = EXAMPLES / "train_gpt.py"
-LIMIT = 120  # seconds until a hanging run is killed; the longest takes about ten on two idle cores
+LIMIT = 300  # seconds until a hanging run is killed; the longest takes about ten on two idle cores
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32, "batch": 6, "steps": 10, "sample": 8, "eval-every": 5}
 TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 
@@ -286,15 +287,14 @@ def torchrun(ranks: int, *arguments: object) -> Ended:
 
 def directly(ranks: int, *arguments: object) -> list[Ended]:
     """The end of each rank, started with the environment that torchrun gives it: so each has an exit status to see."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent serves it as well
+    served = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = []
     with tempfile.TemporaryDirectory() as elsewhere:
         try:
             for rank in range(ranks):
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                extra = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **{k: str(v) for k, v in place.items()}}
+                extra = served | {k: str(v) for k, v in place.items()}
                 processes.append(start([SCRIPT, *arguments], Path(elsewhere), extra))
             return [finish(process) for process in processes]
         finally:

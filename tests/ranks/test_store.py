@@ -60,13 +60,13 @@ class CountingStore:
         with self.memory.lock:
             self._put(key, value.encode())
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, seconds: float | None = None) -> bytes:
         self._count("get", key)
         with self.memory.lock:
             if key in self.memory.values:
                 return self.memory.values[key]
             event = self.memory.events.setdefault(key, threading.Event())
-        if not event.wait(self.seconds):
+        if not event.wait(self.seconds if seconds is None else seconds):
             raise dist.DistStoreError("wait timeout")
         with self.memory.lock:
             return self.memory.values[key]
@@ -205,7 +205,7 @@ def test_one_that_differs_is_named_on_all() -> None:
             texts.append(str(error))
 
     for store in stores:
-        store.wait = lambda keys, limit, store=store: [store.get(key) for key in keys]  # type: ignore[attr-defined]
+        store.wait = lambda keys, limit, store=store: [store.get(key, 30.0) for key in keys]  # type: ignore[attr-defined]
         store.set_timeout = lambda limit, store=store: setattr(store, "seconds", 0.2)  # type: ignore[method-assign]
     on_threads(8, stores, program)
     assert len(texts) == 8 and len(set(texts)) == 1

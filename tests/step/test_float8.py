@@ -71,7 +71,7 @@ def test_example():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["examples/float8_linear.py", "--steps", "12", "--width", "128", "--layers", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     # Not the exit status: gloo's threads now and then abort a process that has done all its work, with torch's as well.
     found = re.findall(r"(\w+): +(\d+) bytes sent per step, loss ([\d.]+) -> ([\d.]+)", done.stdout)
     assert len(found) == 2, done.stdout + done.stderr

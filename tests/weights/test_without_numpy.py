@@ -82,7 +82,7 @@ def test_without_numpy(tmp_path):
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=100)[0] for process in ranks]
+        outputs = [process.communicate(timeout=300)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

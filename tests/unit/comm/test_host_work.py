@@ -1,0 +1,84 @@
+"""What an observer sees of collectives that the host waits for, with works that end when the test says so."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from fsdp2.comm import host_work
+from fsdp2.comm.host_work import HostWork, observe_waits
+
+
+class Work:
+    """A collective that is done after so many slices, and fails then if it has an error."""
+
+    def __init__(self, slices: int, error: str = "") -> None:
+        self.slices, self.error = slices, error
+
+    def is_completed(self) -> bool:
+        return self.slices == 0
+
+    def wait(self, limit: timedelta) -> None:
+        if self.slices:
+            self.slices -= 1
+            raise RuntimeError("not done yet")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+class Observer:
+    """Keeps what it is called with, and raises where it is told to."""
+
+    def __init__(self, raises: str = "") -> None:
+        self.seen: list[str] = []
+        self.raises = raises
+
+    def waiting(self) -> None:
+        self.note("waiting")
+
+    def waited(self) -> None:
+        self.note("waited")
+
+    def failed(self, error: RuntimeError) -> None:
+        self.note(f"failed: {error}")
+
+    def note(self, what: str) -> None:
+        self.seen.append(what)
+        if what == self.raises:
+            raise RuntimeError("ranks differ")
+
+
+def wait(monkeypatch: pytest.MonkeyPatch, work: Any, observer: Observer) -> list[str]:
+    """Wait for the work under an observer and return what that saw."""
+    monkeypatch.setattr(host_work, "_observer", host_work._observer)  # put back in the end
+    observe_waits(observer)
+    HostWork(work).wait()
+    return observer.seen
+
+
+def test_a_short_wait_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wait(monkeypatch, Work(0), Observer()) == []
+
+
+def test_a_long_wait_is_seen_slice_by_slice_and_its_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends with a slice is done: nobody looks why it is not."""
+    assert wait(monkeypatch, Work(3), Observer()) == ["waiting", "waiting", "waited"]
+
+
+@pytest.mark.parametrize(("slices", "before", "after"), [(0, [], []), (2, ["waiting"], ["waited"])])
+def test_a_failure_is_seen_and_raised(
+    monkeypatch: pytest.MonkeyPatch, slices: int, before: list[str], after: list[str]
+) -> None:
+    observer = Observer()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        wait(monkeypatch, Work(slices, "connection closed"), observer)
+    assert observer.seen == [*before, "failed: connection closed", *after]
+
+
+def test_what_an_observer_raises_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = Observer(raises="waiting")
+    with pytest.raises(RuntimeError, match="ranks differ"):
+        wait(monkeypatch, Work(100), observer)
+    assert observer.seen == ["waiting", "waited"]

@@ -139,10 +139,10 @@ class Moments:
         event.record(self._module.current_stream())
         return event
 
-    def wait(self, moment: Any) -> None:
-        """Let the host wait until ``moment`` is over."""
+    def wait(self) -> None:
+        """Let the host wait until all moments are over, of every stream."""
         if self._module is not None:
-            moment.synchronize()
+            self._module.synchronize()
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one moment to another, both of which are over."""

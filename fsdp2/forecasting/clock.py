@@ -132,6 +132,10 @@ class Clock(TorchDispatchMode):
         finally:
             self._current.pop()
 
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+        self.host = self.now
+
     # ---- as a recorder ----
 
     @property

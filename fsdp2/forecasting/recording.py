@@ -141,7 +141,7 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
     with recording_with(recorder), listening(recorder.heard):
         yield record
     end = recorder.moment()
-    recorder.moments.wait(end)
+    recorder.moments.wait()
     record.steps = _steps(recorder, list(groups), end)
 
 

@@ -96,6 +96,8 @@ def test_on_streams():
         begin = clock.begin()
         with fsdp2.record_steps(model) as record:
             step(model, optimizer)
+            assert clock.host <= begin, "the host waited inside of the step"
+        assert clock.host == clock.now
     recorded = sorted((s.kind, s.begin, s.end, s.nbytes) for s in record.timeline.spans if s.ranks)
     real = sorted((s.kind, s.begin - begin, s.end - begin, s.nbytes) for s in clock.spans if s.group)
     assert [kind for kind, *_ in recorded] == [kind for kind, *_ in real] and len(real) > 6

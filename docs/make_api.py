@@ -72,6 +72,7 @@ TESTS: dict[str, str] = {
     "fully_shard(policy)": BUILD + "test_policies.py::test_forms",
     "fully_shard(replicated_params)": BUILD + "test_replicated_params.py::test_training",
     "fully_shard(strategy)": BUILD + "test_strategies.py::test_training",
+    "fully_shard(compression)": STEP + "test_compression.py::test_compression",
     "FSDPModule": STEP + "test_module_methods.py::test_indexing_and_names",
     "FSDPModule.reshard": STEP + "test_module_methods.py::test_unshard_and_reshard",
     "FSDPModule.unshard": STEP + "test_module_methods.py::test_unshard_and_reshard",
@@ -165,6 +166,15 @@ TESTS: dict[str, str] = {
     "optim_state_dict": STATE + "test_optimizer.py::test_training_goes_on",
     "optim_state_dict_to_load": STATE + "test_optimizer.py::test_training_goes_on",
     "merge_local_state_dicts": STATE + "test_local.py::test_merging",
+    "CompressionPolicy": STEP + "test_compression.py::test_compression",
+    "CompressionPolicy(replicate)": STEP + "test_compression.py::test_copies_of_hybrid_sharding_stay_equal",
+    "CompressionPolicy(block)": STEP + "test_compression.py::test_bytes_on_the_wire",
+    "CompressionPolicy(min_numel)": STEP + "test_compression.py::test_what_is_skipped_travels_as_it_is",
+    "CompressionPolicy(skip)": STEP + "test_compression.py::test_what_is_skipped_travels_as_it_is",
+    "CompressionPolicy(stochastic)": STEP
+    + "test_compression.py::test_gradients_are_within_a_step_of_the_largest_of_their_block",
+    "FSDPModule.set_compression": STEP + "test_compression.py::test_compression",
+    "FSDPModule.set_compression(recurse)": STEP + "test_compression.py::test_set_compression_of_one_unit",
     "FSDPModule.set_transfer_sizes": STEP + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
 }
 """The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""

@@ -16,6 +16,7 @@ from fsdp2.optim.full_params import use_full_params
 from fsdp2.optim.grad_scaler import ShardedGradScaler
 from fsdp2.optim.local_step import use_local_shards
 from fsdp2.policies import (
+    CompressionPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     GradientReductionHandle,
@@ -41,6 +42,7 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CompressionPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "GradientReductionHandle",

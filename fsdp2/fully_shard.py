@@ -30,7 +30,14 @@ from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.fsdp1 import FSDP1Methods, names_remedies
 from fsdp2.module import FSDPModule
-from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, PolicyOf, policy_by_name
+from fsdp2.policies import (
+    CompressionPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PolicyOf,
+    policy_by_name,
+)
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree, hook_group
 
@@ -57,6 +64,7 @@ def fully_shard(
     strategy: ShardingStrategy | None = None,
     replicated_params: set[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
+    compression: CompressionPolicy | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it as an ``FSDPModule``.
 
@@ -92,6 +100,7 @@ def fully_shard(
             within a node) or NO_SHARD (whole on every rank of the mesh, gradients all-reduced).
         replicated_params: Parameters kept whole on every rank, equal to begin with, gradients all-reduced.
         ignored_modules: Modules to leave alone with everything below them, parameters and buffers.
+        compression: Send parameters, gradients or both in eight or four bits, for slow networks; None for as they are.
 
     Returns:
         The same object; its class is now a subclass of both its own and ``FSDPModule``.
@@ -115,6 +124,7 @@ def fully_shard(
         strategy=strategy,
         replicated_params=replicated_params,
         ignored_modules=ignored_modules,
+        compression=compression,
     )
     own = _check_arguments(modules, given)
     units = [] if policy is None else _plan(modules, policy, given, own)
@@ -205,6 +215,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
     for name, kind in (
         ("offload_policy", OffloadPolicy),
         ("dp_mesh_dims", (DataParallelMeshDims, type(None))),
+        ("compression", (CompressionPolicy, type(None))),
     ):
         if not isinstance(given[name], kind):
             expected = kind[0].__name__ if isinstance(kind, tuple) else kind.__name__
@@ -227,7 +238,8 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
     mesh, reshard = follow_strategy(
         given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
     )
-    options = GroupOptions(policy_of(""), given["offload_policy"], _check_reshard(reshard, mesh))
+    reshard = _check_reshard(reshard, mesh)
+    options = GroupOptions(policy_of(""), given["offload_policy"], reshard, compression=given["compression"])
     return Unit(mesh, options, placement_fn, ignored, policy_of, hook_group, frozenset(ignored_modules), replicated)
 
 

@@ -26,7 +26,7 @@ from fsdp2.engine.index import states_below
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.passes import GradientReduction
 from fsdp2.engine.unit import FSDPState, get_state
-from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
+from fsdp2.policies import AllGather, CompressionPolicy, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
@@ -366,6 +366,29 @@ class FSDPModule(TorchFSDPModule):
             return replace(group.options, sizes=replace(group.options.sizes, **given))
 
         self._change("set_transfer_sizes", recurse, change)
+
+    def set_compression(self, compression: CompressionPolicy | None, *, recurse: bool = True) -> None:
+        """Send the parameters and gradients of this module, with ``recurse`` of all units below, in fewer bytes.
+
+        None sends them as they are. Shards move to a new buffer; call it between two steps, on every rank.
+
+        Raises:
+            TypeError: neither a CompressionPolicy nor None.
+            RuntimeError: a forward or backward runs.
+            ValueError: a unit has a custom reduce-scatter, and the policy is for what that does.
+        """
+        if compression is not None and not isinstance(compression, CompressionPolicy):
+            raise TypeError(f"compression must be a CompressionPolicy or None, got {compression!r}")
+        groups = [group for state in self._states(recurse) for group in state.groups]
+        for group in groups:
+            if not group.is_idle:
+                phase = group.lifecycle.phase.name.lower()
+                raise RuntimeError(
+                    f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected between "
+                    "two steps. Call it after backward, or call reset_iter_state() on the root first if that raised"
+                )
+        for group, options in [(group, replace(group.options, compression=compression)) for group in groups]:
+            group.set_options(options)
 
     # ---- inside ----
 

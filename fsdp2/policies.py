@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -25,6 +25,7 @@ from fsdp2._torch.fsdp import TorchDataParallelMeshDims
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "CompressionPolicy",
     "DataParallelMeshDims",
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
@@ -165,3 +166,48 @@ class ShardPlacementResult:
 
     placement: Shard | None
     mesh_info: DeviceMesh
+
+
+@dataclass(frozen=True)
+class CompressionPolicy:
+    """Which collectives of a unit send fewer bytes: numbers of eight or four bits in blocks, with a scale for each.
+
+    Shards, optimizers and checkpoints never see it. It pays where the network is what a step waits for.
+
+    Attributes:
+        gather: Parameters, rounded to the nearest: int8 or float8_e4m3fn. Forward and backward of an iteration compute
+            with the same values.
+        reduce: Gradients on the shard axis, decoded and summed in float32 by the rank that they are for: int8,
+            float8_e5m2 or "int4".
+        replicate: Gradients on the replicate axis of hybrid sharding, as ``reduce``.
+        block: Elements that share a scale, a multiple of 16. A number is off by half a step of its block at most.
+        stochastic: Round gradients by chance, so that sums are unbiased; False rounds to the nearest.
+        min_numel: Smaller parameters (norms, biases) travel as they are, in the same unit.
+        skip: ``skip(name, parameter)`` says which others do too, by their names in the unit.
+    """
+
+    gather: torch.dtype | None = None
+    reduce: torch.dtype | Literal["int4"] | None = None
+    replicate: torch.dtype | Literal["int4"] | None = None
+    block: int = 256
+    stochastic: bool = True
+    min_numel: int = 1 << 14
+    skip: Callable[[str, nn.Parameter], bool] | None = None
+
+    def __post_init__(self) -> None:
+        gradients = (None, torch.int8, torch.float8_e5m2, "int4")
+        parameters = (None, torch.int8, torch.float8_e4m3fn)
+        for name, known in (("gather", parameters), ("reduce", gradients), ("replicate", gradients)):
+            value: Any = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"compression.{name}: expected one of {known}, got {value!r}")
+        for name, least, multiple in (("block", 16, 16), ("min_numel", 0, 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least or value % multiple:
+                raise ValueError(
+                    f"compression.{name}: expected a multiple of {multiple} from {least} on, got {value!r}"
+                )
+        if not isinstance(self.stochastic, bool):
+            raise TypeError(f"compression.stochastic must be a bool, got {self.stochastic!r}")
+        if self.skip is not None and not callable(self.skip):
+            raise TypeError(f"compression.skip: expected a function of a name and a parameter, got {self.skip!r}")

@@ -235,6 +235,8 @@ def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) 
     mesh = placed[0].mesh
     params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name, p.policy) for p in placed]
     pieces = [p.piece for p in placed]
+    for entry, param in zip(placed, params):
+        param.follow_compression(options.compression, entry.found.param)
     size = options.reshard_after_forward
     if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
         options = replace(options, reshard_after_forward=True)

@@ -68,7 +68,9 @@ def padding_report(module: nn.Module) -> PaddingReport:
 def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
     """(Bytes of the parameters, of padding), on all ranks together; what is whole everywhere counts on every rank."""
     ranks = group.mesh.shard.size
-    items = [Item(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy)) for p in group.params]
+    items = [
+        Item(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy), form=p.formats.gather) for p in group.params
+    ]
     held = ranks * plan_flat(items, group.options.sizes).shard_bytes
     own = sum(item.layout.numel * item.dtype.itemsize * (ranks if item.layout.dim is None else 1) for item in items)
     return own, held - own

@@ -1,6 +1,6 @@
 """HOW bytes move: tensors in, tensors out. From the top down; a file imports only what stands below it.
 
-context      what groups communicate on: the lanes, and the chunks in flight
+context      what groups communicate on: the lanes, the chunks in flight, random numbers
 gather       from shards to full parameters
 reduce       from full gradients to shards of their mean
 formats      numbers in blocks of few bits, with a scale for each block

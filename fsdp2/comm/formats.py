@@ -156,7 +156,7 @@ class Noise:
         """A ``Draw``."""
         numel = like.numel()
         if self._state.numel() < numel:
-            generator = torch.Generator().manual_seed(self._seed)
+            generator = torch.Generator().manual_seed(self._seed % (1 << 62))
             state = torch.randint(-(2**31), 2**31, (max(numel, _piece_numel(like)),), generator=generator)
             self._state = state.to(device=like.device, dtype=torch.int32)
         state = self._state[:numel].mul_(747796405).add_(-1403630843)

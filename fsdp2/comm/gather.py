@@ -9,15 +9,21 @@ import torch
 
 from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import all_gather, wire_view
+from fsdp2.comm.formats import Encoded, decode, encode, encoded_views
 from fsdp2.comm.pieces import piece_pairs
 from fsdp2.comm.streams import ComputeLane, InFlight, Lane
 from fsdp2.policies import AllGather
+from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import FlatPlan, Item, align
+from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, align
 
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "finish_gather", "start_gather"]
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
+Encoding = tuple[torch.Tensor, Encoded, BlockFormat]  # values (1, elements), where they go
+Decoding = tuple[
+    Encoded, torch.Tensor, ShardLayout, BlockFormat
+]  # a row per rank, the full parameter's memory, its cut
 Split = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # rows of bytes, how many go where
 
 
@@ -65,15 +71,10 @@ class GatherBuffers:
         self.items, self.plan, self.full = items, plan, full
         ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
         self._fused = device.type != "cpu" if fused is None else fused
-        self.wire: Buffer | None = None
-        wire_bytes = shards
+        self.wire = Buffer(plan.wire_bytes, device) if plan.casts or shards.device != device else None
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if plan.casts or shards.device != device:
-            self.wire = Buffer(plan.wire_bytes, device)
-            wire_bytes = self.wire.bytes
-            for run in plan.runs:
-                src = shards[run.shard_offset : run.shard_offset + run.numel * run.dtype.itemsize].view(run.dtype)
-                self.casts.append((self.wire.view(run.wire_offset, run.numel, run.wire_dtype), src))
+        self.encodes: list[Encoding] = []
+        wire_bytes = shards if self.wire is None else self._cast_to(self.wire, shards)
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         for i in plan.direct:
@@ -85,10 +86,11 @@ class GatherBuffers:
         self.packed = wire_view(wire_bytes[plan.packed_start :].view(self._packed_dtype))
         self.staging: Buffer | None = None
         self.copies: Copies = ([], [])
+        self.decodes: list[Decoding] = []
         self.split: Split | None = None
         if plan.packed:
             in_order = all(items[i].layout.rank_major for i in plan.packed)
-            slots = self._slots() if self._fused and in_order else []
+            slots = self._slots() if self._fused and in_order and not self.encodes else []
             gap = max((nbytes for place, nbytes in slots if place is None), default=0)
             self.staging = Buffer(ranks * (self.packed.nbytes + gap), device)
             self.received = self.staging.bytes[: ranks * self.packed.nbytes].view(self.packed.dtype)
@@ -107,7 +109,19 @@ class GatherBuffers:
                 )
             else:
                 self.copies = self.unpack_copies(rows)
+                self.decodes = self.decodings(rows)
         self.free_temporaries()
+
+    def _cast_to(self, wire: Buffer, shards: torch.Tensor) -> torch.Tensor:
+        """Plan what becomes of each run of shards before it is sent; the bytes that are."""
+        for run in self.plan.runs:
+            shard = shards[run.shard_offset : run.shard_offset + run.numel * run.dtype.itemsize].view(run.dtype)
+            if run.form is None:
+                self.casts.append((wire.view(run.wire_offset, run.numel, run.wire_dtype), shard))
+                continue
+            row = wire.bytes[run.wire_offset : run.wire_end].unsqueeze(0)
+            self.encodes.append((shard.unsqueeze(0), encoded_views(row, run.numel, run.form), run.form))
+        return wire.bytes
 
     def _slots(self) -> list[tuple[int | None, int]]:
         """(Where it goes in the full buffer, bytes) of all that lies in a packed row; None is a gap."""
@@ -130,6 +144,9 @@ class GatherBuffers:
         copies = self.copies if rows is None else self.unpack_copies(rows)
         if copies[0]:
             foreach_copy(*copies)
+        if self.encodes:
+            for decoding in self.decodes if rows is None else self.decodings(rows):
+                _decode(*decoding)
 
     @property
     def _packed_dtype(self) -> torch.dtype:
@@ -141,6 +158,8 @@ class GatherBuffers:
         copies: Copies = ([], [])
         for i in self.plan.packed:
             item = self.items[i]
+            if item.form is not None:
+                continue
             start = self.plan.wire_offset[i] - self.plan.packed_start
             sent = rows[:, start : start + item.layout.slot_numel * item.wire_dtype.itemsize].view(item.wire_dtype)
             flat = self.full.view(self.plan.full_offset[i], item.layout.full_storage_numel, item.wire_dtype)
@@ -153,6 +172,21 @@ class GatherBuffers:
                 copies[0].append(piece)
                 copies[1].append(slot)
         return copies
+
+    def decodings(self, rows: torch.Tensor) -> list[Decoding]:
+        """What to decode where to bring encoded parameters from ``rows`` (ranks, bytes) to their places."""
+        found: list[Decoding] = []
+        for i in self.plan.packed:
+            item, layout, form = self.items[i], self.items[i].layout, self.items[i].form
+            if form is None:
+                continue
+            run = self.plan.run_of(i)
+            start = run.wire_offset - self.plan.packed_start
+            sent = encoded_views(rows[:, start : start + form.nbytes(run.numel)], run.numel, form)
+            first = (self.plan.shard_offset[i] - run.shard_offset) // run.dtype.itemsize // form.block
+            flat = self.full.view(self.plan.full_offset[i], layout.full_storage_numel, item.wire_dtype)
+            found.append((sent.part(first, first + -(-layout.slot_numel // form.block)), flat, layout, form))
+        return found
 
     def allocate(self, *, staging: bool, full: bool) -> None:
         """Make what collectives read and write exist, and the ``full`` memory too if it cannot wait until then."""
@@ -169,6 +203,17 @@ class GatherBuffers:
             self.wire.free()
         if self.staging is not None:
             self.staging.free()
+
+
+def _decode(sent: Encoded, flat: torch.Tensor, layout: ShardLayout, form: BlockFormat) -> None:
+    """Decode a parameter straight into its place, or by way of rows where the pieces in order are not it."""
+    if layout.rank_major:
+        decode(sent, flat.view(layout.ranks, layout.slot_numel), form)
+        return
+    slots = flat.new_empty(layout.ranks, layout.slot_numel)
+    decode(sent, slots, form)
+    for piece, slot in piece_pairs(flat.as_strided(layout.shape, layout.stride), slots, layout):
+        piece.copy_(slot)
 
 
 @dataclass
@@ -204,6 +249,8 @@ def start_gather(
         buffers.allocate(staging=not assembled, full=not lane.async_op)
         for wire, shard in buffers.casts:
             wire.copy_(shard, non_blocking=True)
+        for encoding in buffers.encodes:
+            encode(*encoding)
         inputs, outputs = list(buffers.inputs), list(buffers.outputs)
         if assembled:
             output, sent = _assemble(gathering, axis, custom, extras)

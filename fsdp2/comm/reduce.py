@@ -7,20 +7,34 @@ takes tensors and gives tensors; which parameters they belong to is the caller's
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fsdp2._torch.tensors import chunk_cat, foreach_copy
-from fsdp2.comm.collectives import Work, all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
+from fsdp2.comm.collectives import Work, all_gather, all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
+from fsdp2.comm.formats import Draw, decode, decode_sum, encode, encoded_views
 from fsdp2.comm.pieces import piece_pairs, zero_gaps
 from fsdp2.comm.scaling import Scaling
 from fsdp2.comm.streams import Lane, Retained
 from fsdp2.policies import ReduceScatter
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import RowPlan
+from fsdp2.sharding.packing import BlockFormat, RowPlan
 
-__all__ = ["ReducePlan", "pack_gradients", "reduce_chunk"]
+__all__ = ["Compression", "ReducePlan", "pack_gradients", "reduce_chunk"]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are encoded on the shard axis and on the replicate axis; None for as they are, or no such axis.
+
+    Each has random numbers of its own to round by, since each runs on a lane of its own; None rounds to the nearest.
+    """
+
+    reduce: BlockFormat | None = None
+    replicate: BlockFormat | None = None
+    draw: Draw | None = None
+    draw_again: Draw | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,8 @@ class ReducePlan:
     ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
     ``offload`` the shards are delivered on the CPU. ``wire_dtype`` may be narrower than ``reduce_dtype``; it must be
     the same on every rank, so it cannot depend on which gradients a rank happens to have. ``exchange_bytes`` is the
-    size from which on each rank sums what the others send it, None for what suits the backend.
+    size from which on each rank sums what the others send it, None for what suits the backend. What is encoded has
+    rows of whole blocks, and float32 to reduce in.
     """
 
     shard: Axis
@@ -45,6 +60,7 @@ class ReducePlan:
     hook_lane: Lane | None = None
     offload: bool = False
     pin_memory: bool = False
+    compression: Compression = field(default_factory=Compression)
 
 
 def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
@@ -109,15 +125,16 @@ def reduce_chunk(
     if exchanged or settle is not None:
         with lane.after() as done:
             if exchanged:
-                out = _sum_rows(out, plan)
+                out = _sum_rows(out, row.numel, plan)
             go_on = settle is None or settle(_slots(out, row))
         event = done.event
         if not go_on:
             reductions.end(lane, event)
             return
-    summed = out
-    if plan.replicate.size > 1:
-        lane = lanes.replicate
+    summed, lane = out, lanes.replicate if plan.replicate.size > 1 else lane
+    if plan.compression.replicate is not None:
+        event = yield from _reduce_over_copies(out, plan, lane, event)
+    elif plan.replicate.size > 1:
         with lane.after(event) as done:
             works = all_reduce(out, plan.replicate, average=plan.scaling.average, async_op=lane.async_op)
         event = done.event
@@ -161,6 +178,8 @@ def _wait(works: Sequence[Work]) -> None:
 
 def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, reductions: Retained) -> _Scatter:
     device, custom, ranks = grads[0].device, plan.custom, plan.shard.size
+    if plan.compression.reduce is not None:
+        return _start_exchange(grads, row, plan, plan.compression.reduce, reductions)
     nbytes = row.numel * ranks * plan.reduce_dtype.itemsize
     exchange = custom is None and prefers_all_to_all(plan.shard, nbytes, plan.exchange_bytes)
     # What each rank sums itself may travel as it is: widening commutes with sending.
@@ -199,14 +218,88 @@ def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, re
     return _Scatter(out, exchange and ranks > 1, works, rows if works else None, done.event)
 
 
+def _start_exchange(
+    grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, form: BlockFormat, reductions: Retained
+) -> _Scatter:
+    """Send each rank its row, encoded."""
+    lanes, lane, ranks = reductions.lanes, reductions.lanes.reduce, plan.shard.size
+    with lanes.pack.after(lanes.compute.event()) as packed:
+        if _sends_as_it_is(grads, row, grads[0].dtype):
+            rows = grads[0].as_strided((grads[0].numel(),), (1,))
+        else:
+            rows = torch.empty(row.numel * ranks, dtype=plan.reduce_dtype, device=grads[0].device)
+            pack_gradients(grads, row, rows)
+        sent = _encode(rows, ranks, form, plan.compression.draw)
+        del rows
+    reductions.hold(packed.event, grads)
+    grads.clear()
+    with lane.after(packed.event) as done:
+        out = torch.empty_like(sent)
+        works = all_to_all(out, sent, plan.shard, async_op=lane.async_op)
+    reductions.hold_rows(done.event, sent)
+    return _Scatter(out, True, works, sent if works else None, done.event)
+
+
+def _encode(values: torch.Tensor, rows: int, form: BlockFormat, draw: Draw | None) -> torch.Tensor:
+    """``values`` (1D, rows one behind the other) as bytes, likewise."""
+    table = values.view(rows, -1)
+    sent = torch.empty(rows, form.nbytes(table.shape[1]), dtype=torch.uint8, device=values.device)
+    encode(table, encoded_views(sent, table.shape[1], form), form, draw)
+    return sent.view(-1)
+
+
+def _decoded_sum(received: torch.Tensor, numel: int, form: BlockFormat, axis: Axis, scaling: Scaling) -> torch.Tensor:
+    """The sum (or mean), in float32, of one encoded row of ``numel`` elements per rank of ``axis``."""
+    total = torch.empty(numel, dtype=torch.float32, device=received.device)
+    decode_sum(encoded_views(received.view(axis.size, -1), numel, form), total, form)
+    if scaling.average:
+        total /= axis.size
+    return total
+
+
+def _reduce_over_copies(
+    out: torch.Tensor, plan: ReducePlan, lane: Lane, event: torch.Event | None
+) -> Generator[None, None, torch.Event | None]:
+    """Replace ``out`` by its sum (or mean) over the replicate axis: each rank sums a part of it, and all get the sums.
+
+    Both travel encoded. A rank decodes its own part too, so that copies stay equal bit by bit.
+    """
+    axis, form, draw = plan.replicate, plan.compression.replicate, plan.compression.draw_again
+    assert form is not None
+    with lane.after(event):
+        sent = _encode(out, axis.size, form, draw)
+        received = torch.empty_like(sent)
+        works = all_to_all(received, sent, axis, async_op=lane.async_op)
+    yield from _until(works)
+    numel = out.numel() // axis.size
+    with lane.after():
+        mine = _encode(_decoded_sum(received, numel, form, axis, plan.scaling), 1, form, draw)
+        works = all_gather([received], [mine], axis, async_op=lane.async_op)
+    yield from _until(works)
+    with lane.after() as done:
+        decode(encoded_views(received.view(axis.size, -1), numel, form), out.view(axis.size, -1), form)
+    return done.event
+
+
+def _until(works: Sequence[Work]) -> Generator[None, None, None]:
+    """Wait for ``works``, also where what follows is abandoned."""
+    if works:
+        try:
+            yield
+        finally:
+            _wait(works)
+
+
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, custom: ReduceScatter | None) -> torch.Tensor:
     if custom is not None:
         return custom.allocate((numel,), dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _sum_rows(rows: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
-    """The sum (or mean) of one row per rank, in float32 at least."""
+def _sum_rows(rows: torch.Tensor, numel: int, plan: ReducePlan) -> torch.Tensor:
+    """The sum (or mean) of one row of ``numel`` elements per rank, in float32 at least."""
+    if plan.compression.reduce is not None:
+        return _decoded_sum(rows, numel, plan.compression.reduce, plan.shard, plan.scaling)
     wide = torch.float32 if plan.reduce_dtype.itemsize < 4 else plan.reduce_dtype
     first, second, *rest = rows.view(plan.shard.size, -1).unbind(0)
     # Adding row by row is up to twice as fast as a sum over the first dimension, and gives the same bits.

@@ -15,6 +15,7 @@ hints      errors about shards that were computed with, explained
 param      one managed parameter: shard, full tensor, gradient
 observer   what the passes under a root show of themselves
 lifecycle  which steps may follow which: two tables
+compression  which parameters travel in which block format
 options    every knob of a group
 casts      what a policy casts
 """

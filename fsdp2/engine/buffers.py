@@ -11,6 +11,7 @@ from fsdp2._torch.tensors import have_locals, local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
+from fsdp2.engine.compression import ENCODED, digest
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, show
@@ -52,6 +53,7 @@ class ShardStore:
         self._gather: GatherBuffers | None = None
         self._subgroup: SubgroupShards | None = None
         self._gave_way = False
+        self.agreed = self._digest()  # what ranks have to agree on about the formats of this group
         self.generation = 0  # of the full parameters: others are made where shards are cast, moved or laid out anew
         self._place(pieces)
 
@@ -90,6 +92,12 @@ class ShardStore:
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
         moved = self._sizes(options) != self._sizes(self.options)
+        if options.compression != self.options.compression:
+            before = [param.formats.gather for param in self.params]
+            for param in self.params:
+                param.follow_compression(options.compression, param.sharded)
+            moved |= before != [param.formats.gather for param in self.params]
+            self.agreed = self._digest()
         self.options = options
         if moved:
             self.place_anew()
@@ -98,6 +106,9 @@ class ShardStore:
         """Move shards to a new buffer: how they travel changed."""
         self._plan = None
         self._place([param.local for param in self.params])
+
+    def _digest(self) -> tuple[int, ...]:
+        return digest((param.name_in_unit, param.formats) for param in self.params)
 
     @staticmethod
     def _sizes(options: GroupOptions) -> TransferSizes:
@@ -198,7 +209,7 @@ class ShardStore:
                     where = "cpu" if self.offloads and not piece.is_meta else piece.device
                     piece = _own(piece, param, where)
                 self._set(param, piece)  # the object itself: an extension may be an attribute of it
-            items = [Item(p.spec.layout, x.dtype, compute_dtype(x.dtype, p.policy)) for p, x in plain]
+            items = [_item(p, x.dtype) for p, x in plain]
             target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
@@ -278,6 +289,12 @@ class ShardStore:
                 sizes = self._sizes(self.options)
                 self._subgroup = SubgroupShards(self._plain, self._gather, self._fulls, self.mesh, size, sizes)
         return self._subgroup
+
+
+def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
+    wire_dtype = compute_dtype(dtype, param.policy)
+    form = param.formats.gather if dtype in ENCODED and wire_dtype in ENCODED else None
+    return Item(param.spec.layout, dtype, wire_dtype, form=form)
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:

@@ -144,7 +144,8 @@ class FSDPParamGroup:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
         extras = store.extensions.encode(axis.size, lanes.gather) if store.extensions else []
         # What an extension sends may differ in size between ranks.
-        if admit is not None and admit(Step("gather", self, tuple(map(torch.numel, extras)))) is Answer.LATER:
+        part = (*store.agreed, *map(torch.numel, extras))
+        if admit is not None and admit(Step("gather", self, part)) is Answer.LATER:
             return
         if _trace.recording:
             emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
@@ -355,7 +356,7 @@ class FSDPParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""
-        if options.sizes != self.options.sizes or options.all_gather is not self.options.all_gather:
+        if options.gathering != self.options.gathering:
             self.reshard()
         self.options = options
         self.store.set_options(options)
@@ -440,7 +441,7 @@ class FSDPParamGroup:
         if recorded and self._generation != self.store.generation:
             raise RuntimeError(
                 f"{self.name or 'the root'}: its parameters were cast, moved or laid out anew between forward and "
-                "backward (model.double(), model.to(), set_transfer_sizes()), so what the forward saved is gone; do so "
+                "backward (model.double(), model.to(), set_compression()), so what the forward saved is gone; do so "
                 "before the forward, and call reset_iter_state() on the root module to go on"
             )
         if not self.lifecycle.enter("pre_backward"):

@@ -79,7 +79,9 @@ class Kept:
             if self.outdated or param in self.written_here():
                 why = "and so was its shard since, and which came first is not known"
             elif not param.follow_full():
-                why = f"in {param.compute_dtype}, which would round its shard, in {param.dtype}"
+                form = param.formats.gather
+                sent = param.compute_dtype if form is None else f"values gathered in {form.kind}"
+                why = f"in {sent}, which would round its shard, in {param.dtype}"
             else:
                 continue
             return (

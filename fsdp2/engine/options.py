@@ -10,7 +10,14 @@ import torch
 
 from fsdp2._torch.collectives import TORCH_COMMS, SymmMemReduceScatter
 from fsdp2.comm.streams import Lane
-from fsdp2.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter, check_dtypes
+from fsdp2.policies import (
+    AllGather,
+    CompressionPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+    check_dtypes,
+)
 from fsdp2.sharding.packing import TransferSizes
 
 __all__ = ["GroupOptions"]
@@ -45,6 +52,12 @@ class GroupOptions:
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_lane: Lane | None = None
+    compression: CompressionPolicy | None = None
+
+    @property
+    def gathering(self) -> tuple[object, ...]:
+        """What decides how shards lie in memory, because they travel so."""
+        return self.sizes, self.all_gather, self.compression
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -97,6 +110,11 @@ class GroupOptions:
                     f"{name}: expected a callable with an allocate method, got {comm!r}; derive it from torch's "
                     f"{'AllGather' if name == 'all_gather' else 'ReduceScatter'} interface"
                 )
+        if self.compression is not None and self.compression.reduce is not None and self.reduce_scatter is not None:
+            raise ValueError(
+                f"compression.reduce: expected the collectives of fsdp2, got a custom reduce-scatter "
+                f"({type(self.reduce_scatter).__name__}), which would not be called; leave one of the two out"
+            )
         if self.all_reduce_hook is not None and not callable(self.all_reduce_hook):
             raise TypeError(f"all_reduce_hook: expected a callable of one tensor, got {self.all_reduce_hook!r}")
         if self._symmetric and (self.reduce_inputs or 1) > 1:

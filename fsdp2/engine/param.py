@@ -20,7 +20,8 @@ from fsdp2._torch.tensors import (
 )
 from fsdp2.autograd.hooks import carry_hooks
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
-from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.engine.compression import Formats, choose_formats
+from fsdp2.policies import CompressionPolicy, MixedPrecisionPolicy
 from fsdp2.sharding.spec import ShardedSpec
 
 __all__ = ["FSDPParam", "Slot", "is_managed_tensor", "is_temporary", "lend_gradient", "show", "stand_in"]
@@ -107,6 +108,7 @@ class FSDPParam:
         self.spec = spec
         self.policy = policy
         self.set_slots(slots)
+        self.name_in_unit, self.formats = name, Formats()
         self.attributes = python_attributes(original)
         self.hooks = gradient_hooks(original)
         self.sharded: nn.Parameter | None = None
@@ -177,6 +179,10 @@ class FSDPParam:
             return inside[0]
         return None
 
+    def follow_compression(self, policy: CompressionPolicy | None, shown: nn.Parameter | None) -> None:
+        """Travel as ``policy`` asks; ``shown`` is what it is asked about."""
+        self.formats = choose_formats(policy, self.name_in_unit, shown, self.spec.layout)
+
     def write(self, value: torch.Tensor, *, full: bool) -> None:
         """Take this rank's piece of ``value``, plain and full; with ``full`` the full parameter in memory follows."""
         data, value = self.data, self.spec.of_plain(value)
@@ -190,7 +196,7 @@ class FSDPParam:
     def follow_full(self) -> bool:
         """Let the shard have the value of the full parameter, unless that would round it; whether it has."""
         plain = local_tensor(self.full) if self.spec.full is not None else self.full
-        if plain is None or plain.dtype != self.dtype:
+        if plain is None or plain.dtype != self.dtype or self.formats.gather is not None:
             return False
         self.local.copy_(self.spec.cut(plain.detach()))
         return True

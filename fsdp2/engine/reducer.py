@@ -14,12 +14,13 @@ from fsdp2._trace import emit
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.context import CommContext
-from fsdp2.comm.reduce import ReducePlan, reduce_chunk
+from fsdp2.comm.reduce import Compression, ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.compression import ENCODED, Formats
 from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import ChunkPlan, RowPlan, plan_chunks
+from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks
 
 __all__ = ["Admit", "GroupGradients"]
 
@@ -32,7 +33,8 @@ class _Dtypes:
     """The dtypes of gradients: as sent where each rank sums itself, as summed, as delivered, and as computed with.
 
     What is delivered may be None, for the dtype of the sum. The sum ``follows`` gradients that happen to be wider where
-    that was asked for; the computation is the same on all ranks, and so are they.
+    that was asked for; the computation is the same on all ranks, and so are they. What is encoded on the shard axis is
+    summed in float32; ``compression`` has the formats of both axes.
     """
 
     wire: torch.dtype
@@ -40,6 +42,15 @@ class _Dtypes:
     out: torch.dtype | None
     computed: torch.dtype
     follows: bool
+    compression: tuple[BlockFormat | None, BlockFormat | None] = (None, None)
+
+    def encoded(self, formats: Formats, copies: int) -> _Dtypes:
+        """The same with ``formats``, where there are ``copies`` on a replicate axis; others than those dtypes as is."""
+        reduce, replicate = formats.reduce, formats.replicate if copies > 1 else None
+        if (reduce or replicate) is None or not {self.reduce, self.computed} <= set(ENCODED):
+            return self
+        summed = self if reduce is None else replace(self, wire=torch.float32, reduce=torch.float32)
+        return replace(summed, follows=False, compression=(reduce, replicate))
 
 
 @dataclass
@@ -114,6 +125,8 @@ class GroupGradients:
                         widest = torch.promote_types(widest, other.reduce_dtype)
             wire = computed if rounded and param.widens and not param.grad_dtype else widest
             found[i] = _Dtypes(wire, widest, param.out_dtype, computed, follows=total is None)
+            if any(param.formats):
+                found[i] = found[i].encoded(param.formats, self._store.mesh.replicate.size)
         return found
 
     @property
@@ -288,7 +301,7 @@ class GroupGradients:
             emit("reduce", self.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
-            self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]].reduce))
+            self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]]))
         if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=plan.out_dtype, device=p.local.device) for p in params])
             return
@@ -300,11 +313,17 @@ class GroupGradients:
             operation = _trace.owned(self.name, operation)
         reductions.add(operation)
 
-    def _row_padding(self, dtype: torch.dtype) -> int:
-        """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'."""
-        if not self._store.mesh.shard.is_nccl:
-            return 1
-        return max(16 // dtype.itemsize, 1)
+    def _row_padding(self, dtypes: _Dtypes) -> int:
+        """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'.
+
+        What is encoded has whole blocks, in the part of each rank of the replicate axis too.
+        """
+        reduce, replicate = dtypes.compression
+        if replicate is not None:
+            return replicate.block * self._store.mesh.replicate.size
+        if reduce is not None:
+            return reduce.block
+        return max(16 // dtypes.reduce.itemsize, 1) if self._store.mesh.shard.is_nccl else 1
 
     def _reduce_plan(self, indices: tuple[int, ...], grads: list[torch.Tensor]) -> ReducePlan:
         dtypes = self._dtypes[indices[0]]
@@ -339,7 +358,13 @@ class GroupGradients:
             hook_lane=options.all_reduce_lane,
             offload=store.offloads,
             pin_memory=store.pins,
+            compression=self._compression(*dtypes.compression),
         )
+
+    def _compression(self, reduce: BlockFormat | None, replicate: BlockFormat | None) -> Compression:
+        policy = self._store.options.compression
+        by_chance = policy is not None and policy.stochastic
+        return Compression(reduce, replicate, *(self.comm.noise if by_chance else (None, None)))
 
     def _settle(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
         """What becomes of sums over the shard axis: joined with earlier ones, then all-reduced (True) or kept."""

@@ -37,7 +37,11 @@ class SubgroupShards:
         self.params = params
         self.axis = Axis.of(regroup(mesh.mesh, mesh.mesh.ndim, size), 1)
         specs = [param.spec.on_subgroup(mesh, size) for param in params]
-        kept = [replace(item, layout=spec.layout, dtype=item.wire_dtype) for item, spec in zip(gather.items, specs)]
+        # What was decoded travels as it is: encoded again it would be another value than forward computed with.
+        kept = [
+            replace(item, layout=spec.layout, dtype=item.wire_dtype, form=None)
+            for item, spec in zip(gather.items, specs)
+        ]
         plan = plan_flat(kept, sizes, coalesced=self.axis.coalesces)
         plan = replace(plan, full_offset=places.full_offset, full_bytes=places.full_bytes)
         self._flat = Buffer(plan.shard_bytes, full.bytes.device)

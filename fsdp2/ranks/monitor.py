@@ -89,7 +89,7 @@ class RankMonitor:
         """What the first pass of a kind probably does: it gathers one group after the other in the model's order."""
         if kind not in ("forward", "evaluation") or self.log.knows(kind) or self._electing:
             return None
-        return [*(Step("gather", group) for group in self._root.groups), END]
+        return [*(Step("gather", group, group.store.agreed) for group in self._root.groups), END]
 
     def end(self) -> None:
         """The pass is over; if it was open, the ranks compare it."""
@@ -256,8 +256,12 @@ class RankMonitor:
             return f"{text} ({names}{', ...' if len(step.part) > 3 else ''})"
         if group.rewritten:
             return f"{text} anew ({group.rewritten}: its shard was written on this rank; write on all, or none)"
-        if step.part:
-            return f"{text} ({group.store.extensions.describe(step.part)})"
+        sizes = step.part[len(group.store.agreed) :]
+        if group.store.agreed:
+            encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}
+            text += f" with {'; '.join(f'{name}: {formats}' for formats, name in encoded.items())}"
+        if sizes:
+            return f"{text} ({group.store.extensions.describe(sizes)})"
         several = sum(other.name == group.name for other in self._root.groups) > 1
         return f"{text} ({group.params[0].name}{', ...' if len(group.params) > 1 else ''})" if several else text
 

@@ -121,7 +121,8 @@ def _describe(group: FSDPParamGroup) -> list[Line]:
     for param in group.params:
         layout = param.spec.layout
         trains = "" if param.requires_grad else ", frozen"
-        texts.append(f"{param.name} is {tuple(layout.shape)} {param.dtype} cut along {layout.dim}{trains}")
+        encoded = f", {param.formats}" if any(param.formats) else ""
+        texts.append(f"{param.name} is {tuple(layout.shape)} {param.dtype} cut along {layout.dim}{trains}{encoded}")
     return [Line(text, text) for text in texts]
 
 

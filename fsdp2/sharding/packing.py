@@ -9,7 +9,7 @@ one run, so that it is sent without a copy as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -90,12 +90,16 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter as the plan sees it: its layout, its own dtype, its dtype as sent, whether it must be packed."""
+    """One parameter as the plan sees it: its layout, its own dtype, its dtype as sent, whether it must be packed.
+
+    With a ``form`` it is sent encoded, and packed; it has the wire dtype once it is decoded.
+    """
 
     layout: ShardLayout
     dtype: torch.dtype
     wire_dtype: torch.dtype
     must_pack: bool = False
+    form: BlockFormat | None = None
 
     @property
     def full_bytes(self) -> int:
@@ -105,13 +109,24 @@ class Item:
 
 @dataclass(frozen=True)
 class CastRun:
-    """Neighbours of one dtype that are cast by one kernel: byte offsets in the shard and wire buffers, elements."""
+    """Neighbours of one dtype, cast or encoded at once: byte offsets in the shard and wire buffers, elements."""
 
     dtype: torch.dtype
     wire_dtype: torch.dtype
     shard_offset: int
     wire_offset: int
-    numel: int
+    numel: int = 0
+    form: BlockFormat | None = None
+
+    def wire_bytes(self, numel: int) -> int:
+        """Bytes that ``numel`` of its elements take as sent, without scales."""
+        return numel * self.wire_dtype.itemsize if self.form is None else self.form.payload_bytes(numel)
+
+    @property
+    def wire_end(self) -> int:
+        """Where it ends in the wire buffer."""
+        nbytes = self.wire_bytes(self.numel) if self.form is None else self.form.nbytes(self.numel)
+        return self.wire_offset + nbytes
 
 
 @dataclass(frozen=True)
@@ -130,8 +145,12 @@ class FlatPlan:
 
     @property
     def casts(self) -> bool:
-        """Whether anything is sent in another dtype than it is kept in."""
-        return any(run.dtype != run.wire_dtype for run in self.runs)
+        """Whether anything is sent otherwise than it is kept."""
+        return any(run.dtype != run.wire_dtype or run.form is not None for run in self.runs)
+
+    def run_of(self, i: int) -> CastRun:
+        """The run that item ``i`` is part of."""
+        return [run for run in self.runs if run.shard_offset <= self.shard_offset[i]][-1]
 
     @property
     def packed_start(self) -> int:
@@ -145,7 +164,9 @@ def align(value: int, multiple: int = ALIGN_BYTES) -> int:
 
 
 def _slot_numel(item: Item) -> int:
-    """Elements of one rank's slot: aligned in both dtypes, so that a run of slots is cast as one."""
+    """Elements of one rank's slot: aligned in both dtypes, so that a run of slots is cast as one, or encoded as one."""
+    if item.form is not None:
+        return align(item.layout.slot_numel, item.form.block)
     smaller = min(item.dtype.itemsize, item.wire_dtype.itemsize)
     return align(item.layout.slot_numel, max(ALIGN_BYTES // smaller, 1))
 
@@ -155,7 +176,8 @@ def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced
 
     def movable(item: Item) -> bool:
         layout = item.layout
-        return not item.must_pack and layout.dim is not None and layout.rank_major and layout.numel > 0
+        packed = item.must_pack or item.form is not None
+        return not packed and layout.dim is not None and layout.rank_major and layout.numel > 0
 
     ranks = items[0].layout.ranks if items else 1
     found = [i for i, item in enumerate(items) if movable(item)]
@@ -181,12 +203,13 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     # An empty parameter takes no part: there is nothing to send and nothing to allocate.
     packed = [i for i in range(len(items)) if i not in set(direct) and items[i].layout.numel]
 
-    dtypes: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    for item in items:
-        dtypes.setdefault((item.dtype, item.wire_dtype), len(dtypes))
+    def key(item: Item | CastRun) -> tuple[torch.dtype, torch.dtype, BlockFormat | None]:
+        return item.dtype, item.wire_dtype, item.form
+
+    keys = {found: place for place, found in enumerate(dict.fromkeys(map(key, items)))}
 
     def rank_of(i: int) -> int:
-        return dtypes[items[i].dtype, items[i].wire_dtype]
+        return keys[key(items[i])]
 
     # Direct items by dtype ascending, packed ones descending: the dtype in the middle is cast in one run.
     empty = [i for i in range(len(items)) if i not in set(direct) and not items[i].layout.numel]
@@ -196,15 +219,14 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     shard_end = wire_end = full_end = 0
     for i in order:
         item = items[i]
-        if not runs or (runs[-1].dtype, runs[-1].wire_dtype) != (item.dtype, item.wire_dtype):
+        if not runs or key(runs[-1]) != key(item):
             shard_end, wire_end = align(shard_end), align(wire_end)
-            runs.append(CastRun(item.dtype, item.wire_dtype, shard_end, wire_end, 0))
-        shard_offset[i], wire_offset[i] = shard_end, wire_end
-        slot = _slot_numel(item)
+            runs.append(CastRun(item.dtype, item.wire_dtype, shard_end, wire_end, form=item.form))
+        run, slot = runs[-1], _slot_numel(item)
+        shard_offset[i], wire_offset[i] = shard_end, run.wire_offset + run.wire_bytes(run.numel)
         shard_end += slot * item.dtype.itemsize
-        wire_end += slot * item.wire_dtype.itemsize
-        run = runs[-1]
-        runs[-1] = CastRun(run.dtype, run.wire_dtype, run.shard_offset, run.wire_offset, run.numel + slot)
+        runs[-1] = run = replace(run, numel=run.numel + slot)
+        wire_end = run.wire_end
     for i, item in enumerate(items):
         full_offset[i] = full_end
         full_end += align(item.layout.full_storage_numel * item.wire_dtype.itemsize, _FULL_ALIGN_BYTES)

@@ -155,6 +155,32 @@ def on_meta(rank: int, world: int) -> None:
     train(model)
 
 
+def policy(**formats: object) -> fsdp2.CompressionPolicy:
+    """One for small parameters."""
+    return fsdp2.CompressionPolicy(block=16, min_numel=16, **formats)  # type: ignore[arg-type]
+
+
+def other_policy(rank: int, world: int) -> None:
+    """One rank was told to compress gathers."""
+    model = sharded()
+    model.set_compression(policy(gather=torch.int8) if rank == 1 else None)
+    train(model)
+
+
+def policy_later(rank: int, world: int) -> None:
+    """One rank is told otherwise after a step, how gradients are reduced alone."""
+    model = sharded()
+    for one in (policy(reduce=torch.int8), policy(reduce="int4") if rank == 1 else policy(reduce=torch.int8)):
+        model.set_compression(one)
+        train(model)
+
+
+def test_another_policy_later_is_noticed_before_its_first_gather():
+    text = "gather 'a' in forward with a.weight: reduce="
+    errors = told(run_apart(policy_later, 2))
+    assert all(f"{text}int4" in error and f"{text}torch.int8" in error for error in errors), errors
+
+
 @pytest.mark.parametrize(
     ("program", "text"),
     [
@@ -163,6 +189,10 @@ def on_meta(rank: int, world: int) -> None:
             "ranks were given different models: rank 1: a.weight is (6, 6) torch.float32 cut along 0, rank 0: a.w",
         ),
         (on_meta, "should be materialized from meta device"),
+        (
+            other_policy,
+            "rank 1: a.weight is (8, 8) torch.float32 cut along 0, gather=torch.int8 in blocks of 16, rank 0",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -46,18 +46,26 @@ class Peaks:
     backward: float
 
 
-def build(implementation: ModuleType, mesh: object, reshard: bool, policy: MixedPrecisionPolicy) -> nn.Module:
+def build(
+    implementation: ModuleType, mesh: object, reshard: bool, policy: MixedPrecisionPolicy, **options: object
+) -> nn.Module:
     """Return layers that are units under a root without parameters of its own."""
     module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     for unit in (*module, module):
-        implementation.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        implementation.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **options)
     return module
 
 
-def measure(implementation: ModuleType, reshard: bool, policy: MixedPrecisionPolicy, transfer: str = "packed") -> Peaks:
+def measure(
+    implementation: ModuleType,
+    reshard: bool,
+    policy: MixedPrecisionPolicy,
+    transfer: str = "packed",
+    **options: object,
+) -> Peaks:
     """Return the peaks of a third iteration."""
     with fake_mesh(WORLD) as mesh:
-        module = build(implementation, mesh, reshard, policy)
+        module = build(implementation, mesh, reshard, policy, **options)
         if implementation is api.ours and api.name == "fsdp2":
             module.set_transfer_sizes(**TRANSFERS[transfer])
         layer = sum(parameter.numel() * parameter.element_size() for parameter in module[0].parameters())
@@ -98,6 +106,18 @@ def test_forward_that_reshards(policy, transfer):
     allowed = 2 if api.name == "fsdp2" else 3  # torch's keeps the buffer it received into as well
     assert peaks.forward <= allowed * size + SLACK
     assert peaks.between <= SLACK
+
+
+@api.fsdp2_only
+def test_compression_takes_the_encoded_bytes_of_two_units_more(monkeypatch):
+    """At most: what is received of the layer that is gathered, and of the chunk that is reduced."""
+    monkeypatch.setattr("fsdp2.comm.formats._CPU_PIECE", 1024)  # pieces as small beside these layers as usual ones
+    compression = api.ours.CompressionPolicy(gather=torch.int8, reduce=torch.int8, block=64)
+    plain, found = (measure(api.ours, True, FULL, compression=given) for given in (None, compression))
+    encoded = 2 * (1 + 4 / 64) / 4
+    assert found.forward <= plain.forward + encoded + SLACK
+    assert found.backward <= plain.backward + encoded + SLACK
+    assert found.between <= SLACK + LAYERS / WORLD  # the counter meets shards once more, as parts of flat buffers
 
 
 @pytest.mark.parametrize("policy", [FULL, HALF], ids=["fp32", "bf16"])

@@ -29,6 +29,7 @@ pytestmark = api.fsdp2_only
 
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+INT8 = fsdp2.CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=512)
 SETUPS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "mixed": {"mp_policy": MIXED},
@@ -41,6 +42,8 @@ SETUPS: dict[str, dict[str, Any]] = {
     "hybrid": {"hybrid": True},
     "hybrid, bfloat16": {"hybrid": True, "mp_policy": BF16},
     "hybrid, mixed": {"hybrid": True, "mp_policy": MIXED},
+    "compressed": {"compression": INT8},
+    "compressed, hybrid": {"compression": INT8, "hybrid": True, "mp_policy": MIXED},
 }
 
 

@@ -21,9 +21,10 @@ __all__ = [
 ]
 
 
-EXTRA_METHODS = {"set_transfer_sizes"}
+EXTRA_METHODS = {"set_compression", "set_transfer_sizes"}
 """Public methods that torch's FSDPModule does not have."""
 EXTRA_NAMES = {
+    "CompressionPolicy",
     "ShardedGradScaler",
     "broadcast_from_rank0",
     "clip_grad_norm_",
@@ -53,7 +54,7 @@ EXTRA_NAMES = {
 }
 """Public names of the package that torch has not at all."""
 EXTRA_PARAMETERS: dict[str, set[str]] = {
-    "fully_shard": {"ignored_modules", "policy", "replicated_params", "strategy"},
+    "fully_shard": {"compression", "ignored_modules", "policy", "replicated_params", "strategy"},
     "unshard": {"recurse"},
     "reshard": {"recurse"},
     "set_custom_all_gather": {"recurse"},

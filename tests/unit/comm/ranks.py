@@ -130,6 +130,7 @@ def simulated(*, exchange: bool = False) -> Iterator[None]:
     """Let gathering and reducing use simulated collectives; ``exchange`` chooses all-to-all for reducing."""
     with (
         mock.patch.object(gather, "all_gather", _all_gather),
+        mock.patch.object(reduce, "all_gather", _all_gather),
         mock.patch.object(reduce, "all_to_all", _all_to_all),
         mock.patch.object(reduce, "reduce_scatter", _reduce_scatter),
         mock.patch.object(reduce, "all_reduce", _all_reduce),

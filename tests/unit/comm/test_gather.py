@@ -14,7 +14,7 @@ from fsdp2.comm.gather import Buffer, GatherBuffers, finish_gather, start_gather
 from fsdp2.comm.streams import Lanes
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, TransferSizes, plan_flat
 from tests.unit.comm.ranks import axes, sent, simulated
 from tests.unit.strategies import chunk, counted, dense_strides, layouts
 
@@ -297,3 +297,54 @@ def test_a_group_of_empty_parameters_is_gathered(shape: tuple[int, int]) -> None
     ranks = make_ranks(items, PACKED, numbered(items))
     gather(ranks)
     assert [tuple(full.shape) for rank in ranks for full in rank.fulls()] == [shape] * 2
+
+
+FORMS = [None, BlockFormat(torch.int8, 16), BlockFormat(torch.float8_e4m3fn, 32)]
+
+
+@st.composite
+def encoded_groups(draw: st.DrawFn) -> list[Item]:
+    """Up to four parameters of any layout, some of them encoded."""
+    ranks = draw(st.integers(2, 4))
+    item = st.builds(
+        lambda layout, cast, form: Item(layout, *cast, form=form if layout.dim is not None else None),
+        layouts(ranks=ranks, nonempty=True),
+        st.sampled_from(CASTS[:3]),
+        st.sampled_from(FORMS),
+    )
+    return draw(st.lists(item, min_size=1, max_size=4))
+
+
+@settings(max_examples=100)
+@given(encoded_groups(), st.sampled_from([DIRECT, PACKED]), st.booleans(), st.booleans())
+def test_encoded_parameters_are_decoded_to_their_places(
+    items: list[Item], sizes: TransferSizes, fused: bool, extra: bool
+) -> None:
+    """Beside others that arrive as they are; on every rank the same values, twice, within a step of the largest."""
+    wholes = numbered(items)
+    ranks = make_ranks(items, sizes, wholes, fused=fused)
+    extras = {"extras": [torch.arange(3.0)]} if extra else {}
+    gather(ranks, **extras)
+    first = [[full.clone() for full in rank.fulls()] for rank in ranks]
+    gather(ranks, **extras)
+    for rank, fulls in zip(ranks, first):
+        for item, full, again, before, whole in zip(items, rank.fulls(), fulls, first[0], wholes):
+            assert torch.equal(full, again) and torch.equal(full, before)
+            error = (full.double() - whole.to(item.wire_dtype).double()).abs().max()
+            largest = {None: 0.0, torch.int8: 0.5 / 127, torch.float8_e4m3fn: 0.5 / 14}
+            assert error <= largest[item.form and item.form.kind] * 8 * 1.01 + (
+                0.02 if item.wire_dtype.itemsize < 4 else 0
+            )
+
+
+def test_encoded_parameters_of_a_group_travel_together_with_the_others() -> None:
+    """One message: numbers, scales, and what is not encoded; at most 1.05 bytes for each element that is."""
+    form = BlockFormat(torch.int8, 256)
+    coded = [Item(matrix(64, 64).layout, torch.float32, torch.float32, form=form) for _ in range(3)]
+    items = [matrix(8, 16), *coded, matrix(3, 2)]
+    ranks = make_ranks(items, PACKED, numbered(items))
+    gather(ranks)
+    (message,) = sent(ranks[0].axis)
+    plain = 4 * (8 * 16 + 4 * 2) // 2
+    assert 3 * 64 * 32 <= message.sent.nbytes - plain <= 1.05 * 3 * 64 * 32
+    assert len(ranks[0].buffers.encodes) == 1

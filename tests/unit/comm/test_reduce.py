@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2.comm import reduce
-from fsdp2.comm.reduce import ReducePlan, pack_gradients, reduce_chunk
+from fsdp2.comm.formats import Noise
+from fsdp2.comm.reduce import Compression, ReducePlan, pack_gradients, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.comm.streams import Lanes, Retained
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.packing import RowPlan
+from fsdp2.sharding.packing import BlockFormat, RowPlan
 from tests.unit.comm.ranks import Message, axes, sent, simulated
 from tests.unit.strategies import chunk, dense_strides, layouts
 
@@ -33,6 +34,7 @@ DTYPES = [  # of gradients, of the reduction, of the result
     (torch.float64, torch.float64, torch.float64),
 ]
 FP32 = (torch.float32,) * 3
+INT8 = BlockFormat(torch.int8, 16)
 
 
 @dataclass
@@ -416,3 +418,60 @@ def test_an_exchange_sums_in_the_reduce_dtype() -> None:
     with simulated(exchange=True):
         made.run([[torch.full((8, 4), value)] for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)])
     assert made.delivered[0][0][0, 0].item() * 4 == pytest.approx(1 + 3 * 2.0**-24, rel=2**-23)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(2, 4).flatmap(lambda ranks: st.lists(layouts(ranks=ranks, nonempty=True), min_size=1, max_size=3)),
+    st.integers(1, 3),
+    st.sampled_from([(INT8, None), (INT8, INT8), (None, INT8)]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_encoded_gradients_become_means_within_a_step(cuts, replicas, formats, by_chance, dtype) -> None:
+    """Each encoding is off by a step of the largest at most; copies on the replicate axis are equal bit by bit."""
+    ranks = cuts[0].ranks
+    noise = [Noise(i) if by_chance else None for i in range(2)]
+    options = {"compression": Compression(formats[0], formats[1] if replicas > 1 else None, *noise)}
+    made = Chunk(cuts, (dtype, torch.float32, torch.float32), replicas, pad_to=16 * replicas, options=options)
+    grads = gradients(made)
+    with simulated():
+        made.run(grads)
+    for i, layout in enumerate(cuts):
+        total = torch.stack([own[i].double() for own in grads]).mean(0)
+        for rank, pieces in enumerate(made.delivered):
+            error = (pieces[i].double() - chunk(total, layout, rank % ranks)).abs()
+            # 8 is the largest of a gradient; the second hop sends what the first one gave, then its sum.
+            assert not error.numel() or error.max() <= 3 * 8 / 127 * 1.1 * (1 if by_chance else 0.5)
+            assert torch.equal(pieces[i], made.delivered[rank % ranks][i])
+    if formats[0] is not None:
+        assert made.sent().sent.nbytes == ranks * INT8.nbytes(made.row.numel)
+
+
+def test_encoded_sums_are_unbiased() -> None:
+    """The mean of many reductions is the mean of the gradients, within five standard errors of a step."""
+    count, layout = 300, ShardLayout((4, 64), (64, 1), 0, 2)
+    options = {"compression": Compression(BlockFormat("int4", 16), None, Noise(1))}
+    grads = [[torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))] for rank in range(2)]
+    total = [torch.zeros(2, 64, dtype=torch.float64) for _ in range(2)]
+    for _ in range(count):
+        made = Chunk([layout], pad_to=16, options=options)
+        with simulated():
+            delivered = made.run(grads)
+        for one, pieces in zip(total, delivered):
+            one += pieces[0]
+    step = max(own[0].abs().max() for own in grads) / 7
+    for rank, one in enumerate(total):
+        error = (one / count - chunk((grads[0][0] + grads[1][0]).double() / 2, layout, rank)).abs()
+        assert error.max() <= 5 * 0.5 * step / (2 * count) ** 0.5
+
+
+def test_encoded_gradients_that_are_not_finite_stay_so() -> None:
+    layout = ShardLayout((4, 64), (64, 1), 0, 2)
+    for bad in (torch.inf, torch.nan):
+        grads = [[torch.ones(4, 64)], [torch.ones(4, 64)]]
+        grads[1][0][0, 20] = bad
+        made = Chunk([layout], pad_to=16, options={"compression": Compression(BlockFormat("int4", 16), None, Noise(1))})
+        with simulated():
+            delivered = made.run(grads)
+        assert not delivered[0][0][0, 16:32].isfinite().any() and delivered[1][0].isfinite().all()

@@ -181,10 +181,13 @@ class Row:
     tokens: int = 8192
     layers: int = 6
     kind: str = "eager"
-    """eager, compiled, lists (experts are units, prefetched by hand), groups (two in a unit), hybrid."""
+    """eager, compiled, lists (experts are units, prefetched by hand), groups (two in a unit), hybrid, int8 (ours)."""
+    gigabits: float = 0.0
+    """Of a node's network a second; 0 for the hardware's."""
 
     def __str__(self) -> str:
-        return f"{self.model} {self.layers} layers, {self.tokens} tokens, {self.kind}, {self.ranks} ranks"
+        network = f", {self.gigabits:g} Gbit/s" if self.gigabits else ""
+        return f"{self.model} {self.layers} layers, {self.tokens} tokens, {self.kind}, {self.ranks} ranks{network}"
 
 
 @dataclass
@@ -208,6 +211,8 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
     """The sharded model of ``row``."""
     shape, layers = SHAPES[row.model], []
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": which.MixedPrecisionPolicy(**MIXED)}
+    if row.kind == "int8" and which is fsdp2:
+        options["compression"] = fsdp2.CompressionPolicy(gather=torch.int8, reduce=torch.int8)
     for _ in range(row.layers):
         block = Block(shape)
         if row.kind == "lists":
@@ -248,6 +253,9 @@ def prefetch(blocks: list[Any]) -> None:
 
 def measure(row: Row, which: ModuleType, hardware: Hardware = H100) -> Result:
     """Forward and backward of the second step; in the first one the order of units is not known yet."""
+    if row.gigabits:
+        each = row.gigabits * 1e9 / 8 / hardware.ranks_per_node
+        hardware = replace(hardware, network_bytes_per_second=each)
     clock = Clock(hardware)
     _clocks[:] = [clock]
     sizes = {"replicate": 2, "shard": row.ranks // 2} if row.kind in ("hybrid", "groups") else {"shard": row.ranks}
@@ -274,6 +282,7 @@ ROWS = [
     *(Row("70b", ranks=ranks, kind=kind, layers=4) for kind in ("eager", "compiled") for ranks in (64, 1024)),
     *(Row("moe", ranks=ranks, kind=kind) for kind in ("eager", "lists") for ranks in (8, 64)),
     *(Row(ranks=64, kind=kind) for kind in ("groups", "hybrid")),
+    *(Row(ranks=64, kind=kind, gigabits=25) for kind in ("eager", "int8")),
 ]
 
 

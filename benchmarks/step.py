@@ -3,7 +3,8 @@
 A 26M-parameter GPT (width 512, 8 layers, 128 bytes per sequence, fp32, AdamW), one thread per process. All candidates
 live in the same processes and take turns, every turn between two barriers; figures are medians over the turns, ratios
 are medians of the ratios within a turn. The losses of all candidates must agree. `--link-mbit 2000` puts the processes
-into two network namespaces joined by a link of that speed (Linux, root).
+into two network namespaces joined by a link of that speed (Linux, root). `--compression` adds fsdp2 with int8 gathers
+and reductions, and torch's with bfloat16 parameters and gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from _processes import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 WIDTH, LAYERS, COMPARED_STEPS = 512, 8, 5
 NAMES = ("ours", "theirs", "ddp", "compute")
+COMPRESSED = ("int8", "theirs_bf16")
+"""More candidates with `--compression`."""
 
 
 def build(name: str, options: argparse.Namespace) -> Training:
@@ -43,6 +47,13 @@ def build(name: str, options: argparse.Namespace) -> Training:
     model: nn.Module = GPT(WIDTH, LAYERS, LENGTH)
     if name == "ddp":
         model = DistributedDataParallel(model)
+    elif name == "int8":
+        ours, mesh = importlib.import_module("fsdp2"), init_device_mesh("cpu", (WORLD,))
+        policy = ours.CompressionPolicy(gather=torch.int8, reduce=torch.int8)
+        shard_units(model, model.layers, ours.fully_shard, mesh, compression=policy)  # type: ignore[arg-type]
+    elif name == "theirs_bf16":
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        shard_units(model, model.layers, candidates()["theirs"], init_device_mesh("cpu", (WORLD,)), mixed)  # type: ignore[arg-type]
     elif name != "compute":
         fully_shard = candidates(options.ours)[name]
         shard_units(model, model.layers, fully_shard, init_device_mesh("cpu", (WORLD,)))  # type: ignore[arg-type]
@@ -54,7 +65,7 @@ def build(name: str, options: argparse.Namespace) -> Training:
 
 def worker(options: argparse.Namespace) -> dict[str, Any]:
     """One of the two processes: {"times": {candidate: [times of a step]}, "losses": {candidate: [loss]}}."""
-    everyone = {name: build(name, options) for name in NAMES}
+    everyone = {name: build(name, options) for name in (*NAMES, *(COMPRESSED if options.compression else ()))}
     times = take_turns({name: training.step for name, training in everyone.items()}, options)
     if options.profile:
         show_profile(everyone["ours"].step, options)
@@ -109,6 +120,10 @@ def rows(found: dict[str, Any], linked: bool) -> list[Row]:
         ours, theirs = ratios("ours", base), ratios("theirs", base)
         note = f"{spread(ours)}; {title} {median(whole[base]):.3f} s"
         table.append(Row(f"step / {title}", median(ours), median(theirs), "", limit, False, note))
+    if "int8" in times:
+        for base, title, limit in (("theirs", "torch's", 0.3), ("theirs_bf16", "torch's in bfloat16", 0.55)):
+            note = f"{median(whole['int8']):.3f} s, {title} {median(whole[base]):.3f} s"
+            table.append(Row(f"step with int8 / {title}", median(ratios("int8", base)), 1.0, "", limit, False, note))
     for part in (*PARTS, "processor"):
         parts = {name: median([step[part] for step in steps]) for name, steps in times.items()}
         note = f"DDP {parts['ddp']:.3f} s, computation {parts['compute']:.3f} s"
@@ -124,11 +139,13 @@ def main() -> None:
     parser = arguments(__doc__)
     turn_arguments(parser, turns=15)
     parser.add_argument("--local-shards", action="store_true", help="ours steps by fsdp2.use_local_shards")
+    parser.add_argument("--compression", action="store_true", help="also fsdp2 with int8, and torch's with bfloat16")
     parser.add_argument("--profile", action="store_true", help="also print where one of our steps goes")
     parser.add_argument("--trace", help="with --profile: write rank 0's trace of one of our steps to this file")
     options = parser.parse_args()
     found = on_two_processes(worker, options)
     theme = f"step_{options.link_mbit}mbit" if options.link_mbit else "step"
+    theme += "_compressed" if options.compression else ""
     finish(theme, rows(found, bool(options.link_mbit)), __doc__ or "", options)
 
 

@@ -1,0 +1,107 @@
+"""Train under torchrun, end badly in the first attempt, go on from the checkpoint in the second; print what came out.
+
+``python -m tests.ranks.restarting END FOLDER``, where END says how rank 1 ends the first attempt: raise, kill, or delay
+(it does not end, but comes late after ``init_process_group``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import fsdp2
+from fsdp2.comm.host_work import observe_waits
+from fsdp2.ranks.process import _Waits
+
+STEPS, SAVED, ENDS, LATE = 5, 2, 3, 4
+"""How many there are; when the checkpoint is written, rank 1 ends, and comes late in the next attempt."""
+
+
+class Noting(_Waits):
+    """Notes in a file that this rank has looked what the others do, because it waits long."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def waiting(self) -> None:
+        """Look, then note."""
+        super().waiting()
+        self.path.touch()
+
+
+def come_late(path: Path) -> None:
+    """Return when the other rank has looked what keeps this one."""
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def forget_addresses(attempt: int) -> None:
+    """Delete what gloo left in the store: a rank that is faster than another connects to where that one was before."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if int(os.environ["RANK"]) == 0:
+        for key in store.list_keys():
+            if "//cpu//" in key and "fsdp2/" not in key:
+                store.delete_key(key)
+        store.set(f"forgotten/{attempt}", "")
+    store.wait([f"forgotten/{attempt}"])
+
+
+def main(end: str, folder: Path) -> None:
+    """One attempt of one rank."""
+    attempt, looked = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), folder / "looked"
+    if attempt:
+        forget_addresses(attempt)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        looked.unlink(missing_ok=True)  # the last attempt ended while it looked
+        observe_waits(Noting(looked))
+    if rank == 1 and end == "delay":
+        come_late(looked)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for unit in (model[0], model):
+        fsdp2.fully_shard(unit)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    checkpoint, begin = folder / "checkpoint", 0
+    if (checkpoint / ".metadata").exists():
+        states = get_state_dict(model, optimizer)
+        dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=checkpoint)
+        set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        begin = SAVED
+    if rank == 0 and end == "delay":
+        looked.touch()  # its first forward is next
+    losses = []
+    for step in range(begin, STEPS):
+        if rank == 1 and attempt == 0 and step == ENDS:
+            if end == "raise":
+                raise ValueError("a broken sample")
+            if end == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and attempt == 1 and step == LATE:
+            come_late(looked)
+        rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step + 1 == SAVED and end != "delay":
+            states = get_state_dict(model, optimizer)
+            dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=checkpoint)
+    if rank == 0:
+        print(json.dumps({"attempt": attempt, "losses": losses}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

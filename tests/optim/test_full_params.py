@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map
 
 import fsdp2
 from fsdp2.optim import full_params
@@ -58,6 +60,23 @@ OPTIMIZERS: dict[str, Make] = {
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
     "Shampoo": lambda params: Shampoo(params, lr=0.02),
 }
+THIRD_PARTY: dict[str, Make] = {  # of pytorch_optimizer; what they see of a group as a whole is switched off
+    "pytorch_optimizer.Muon": lambda params: _other("Muon")([{"params": list(params), "use_muon": True}], lr=0.02),
+    "pytorch_optimizer.NorMuon": lambda params: _other("NorMuon")(
+        [{"params": list(params), "use_muon": True}], lr=0.02
+    ),
+    "pytorch_optimizer.SOAP": lambda params: _other("SOAP")(list(params), lr=0.02, precondition_frequency=2),
+    "pytorch_optimizer.Shampoo": lambda params: _other("Shampoo")(list(params), lr=0.02, momentum=0.9),
+    "pytorch_optimizer.ScalableShampoo": lambda params: _other("ScalableShampoo")(
+        list(params), lr=0.02, start_preconditioning_step=2, preconditioning_compute_steps=1
+    ),
+    "pytorch_optimizer.Lamb": lambda params: _other("Lamb")(list(params), lr=0.02, max_grad_norm=0.0),
+}
+OPTIMIZERS |= THIRD_PARTY
+
+
+def _other(name: str) -> Any:
+    return getattr(importlib.import_module("pytorch_optimizer"), name)
 
 
 def stack() -> nn.Sequential:
@@ -119,7 +138,7 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Shampoo"])
 def test_steps_are_those_of_one_process(rank, world, name):
     """Uneven matrices, in one bucket and in several; state dicts are those of one process too, and load there."""
     for bucket_mb in (64.0, 0.0005):
@@ -142,67 +161,105 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(module, mesh, {str(i): way for i, way in enumerate(ways)})
 
 
+def on_mesh(kind: str) -> nn.Module:
+    """Return the stack, sharded over all four ranks in one of these ways."""
+    if kind == "tensor parallel":
+        mesh = mesh_of(2, 2, names=("dp", "tp"))
+        return shard(tensor_parallel(stack(), mesh["tp"]), mesh["dp"])
+    if kind == "hybrid":
+        return shard(stack(), mesh_2d())
+    if kind == "columns":
+        return shard(stack(), mesh_1d(), shard_placement_fn=lambda p: Shard(1))
+    if kind == "offloaded":
+        return shard(stack(), mesh_1d(), offload_policy=fsdp2.CPUOffloadPolicy())
+    return shard(stack(), mesh_1d())
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("kind", ["hybrid", "tensor parallel", "columns", "offloaded"])
 def test_meshes(rank, world, name, kind):
     """Copies on the replicate axis, pieces of pieces, and other cuts: the same steps."""
-    module, reference = stack(), stack()
-    if kind == "tensor parallel":
-        mesh = mesh_of(2, 2, names=("dp", "tp"))
-        module = shard(tensor_parallel(module, mesh["tp"]), mesh["dp"])
-    elif kind == "hybrid":
-        module = shard(module, mesh_2d())
-    elif kind == "columns":
-        module = shard(module, mesh_1d(), shard_placement_fn=lambda p: Shard(1))
-    else:
-        module = shard(module, mesh_1d(), offload_policy=fsdp2.CPUOffloadPolicy())
+    module, reference = on_mesh(kind), stack()
     optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
     plain = OPTIMIZERS[name](reference.parameters())
     train(module, optimizer, reference, plain)
     assert_same_state(optimizer.state_dict(), plain.state_dict())
 
 
-def save(rank: int, world: int, path: str) -> None:
+def save(rank: int, world: int, path: str, name: str) -> None:
     """Train two steps and save model and optimizer."""
     module, reference = shard(stack(), mesh_1d()), stack()
-    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
-    train(module, optimizer, reference, OPTIMIZERS["Muon"](reference.parameters()), range(2))
+    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+    train(module, optimizer, reference, OPTIMIZERS[name](reference.parameters()), range(2))
     state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
     dcp.save(state, checkpoint_id=path)
 
 
-def resume(rank: int, world: int, path: str, with_torch: bool) -> None:
+def resume(rank: int, world: int, path: str, name: str, with_torch: bool) -> None:
     """Go on from there, ours or torch's optimizer on DTensors, as one process that never stopped."""
     module, reference = shard(stack(), mesh_1d()), stack()
-    plain = OPTIMIZERS["Muon"](reference.parameters())
+    plain = OPTIMIZERS[name](reference.parameters())
     for step in range(2):
         fresh = shard(copy.deepcopy(reference), mesh_1d())
         set_gradients(fresh, reference, step)
         plain.step()
-    optimizer = OPTIMIZERS["Muon"](module.parameters())
+    optimizer = OPTIMIZERS[name](module.parameters())
     optimizer = optimizer if with_torch else fsdp2.use_full_params(optimizer)
     state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
     dcp.load(state, checkpoint_id=path)
     set_optimizer_state_dict(module, optimizer, state["optimizer"])
     for one, other in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.detach()), other.detach())  # gradients were summed over other ranks
-    moments = optimizer.state_dict()["state"], plain.state_dict()["state"]
-    for i in moments[1]:
-        torch.testing.assert_close(whole(moments[0][i]["momentum_buffer"]), moments[1][i]["momentum_buffer"])
+        # Gradients were summed over other ranks.
+        torch.testing.assert_close(whole(one.detach()), other.detach(), rtol=1e-4, atol=1e-5)
+    loaded = optimizer.state_dict()["state"]
     if not with_torch:
         with torch.no_grad():
             for i, (one, other) in enumerate(zip(module.parameters(), reference.parameters(), strict=True)):
                 other.copy_(whole(one))
-                plain.state[other]["momentum_buffer"].copy_(whole(moments[0][i]["momentum_buffer"]))
+                assert loaded[i].keys() == plain.state[other].keys()
+                plain.state[other].update({key: tree_map(whole, value) for key, value in loaded[i].items()})
         train(module, optimizer, reference, plain, range(2, 4))
+    else:
+        for i, other in enumerate(reference.parameters()):
+            for key, value in plain.state[other].items():
+                torch.testing.assert_close(whole(loaded[i][key]), value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("with_torch", [False, True], ids=["ours", "torch's"])
-def test_resume_on_fewer_ranks(tmp_path: Path, with_torch: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "with_torch"),
+    [("Muon", False), ("Muon", True), ("Adafactor", False)],
+    ids=["Muon", "torch's", "Adafactor"],
+)
+def test_resume_on_fewer_ranks(tmp_path: Path, name: str, with_torch: bool) -> None:
     """A checkpoint of four ranks goes on on two, also with torch's own optimizer on DTensors."""
-    POOL.run(4, save, {"path": str(tmp_path)}, 120.0)
-    POOL.run(2, resume, {"path": str(tmp_path), "with_torch": with_torch}, 120.0)
+    POOL.run(4, save, {"path": str(tmp_path), "name": name}, 120.0)
+    POOL.run(2, resume, {"path": str(tmp_path), "name": name, "with_torch": with_torch}, 120.0)
+
+
+@on_ranks(2)
+def test_a_gradient_scaler(rank, world):
+    """Gradients are unscaled before they travel; one infinity in one piece lets every rank skip the step, once."""
+    module, reference = shard(stack(), mesh_1d()), stack()
+    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
+    plain = OPTIMIZERS["Muon"](reference.parameters())
+    scaler = fsdp2.ShardedGradScaler("cpu", init_scale=8.0, growth_interval=100)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *unused: steps.append(1))
+    for step in range(4):
+        scaler.scale(module(rows(step)).square().sum()).backward()
+        if step == 1 and rank == 1:
+            module[0].weight.grad.to_local()[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        if step != 1:
+            for sharded, other in zip(module.parameters(), reference.parameters(), strict=True):
+                other.grad = sharded.grad.full_tensor()
+            plain.step()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert_equal(module.parameters(), reference.parameters())
+    assert len(steps) == 3 and scaler.get_scale() == 4.0
 
 
 @on_ranks(2)

@@ -1,0 +1,37 @@
+"""Optimizers of other packages that need whole matrices step on an fsdp2 model as in one process, bit for bit.
+
+Optional: ``pip install pytorch_optimizer``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fsdp2
+from tests.ecosystem.launching import missing
+from tests.optim.test_full_params import OPTIMIZERS, THIRD_PARTY, on_mesh, resume, save, stack, train
+from tests.support.pool import POOL, on_ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing("pytorch_optimizer")), reason="not installed: pytorch_optimizer"),
+]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", THIRD_PARTY)
+@pytest.mark.parametrize("kind", ["one dimension", "hybrid", "tensor parallel"])
+def test_steps_are_those_of_one_process(rank, world, name, kind):
+    """Uneven matrices, of which some ranks hold nothing, pieces of pieces and copies."""
+    module, reference = on_mesh(kind), stack()
+    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+    train(module, optimizer, reference, OPTIMIZERS[name](reference.parameters()))
+
+
+@pytest.mark.parametrize("name", ["pytorch_optimizer.SOAP", "pytorch_optimizer.Muon"])
+def test_resume_on_fewer_ranks(tmp_path: Path, name: str) -> None:
+    """A checkpoint of four ranks goes on on two."""
+    POOL.run(4, save, {"path": str(tmp_path), "name": name}, 120.0)
+    POOL.run(2, resume, {"path": str(tmp_path), "name": name, "with_torch": False}, 120.0)

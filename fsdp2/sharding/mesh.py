@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -118,9 +119,21 @@ class DataParallelMesh:
     def __post_init__(self) -> None:
         """Refuse copies whose ranks hold different pieces: their gradients would be summed crosswise.
 
+        A shard that lies elsewhere on the mesh than in its process group, by which it is cut, is warned about.
+
         Raises:
             ValueError: the process groups of the shard axis sort ranks that the mesh lists in another order.
         """
+        group, place = self.shard.group, self.mesh.get_coordinate()
+        if group is not None and place is not None and place[-1] != group.rank():
+            warnings.warn(
+                f"fully_shard: rank {dist.get_rank()} has place {place[-1]} on the mesh {self.mesh}, but "
+                f"{group.rank()} in its process group, which sorts ranks. Parameters and gradients are right, but "
+                "torch.distributed.checkpoint takes the place of a shard from the mesh, so it saves and loads this "
+                "rank's shard as another's; list the ranks in ascending order, or make the mesh with "
+                "preserve_rank_order=True (torch 2.15)",
+                stacklevel=2,
+            )
         if self.shard.group is None or self.mesh.ndim == 1 or mesh_order(self.mesh):
             return
         listed = self.mesh.mesh

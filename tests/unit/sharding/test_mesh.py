@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from inspect import signature
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +30,27 @@ def assert_absent(axis: Axis) -> None:
 
 
 # ---- axes ----
+
+
+@pytest.mark.parametrize("order", [[3, 1, 0, 2], [[1, 0], [3, 2]]])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_shards_that_checkpoints_put_elsewhere_are_warned_about(
+    order: list[int] | list[list[int]], keeps: bool
+) -> None:
+    """A DTensor's place is that on the mesh; a shard is cut by its rank in the process group, which sorts."""
+    options = {"preserve_rank_order": True} if keeps else {}
+    if not options.keys() <= signature(DeviceMesh.__init__).parameters.keys():
+        pytest.skip("torch 2.15")
+    with fake_mesh((4,)):
+        mesh = DeviceMesh("cpu", order, mesh_dim_names=("replicate", "shard")[-torch.tensor(order).ndim :], **options)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            whole = DataParallelMesh.from_mesh(mesh)
+        places = [ranks_of(whole.shard).index(dist.get_rank()), (mesh.get_coordinate() or [])[-1]]
+        assert whole.shard.rank == places[0] and (places[0] == places[1]) is keeps
+        assert ["torch.distributed.checkpoint takes the place" in str(one.message) for one in seen] == [True] * (
+            not keeps
+        )
 
 
 @pytest.mark.parametrize("rank", range(6))

@@ -210,14 +210,14 @@ class Clock(TorchDispatchMode):
             self.spans.append(Span(stream.name, kind, begin, stream.time, self.unit))
 
     def _communicate(self, kind: str, nbytes: int, group: dist.ProcessGroup, lane: str, ready: float) -> float:
-        """Put one collective behind the others of ``group``, and return when it ends."""
+        """Put one collective behind the others of ``group``, by default on a lane of its own; when it ends."""
         factor = 2 if kind == "all_reduce" else 1
         seconds = self.hardware.collective_seconds(factor * nbytes, dist.get_process_group_ranks(group))
         name = group.group_name
         axis = self.axes.get(name) or axis_name(group)
         begin = max(ready, self.host, self._free.get(name, 0.0))
         self._free[name] = begin + seconds
-        span = Span(lane, kind, begin, begin + seconds, self.owner, nbytes, group.size(), axis)
+        span = Span(lane or axis, kind, begin, begin + seconds, self.owner, nbytes, group.size(), axis)
         self.spans.append(span)
         return span.end
 
@@ -246,7 +246,7 @@ class Clock(TorchDispatchMode):
             return  # it only wraps a tensor
         group = unboxed_group(args[-1])
         nbytes = sum(map(nbytes_of, tensors_in(args if kind == "reduce_scatter" else out)))
-        end = self._communicate(kind, nbytes, group, f"group of {group.size()}", stream.time)
+        end = self._communicate(kind, nbytes, group, "", stream.time)
         self._ready.update(dict.fromkeys(keys, end))
 
 

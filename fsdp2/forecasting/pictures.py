@@ -17,8 +17,9 @@ COLOURS = {
     "gather": "#54a59f",
     "reduce": "#f2a541",
     "replicate": "#9d6fb0",
+    "copies": "#888888",
 }
-OTHER = "#888888"
+OTHER = "#c2577e"  # tensor parallelism, say
 EXPOSED = "#d62728"
 KINDS = {
     "shards": "#4c78a8",

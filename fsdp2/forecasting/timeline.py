@@ -157,10 +157,12 @@ def axis_name(group: dist.ProcessGroup) -> str:
 
 
 def lane_names(spans: Iterable[Span]) -> dict[str, str]:
-    """For each lane of ``spans`` what it is for, by the collectives on it."""
-    names: dict[str, str] = {lane: lane for lane in (UNITS, COMPUTE, *_PURPOSES.values())}
+    """For each lane of ``spans`` what it is for: a stream by the collectives on it, others by their name."""
+    names: dict[str, str] = {}
     for span in spans:
-        if span.group:
+        if not span.lane.startswith("stream "):
+            names[span.lane] = span.lane
+        elif span.group:
             names.setdefault(span.lane, _PURPOSES.get(span.kind, span.kind))
     for span in spans:
         names.setdefault(span.lane, "copies")

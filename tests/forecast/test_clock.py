@@ -92,6 +92,7 @@ def test_functional_collectives_run_until_they_are_waited_for(clock):
     assert clock.compute.time == pytest.approx(seconds(2 * 4 * KIB))
     assert gathered.shape == (4 * KIB,)
     torch.ops._c10d_functional.wait_tensor(gathered)
+    assert [span.lane for span in clock.spans if span.group] == ["world"]
     assert clock.compute.time == pytest.approx(1.0 + 16 * KIB * 3 / 4 / 1e9)
 
 

@@ -107,16 +107,28 @@ def dims(*names: str, replicate: str | None = None) -> DataParallelMeshDims:
 
 
 NAMED = {
-    "two shard dimensions": (("a", "b", "tp"), dims("a", "b")),
-    "hybrid": (("r", "s", "tp"), dims("s", replicate="r")),
-    "tensor parallel first": (("tp", "a", "b"), dims("a", "b")),
+    "two shard dimensions": (("a", "b", "tp"), dims("a", "b"), 1),
+    "hybrid": (("r", "s", "tp"), dims("s", replicate="r"), 0),
+    "tensor parallel first": (("tp", "a", "b"), dims("a", "b"), 0),
 }
+"""Meshes of three dimensions, which of them are data-parallel, and the dimension that is cut in a usual run."""
 
 
-def assert_named_dimensions_train(sizes: dict[str, int], kind: str, cut: int) -> None:
-    """Train on a mesh of three dimensions; those that are not named have two ranks."""
-    names, chosen = NAMED[kind]
-    mesh = mesh_of(*(sizes.get(name, 2) for name in names), names=names)
+@composes("tensor parallel", "named dimensions")
+@composes("tensor parallel", "named dimensions", "hybrid sharding")
+@on_ranks(8)
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        pytest.param(kind, cut, marks=[] if cut == usual else pytest.mark.slow)
+        for kind, (_, _, usual) in NAMED.items()
+        for cut in (0, 1)
+    ],
+)
+def test_named_dimensions(rank, world, kind, cut):
+    """Several shard dimensions become one; a replicate one stays; tensor parallelism cuts the same or another."""
+    names, chosen, _ = NAMED[kind]
+    mesh = mesh_of(2, 2, 2, names=names)
 
     def prepare(module, fsdp):
         spread(module, mesh, chosen, {"tp": cut})
@@ -124,30 +136,6 @@ def assert_named_dimensions_train(sizes: dict[str, int], kind: str, cut: int) ->
 
     against = ("alone",) if names[0] == "tp" else api.against("2.12")
     assert_parity(prepare, build=OnMesh, part=ranks_of(chosen, mesh), against=against)
-
-
-@composes("tensor parallel", "named dimensions")
-@composes("tensor parallel", "named dimensions", "hybrid sharding")
-@on_ranks(4)
-@pytest.mark.parametrize("cut", [0, 1])
-@pytest.mark.parametrize("kind", NAMED)
-def test_named_dimensions(rank, world, kind, cut):
-    """Several shard dimensions become one; a replicate one stays; tensor parallelism cuts the same or another."""
-    assert_named_dimensions_train({"b": 1, "s": 1}, kind, cut)
-
-
-@on_ranks(8)
-@pytest.mark.parametrize(
-    ("kind", "cut"),
-    [
-        pytest.param(kind, cut, marks=[] if (kind, cut) == ("two shard dimensions", 1) else pytest.mark.slow)
-        for kind in NAMED
-        for cut in (0, 1)
-    ],
-)
-def test_named_dimensions_of_two_ranks_each(rank, world, kind, cut):
-    """The same where no dimension is of one rank."""
-    assert_named_dimensions_train({}, kind, cut)
 
 
 @composes("tensor parallel", "uneven")

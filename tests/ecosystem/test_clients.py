@@ -1,6 +1,6 @@
 """Libraries that import torch's ``fully_shard`` themselves train the same with fsdp2 installed.
 
-Optional: ``pip install accelerate transformers trl lightning``.
+Optional: ``pip install accelerate transformers trl lightning torchtitan``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ CLIENTS = {
     "transformers": Client("trainer_loop", ("trainer",), ("accelerate", "transformers")),
     "trl": Client("trainer_loop", ("trl",), ("accelerate", "transformers", "trl")),
     "lightning": Client("lightning_loop", (), ("lightning",)),
+    "torchtitan": Client("titan_loop", (), ("torchtitan", "triton")),
 }
 
 

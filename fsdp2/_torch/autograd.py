@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "grad_dtype_is_flagged",
     "gradient_hooks",
     "graph_task_id",
+    "have_gradient_hooks",
     "node_sequence_number",
     "outside_functorch",
     "profiler_running",
@@ -81,10 +82,15 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list
 
     Autograd never sees a shard, so fsdp2 runs the hooks on its reduced gradient.
     """
-    on_gradient, after = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    on_gradient, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     if not on_gradient and not after:
         return None
     return list((on_gradient or {}).values()), list((after or {}).values())
+
+
+def have_gradient_hooks(tensors: Iterable[Any]) -> bool:
+    """Whether any of ``tensors`` has such hooks; one pass in Python over what may be thousands."""
+    return any([tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors])
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:

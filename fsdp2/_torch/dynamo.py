@@ -16,11 +16,14 @@ __all__ = [
 
 _M = TypeVar("_M", bound=Callable[..., Any])
 
+# What Python frames are compiled by now; None outside of what is compiled, where there is nothing to turn off.
+_compile_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
 
 def outside_dynamo(method: _M) -> _M:
     """``method`` with compilation off while it runs: torch.compile breaks its graph there instead of tracing hooks.
 
-    Dynamo is not imported for it. Where nobody compiles, a call costs one look at ``sys.modules``.
+    Dynamo is not imported for it. Outside of what is compiled, a call costs one look at whether it is.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -32,6 +35,8 @@ def outside_dynamo(method: _M) -> _M:
         if not disabled:
             disabled.append(dynamo.disable(method, recursive=True, reason="fsdp2's hooks are not compiled"))
             dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]  # wraps() hides that it is a function
+        if _compile_callback() is None:
+            return method(*args, **kwargs)
         return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo's mark, on a function

@@ -35,6 +35,7 @@ __all__ = [
     "dtensor_from_local",
     "dtensor_spec",
     "dtensor_specs",
+    "dtensors_from_locals",
     "flatten_mesh",
     "foreach_copy",
     "have_locals",
@@ -98,6 +99,11 @@ def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around ``local`` itself; ``DTensor.from_local`` would make a view and check it on every call."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def dtensors_from_locals(locals_: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[DTensor]:
+    """``dtensor_from_local`` each; one pass in Python over what may be thousands."""
+    return [DTensor.__new__(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs)]
 
 
 def local_tensor(dtensor: Any) -> torch.Tensor:

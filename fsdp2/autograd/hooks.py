@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._torch.autograd import functorch_active, node_sequence_number, view_base
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor
-from fsdp2.autograd.trees import find_tensors, map_tensors
+from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 
 __all__ = [
     "Inputs",
@@ -209,8 +209,7 @@ def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[
             new = [view]
     new = new or list(_InputsDone.apply(done, *needing))
     replacements = iter(new)
-    args, kwargs = map_tensors(lambda t: next(replacements) if t.requires_grad else t, (args, kwargs))
-    return (args, kwargs), Inputs.ATTACHED
+    return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs), Inputs.ATTACHED
 
 
 class _InputsDone(torch.autograd.Function):

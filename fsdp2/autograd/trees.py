@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fsdp2._torch.tensors import pytree
 
-__all__ = ["find_tensors", "map_tensors"]
+__all__ = ["find_tensors", "map_arguments", "map_tensors"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LEAVES = (*_PLAIN, type, ModuleType, nn.Module, torch.dtype, torch.device, torch.Size)
@@ -40,6 +40,15 @@ def map_tensors(function: Function, tree: Any, *, objects: bool = False) -> Any:
     if tree is None:
         return None
     return _Mapper(function, objects).map(tree, 0)
+
+
+def map_arguments(
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with every tensor replaced; those that are all tensors take no walk."""
+    if kwargs or not all([isinstance(value, torch.Tensor) for value in args]):
+        return map_tensors(function, (args, kwargs))
+    return tuple([function(value) for value in args]), kwargs
 
 
 def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:

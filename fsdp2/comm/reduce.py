@@ -75,23 +75,30 @@ def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) 
     """Write ``grads`` into ``rows`` (1D, one row per rank), cast to its dtype; padding becomes zero."""
     ranks = row.layouts[0].ranks
     table = rows.view(ranks, row.numel)
-    dtype = grads[0].dtype
-    if row.chunk_cat and all(grad.is_contiguous() and grad.dtype == dtype for grad in grads):
+    dtypes = [grad.dtype for grad in grads]
+    in_order = row.chunk_cat and all([grad.is_contiguous() for grad in grads])
+    if in_order and dtypes.count(dtypes[0]) == len(dtypes):
         # Not kept for the next time: memory that a graph captured holds nothing until the graph is replayed.
         padding = [grads[0].new_zeros(ranks, row.padding)] if row.padding else []
         chunk_cat([*grads, *padding], 0, ranks, out=table)
+        return
+    if in_order and row.even:  # gradients of norms come in float32 beside others
+        slots = table.split(row.sizes, 1)
+        foreach_copy(list(slots[: len(grads)]), [grad.view(ranks, -1) for grad in grads])
+        if row.padding:
+            slots[-1].zero_()
         return
     if row.padding:
         table[:, -row.padding :].zero_()  # an all-reduce hook may look at it
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for grad, layout, offset in zip(grads, row.layouts, row.offsets):
-        slots = table[:, offset : offset + layout.slot_numel]
+        slot_rows = table[:, offset : offset + layout.slot_numel]
         if layout.dim is None:  # every rank holds it whole, so every rank needs the whole sum
-            pairs = [(grad.reshape(1, -1).expand(ranks, -1), slots)]
+            pairs = [(grad.reshape(1, -1).expand(ranks, -1), slot_rows)]
         else:
-            pairs = piece_pairs(grad, slots, layout)
-            zero_gaps(slots, layout)
+            pairs = piece_pairs(grad, slot_rows, layout)
+            zero_gaps(slot_rows, layout)
         for piece, slot in pairs:
             targets.append(slot)
             sources.append(piece)

@@ -6,7 +6,7 @@ Every wait between lanes, and what it protects:
 |-----------------|-----------------------------------|--------|-------------------------------|
 | gather          | compute, at the root's forward    | order  | RootContext.begin_forward     |
 | gather          | compute, at an explicit unshard   | order  | by_hand.gather_by_hand        |
-| gather          | compute, shards were replaced     | order  | FSDPParamGroup.unshard        |
+| gather          | compute, shards were replaced     | order  | FSDPParamGroup._start_gather  |
 | gather          | compute, at reshard               | memory | FSDPParamGroup.reshard        |
 | compute         | gather, before the full is used   | order  | gather.finish_gather          |
 | pack, reduce    | compute, gradients are finished   | order  | reduce.reduce_chunk           |
@@ -101,11 +101,8 @@ class Lane:
         """``stream`` is the caller's own; by default the lane makes one."""
         self._module = _device_module(device)
         self._stream = None if self._module is None else stream or self._module.Stream(priority=priority)
-
-    @property
-    def async_op(self) -> bool:
-        """Whether collectives on this lane must be asked to run beside the host (a stream does so anyway)."""
-        return self._stream is None
+        # Whether collectives on this lane must be asked to run beside the host; a stream does so anyway.
+        self.async_op = self._stream is None
 
     def event(self) -> torch.Event | None:
         """Marks all work put on this lane so far."""

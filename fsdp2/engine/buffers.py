@@ -42,7 +42,7 @@ class ShardStore:
         self.params = params
         self.mesh = mesh
         self.options = options
-        self.extensions = GroupExtensions([])
+        self.extensions: GroupExtensions | None = None
         self._plain: list[FSDPParam] = []
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
@@ -84,6 +84,11 @@ class ShardStore:
         """Whether they live in page-locked memory, which only an accelerator makes useful."""
         policy = self.options.offload_policy
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
+
+    @property
+    def extended(self) -> set[FSDPParam]:
+        """The parameters that have an all-gather extension."""
+        return set() if self.extensions is None else self.extensions.params
 
     def stamp(self) -> object:
         """A value that changes when the shards were written in place."""
@@ -192,7 +197,7 @@ class ShardStore:
                 'state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
                 f"{elsewhere}"
             )
-        known = self.extensions.params
+        known = self.extended
         if any(has_extension(param.local) != (param in known) for param in self.params):
             self.place_anew()
 
@@ -215,9 +220,8 @@ class ShardStore:
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
                 self._start_anew([p for p, _ in plain], items, target)
                 with_extension = [p for p, x in own if not x.is_meta]
-                self.extensions = GroupExtensions(
-                    [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
-                )
+                extensions = [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
+                self.extensions = GroupExtensions(extensions) if extensions else None
             for i, (param, piece) in enumerate(plain):
                 view = self._view(i)
                 if _without_memory(view) or view.data_ptr() != piece.data_ptr() or not view.numel():
@@ -279,7 +283,8 @@ class ShardStore:
             return
         if self._full is not None:
             self._full.free()
-        self.extensions.free()
+        if self.extensions is not None:
+            self.extensions.free()
 
     def subgroup(self, size: int) -> SubgroupShards:
         """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""

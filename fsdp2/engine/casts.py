@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch.autograd import grad_dtype_is_flagged
-from fsdp2.autograd.trees import map_tensors
+from fsdp2.autograd.trees import map_arguments, map_tensors
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = ["cast_inputs", "cast_output", "compute_dtype", "reduce_dtype", "statistics_dtype"]
@@ -53,8 +53,8 @@ def cast_inputs(
     if dtype is None or not wanted:
         return args, kwargs
     if callable(wanted):
-        return map_tensors(lambda t: _cast_floating(t, dtype) if wanted(t) else t, (args, kwargs))
-    return map_tensors(lambda t: _cast_floating(t, dtype), (args, kwargs))
+        return map_arguments(lambda t: _cast_floating(t, dtype) if wanted(t) else t, args, kwargs)
+    return map_arguments(lambda t: _cast_floating(t, dtype), args, kwargs)
 
 
 def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:

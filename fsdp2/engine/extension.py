@@ -149,9 +149,6 @@ class GroupExtensions:
         self._extensions = extensions
         self._counts: list[int] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._extensions)
-
     @property
     def params(self) -> set[FSDPParam]:
         """The parameters that have an extension."""

@@ -124,7 +124,6 @@ class FSDPParamGroup:
 
     # ---- gather and free ----
 
-    @outside_functorch
     def unshard(self, async_op: bool = False, admit: Admit | None = None, in_backward: bool = False) -> None:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are.
 
@@ -133,7 +132,11 @@ class FSDPParamGroup:
         if not self.lifecycle.changes("start_gather"):
             if self._hidden:
                 self.show_resident()
-            return
+        else:
+            self._start_gather(admit, in_backward)
+
+    @outside_functorch
+    def _start_gather(self, admit: Admit | None, in_backward: bool) -> None:
         store, options, lanes = self.store, self.options, self.comm.lanes
         if self.subgroup is None:
             if store.replaced(in_backward=in_backward):
@@ -142,7 +145,7 @@ class FSDPParamGroup:
             buffers, axis, custom = store.gather_buffers(lanes.gather), self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
-        extras = store.extensions.encode(axis.size, lanes.gather) if store.extensions else []
+        extras = [] if store.extensions is None else store.extensions.encode(axis.size, lanes.gather)
         # What an extension sends may differ in size between ranks.
         part = (*store.agreed, *map(torch.numel, extras))
         if admit is not None and admit(Step("gather", self, part)) is Answer.LATER:
@@ -162,9 +165,10 @@ class FSDPParamGroup:
         lanes = self.comm.lanes
         with span("all_gather_copy_out", self.name):
             rows = finish_gather(gathering, lanes.compute)
-            if self.store.extensions:
+            if self.store.extensions is not None:
                 self.store.extensions.decode(rows, gathering.value.lane, lanes.compute)
-        self._free_subgroup()
+        if self.subgroup is not None:
+            self._free_subgroup()
         self.lifecycle.move("finish_gather")
         self.show("full")
 
@@ -216,11 +220,12 @@ class FSDPParamGroup:
     @outside_functorch
     def reshard(self) -> None:
         """Shards on the modules, the full memory freed."""
-        self.lifecycle.refuse_summoned("reshard")
-        self.abandon_gather()
+        if self.gathering is not None:
+            self.abandon_gather()
         if not self.lifecycle.changes("reshard"):
+            self.lifecycle.refuse_summoned("reshard")
             return
-        refused = self._take_writes()
+        refused = "" if self.kept is None else self._take_writes()
         self._keep_shards_alone()
         self.lifecycle.move("reshard")
         if _trace.recording:
@@ -246,7 +251,7 @@ class FSDPParamGroup:
         """Why the shards cannot have what was written to kept full parameters; empty if they have it now."""
         if self.kept is None or not self.is_unsharded:
             return ""
-        return self.kept.take_writes(self.store.extensions.params if self.store.extensions else ())
+        return self.kept.take_writes(self.store.extended)
 
     def _reshard_to_subgroup(self, size: int) -> None:
         """Pieces shared by ``size`` ranks on the modules, the full memory freed."""
@@ -260,7 +265,8 @@ class FSDPParamGroup:
     def _keep_shards_alone(self) -> None:
         self.show("sharded")
         self._free_full()
-        self._free_subgroup()
+        if self.subgroup is not None:
+            self._free_subgroup()
         self.kept = None
 
     def _free_full(self) -> None:
@@ -269,9 +275,9 @@ class FSDPParamGroup:
             self.store.free_full()
 
     def _free_subgroup(self) -> None:
-        if self.subgroup is not None:
-            self.subgroup.free()
-            self.subgroup = None
+        assert self.subgroup is not None
+        self.subgroup.free()
+        self.subgroup = None
 
     def abandon_gather(self) -> None:
         """Drop a gather that nobody waited for."""
@@ -309,7 +315,7 @@ class FSDPParamGroup:
 
         Full parameters that were current, or stale because of an optimizer step since, stay so.
         """
-        extensions, beneath, kept = self.store.extensions.params, self.lifecycle.beneath, self.kept
+        extensions, beneath, kept = self.store.extended, self.lifecycle.beneath, self.kept
         current = kept is not None and not kept.outdated and not kept.written_here()
         try:
             for param, value in values.items():

@@ -84,14 +84,15 @@ class Lifecycle:
 
     def changes(self, step: str) -> bool:
         """Whether ``step`` of the first table may be taken and leads elsewhere."""
-        return _RESIDENCY[step].get(self.residency, self.residency) is not self.residency
+        table, residency = _RESIDENCY[step], self.residency
+        return residency in table and table[residency] is not residency
 
     def move(self, step: str) -> None:
         """Change the residency by ``step`` of the first table."""
-        target = _RESIDENCY[step].get(self.residency)
-        if target is None:
-            raise RuntimeError(self._refusal(step, self.residency, _RESIDENCY[step]))
-        self.residency = target
+        table = _RESIDENCY[step]
+        if self.residency not in table:
+            raise RuntimeError(self._refusal(step, self.residency, table))
+        self.residency = table[self.residency]
 
     def summon(self) -> None:
         """Become SUMMONED, if it is not already."""
@@ -105,11 +106,11 @@ class Lifecycle:
 
     def enter(self, step: str) -> bool:
         """Change the phase by ``step`` of the second table; whether it was another one."""
-        target, before = _PHASE[step].get(self.phase), self.phase
-        if target is None:
-            raise RuntimeError(self._refusal(step, before, _PHASE[step]))
-        self.phase = target
-        return target is not before
+        table, before = _PHASE[step], self.phase
+        if before not in table:
+            raise RuntimeError(self._refusal(step, before, table))
+        self.phase = table[before]
+        return self.phase is not before
 
     @property
     def summoned(self) -> bool:

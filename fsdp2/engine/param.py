@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.autograd import explicit_grad_dtype, gradient_hooks
+from fsdp2._torch.autograd import explicit_grad_dtype, gradient_hooks, have_gradient_hooks
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
     AsyncCollectiveTensor,
@@ -24,7 +24,16 @@ from fsdp2.engine.compression import Formats, choose_formats
 from fsdp2.policies import CompressionPolicy, MixedPrecisionPolicy
 from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["FSDPParam", "Slot", "is_managed_tensor", "is_temporary", "lend_gradient", "show", "stand_in"]
+__all__ = [
+    "FSDPParam",
+    "Slot",
+    "accumulate_gradients",
+    "is_managed_tensor",
+    "is_temporary",
+    "lend_gradient",
+    "show",
+    "stand_in",
+]
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,24 @@ def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"])
             for slot in param.slots:
                 slot.show(shown)  # type: ignore[arg-type]  # it was made before
     return changed
+
+
+def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) -> None:
+    """Add this rank's ``pieces`` of reduced gradients to the shards' ``.grad``, and run the hooks of each; step 8."""
+    shards = [param.sharded for param in params]
+    hooked = have_gradient_hooks(shards)
+    for sharded, grad in zip(shards, ShardedSpec.shards_as([param.spec for param in params], pieces)):
+        assert sharded is not None
+        hooks = gradient_hooks(sharded) if hooked else None
+        for hook in hooks[0] if hooks else ():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if sharded.grad is None:
+            sharded.grad = grad
+        else:
+            local_tensor(sharded.grad).add_(local_tensor(grad))
+        for hook in hooks[1] if hooks else ():
+            hook(sharded)
 
 
 def stand_in(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
@@ -356,22 +383,6 @@ class FSDPParam:
         for tensor in (self.sharded, self.full):
             if tensor is not None:
                 tensor.grad = None
-
-    def accumulate_gradient(self, shard: torch.Tensor) -> None:
-        """Add ``shard`` (this rank's piece of the reduced gradient) to the sharded parameter's, then run its hooks."""
-        sharded = self.sharded
-        assert sharded is not None
-        grad = self.spec.shard_as(shard)
-        hooks = gradient_hooks(sharded)
-        for hook in hooks[0] if hooks else ():
-            changed = hook(grad)
-            grad = grad if changed is None else changed  # type: ignore[assignment]  # a DTensor
-        if sharded.grad is None:
-            sharded.grad = grad
-        else:
-            local_tensor(sharded.grad).add_(local_tensor(grad))
-        for hook in hooks[1] if hooks else ():
-            hook(sharded)
 
     def withhold_gradient(self) -> torch.Tensor | None:
         """Take a reduced gradient whose dtype was chosen off the shard, so that a conversion of the shard leaves it."""

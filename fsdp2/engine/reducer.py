@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from fsdp2.comm.reduce import Compression, ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
-from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.param import FSDPParam, accumulate_gradients
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks
 
@@ -244,23 +245,24 @@ class GroupGradients:
                     "MixedPrecisionPolicy.reduce_dtype, since all ranks must make zeros of one dtype; set it to the "
                     "dtype that its gradients have"
                 )
-        if self._plan is None and not unused and not any(param.has_gradient for param in params):
+        there = self._there()
+        if self._plan is None and not unused and True not in there:
             return
         plan = self._plan or self._make_plan()
         for c, chunk in enumerate(plan.chunks):
             sent = c < launched
-            present = [i for i in chunk if params[i].has_gradient or (not sent and (unused or self._must_flush(i)))]
+            present = [i for i in chunk if there[i] or (not sent and (unused or self._must_flush(i)))]
             if present:
                 self._launch(tuple(present), admit)
         self._kept = False
 
     def left_over(self) -> bool:
         """Whether autograd finished a gradient after the group's last reduction, which should have been part of it."""
-        if self._store.options.reduce_gradients:
-            for param in self._store.params:
-                if param.full is not None and param.full.grad is not None:
-                    return True
-        return False
+        return self._store.options.reduce_gradients and True in self._there()
+
+    def _there(self) -> list[bool]:
+        """Of each parameter, whether there is a gradient that was not reduced yet."""
+        return [param.full is not None and param.full.grad is not None for param in self._store.params]
 
     def _must_flush(self, i: int) -> bool:
         return i in self._partial and self._store.options.all_reduce_gradients
@@ -287,15 +289,10 @@ class GroupGradients:
             admit(indices)
         store = self._store
         params = [store.params[i] for i in indices]
-        grads = []
-        for param in params:
-            grad = param.take_gradient()
-            grads.append(_zeros(param, store.mesh.device) if grad is None else grad)
-
-        def deliver(shards: list[torch.Tensor]) -> None:
-            for param, shard in zip(params, shards):
-                param.accumulate_gradient(shard)
-
+        taken = [param.take_gradient() for param in params]
+        grads = [_zeros(p, store.mesh.device) if grad is None else grad for p, grad in zip(params, taken)]
+        del taken
+        deliver = partial(accumulate_gradients, params)
         plan = self._reduce_plan(indices, grads)
         if _trace.recording:
             emit("reduce", self.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)

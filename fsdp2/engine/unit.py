@@ -26,7 +26,7 @@ from fsdp2.autograd.hooks import (
 )
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import LeftOnModules
-from fsdp2.autograd.trees import map_tensors
+from fsdp2.autograd.trees import map_arguments
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.casts import cast_inputs, cast_output
 from fsdp2.engine.group import FSDPParamGroup
@@ -418,7 +418,7 @@ class FSDPState(ComposableState):
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Inputs on the device of the mesh, as DistributedDataParallel does for accelerators."""
-        return map_tensors(lambda t: t if t.device == self.device else t.to(self.device), (args, kwargs))
+        return map_arguments(lambda t: t if t.device == self.device else t.to(self.device), args, kwargs)
 
 
 _NO_INPUTS = {Inputs.NONE_NEEDED}

@@ -320,7 +320,7 @@ class _Stand:
 
 def _alike(one: FSDPParamGroup | None, other: FSDPParamGroup | None) -> bool:
     """Whether two groups hold parameters of the same shapes and dtypes, and have extensions."""
-    if one is None or other is None or not one.store.extensions:
+    if one is None or other is None or one.store.extensions is None:
         return False
     signatures = [[(param.spec.layout.shape, param.dtype) for param in group.params] for group in (one, other)]
     return signatures[0] == signatures[1]

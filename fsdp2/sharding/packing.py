@@ -307,6 +307,8 @@ class RowPlan:
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0
             for layout in layouts
         )
+        self.even = all(layout.even for layout in layouts)
+        self.sizes = [layout.slot_numel for layout in layouts] + [self.padding] * bool(self.padding)
         self._pieces: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
 
     def pieces(self, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:

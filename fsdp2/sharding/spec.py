@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from fsdp2._torch.tensors import (
     concatenate_meshes,
     dtensor_from_local,
     dtensor_spec,
+    dtensors_from_locals,
     local_tensor,
 )
 from fsdp2.sharding.layout import ShardLayout
@@ -146,6 +148,14 @@ class ShardedSpec:
     def shard_as(self, local: torch.Tensor) -> DTensor:
         """Like ``shard``, for a piece of another dtype than the parameter's."""
         return dtensor_from_local(local, with_dtype(self.dtensor, local.dtype))
+
+    @staticmethod
+    def shards_as(specs: Sequence[ShardedSpec], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
+        """``shard_as`` of each; one pass in Python over what may be thousands."""
+        placed = [spec.dtensor for spec in specs]
+        if any([spec.tensor_meta.dtype != local.dtype for spec, local in zip(placed, locals_)]):  # type: ignore[union-attr]  # a shard's has one
+            placed = [with_dtype(spec, local.dtype) for spec, local in zip(placed, locals_)]
+        return dtensors_from_locals(locals_, placed)
 
     def wrap_full(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as forward must see it: a DTensor again where the original was one."""

@@ -143,6 +143,7 @@ def test_torchs_placement_result_knows_its_mesh_and_dimensions_their_names() -> 
 
 
 @probes("DTensorSpec", "TensorMeta", "dtensor_from_local", "local_tensor", "set_local_tensor", "dtensor_spec")
+@probes("dtensors_from_locals")
 def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:
         meta = _torch.TensorMeta(torch.Size((8, 3)), (3, 1), torch.float32)
@@ -152,6 +153,8 @@ def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
         made = _torch.dtensor_from_local(local, spec)
         assert _torch.local_tensor(made) is local and _torch.dtensor_spec(made) is spec
         assert (made.shape, made.stride(), made.dtype, made.requires_grad) == ((8, 3), (3, 1), torch.float32, False)
+        (again,) = _torch.dtensors_from_locals([local], [spec])
+        assert type(again) is DTensor and _torch.local_tensor(again) is local and not again.requires_grad
         _torch.set_local_tensor(made, other)
         assert _torch.local_tensor(made) is other and torch.equal(made.to_local(), other)
         double = replace(spec, tensor_meta=_torch.TensorMeta(meta.shape, meta.stride, torch.float64))
@@ -225,15 +228,22 @@ def test_nodes_are_numbered_in_the_order_of_their_making() -> None:
     assert numbers[0] < since <= numbers[1]
 
 
-@probes("gradient_hooks")
+@probes("gradient_hooks", "have_gradient_hooks")
 def test_the_hooks_of_a_tensor_are_found_in_order() -> None:
     tensor, hooks = torch.ones(2, requires_grad=True), [lambda t: None for _ in range(4)]
-    assert _torch.gradient_hooks(tensor) is None
+    assert _torch.gradient_hooks(tensor) is None and not _torch.have_gradient_hooks([tensor, tensor])
     handles = [tensor.register_hook(hook) for hook in hooks[:2]]
     handles += [tensor.register_post_accumulate_grad_hook(hook) for hook in hooks[2:]]
     assert _torch.gradient_hooks(tensor) == (hooks[:2], hooks[2:])
+    assert all(_torch.have_gradient_hooks([torch.ones(1), one]) for one in (tensor, _with_later_hook()))
     assert [handle.remove() for handle in handles] == [None] * 4
-    assert _torch.gradient_hooks(tensor) is None
+    assert _torch.gradient_hooks(tensor) is None and not _torch.have_gradient_hooks([tensor])
+
+
+def _with_later_hook() -> Tensor:
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_post_accumulate_grad_hook(lambda t: None)
+    return tensor
 
 
 @probes("have_locals")
@@ -310,7 +320,13 @@ def test_functorch_is_off_inside_and_on_again_behind() -> None:
 @probes("outside_dynamo")
 def test_compilation_breaks_at_what_is_outside() -> None:
     compiling: list[bool] = []
-    outside = _torch.outside_dynamo(lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1)
+
+    def add(x: Any) -> Any:
+        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+        compiling.append(torch.compiler.is_compiling() or callback() is not None)
+        return x + 1
+
+    outside = _torch.outside_dynamo(add)
     assert outside(1) == 2 and outside._torchdynamo_disable
     assert sys.modules.get("torch._dynamo") is None or outside(2) == 3
 

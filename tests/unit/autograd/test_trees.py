@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
-from fsdp2.autograd.trees import find_tensors, map_tensors
+from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 
 
 class Pair(NamedTuple):
@@ -168,6 +168,13 @@ def test_every_tensor_is_found_once_in_order(tree: Any) -> None:
 @given(trees)
 def test_where_nothing_changes_the_tree_is_the_same_object(tree: Any) -> None:
     assert map_tensors(lambda t: t, tree) is tree
+
+
+@given(st.lists(trees, max_size=3), st.dictionaries(st.sampled_from("abc"), trees, max_size=2))
+def test_arguments_are_replaced_as_a_tree_of_them(args: list[Any], kwargs: dict[str, Any]) -> None:
+    mapped = map_arguments(lambda t: t * 2, tuple(args), kwargs)
+    assert_alike(mapped, (tuple(args), kwargs))
+    assert type(mapped) is tuple and type(mapped[0]) is tuple
 
 
 @given(trees)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fsdp2.engine.param import FSDPParam, Slot, show
+from fsdp2.engine.param import FSDPParam, Slot, accumulate_gradients, show
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.spec import ShardedSpec
@@ -81,7 +81,7 @@ def test_attributes_and_hooks_of_the_original_are_those_of_the_shard(dp2: DataPa
     original.register_post_accumulate_grad_hook(lambda p: calls.append(type(p.grad).__name__))
     param = manage(original, dp2)
     assert param.sharded.tag == param.full.tag == "kept"
-    param.accumulate_gradient(torch.ones(2, 3))
+    accumulate_gradients([param], [torch.ones(2, 3)])
     assert calls == ["gradient", "DTensor"]
 
 
@@ -243,7 +243,7 @@ def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
     param.full.sum().backward()
     param.expect_gradients(reduced=False, rounded=True)
     param.full.sum().backward()
-    param.accumulate_gradient(torch.ones(2, 3))
+    accumulate_gradients([param], [torch.ones(2, 3)])
     param.drop_gradient()
     assert param.sharded.grad is None
     assert not param.has_gradient and param.take_gradient() is None
@@ -252,10 +252,10 @@ def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
 def test_reduced_gradients_accumulate_on_the_shard(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2)
     piece = torch.ones(2, 3)
-    param.accumulate_gradient(piece)
+    accumulate_gradients([param], [piece])
     first = param.sharded.grad
     assert first._local_tensor is piece and first.shape == (4, 3) and first.placements == (Shard(0),)
-    param.accumulate_gradient(torch.full((2, 3), 2.0))
+    accumulate_gradients([param], [torch.full((2, 3), 2.0)])
     assert param.sharded.grad is first and torch.equal(local(first), torch.full((2, 3), 3.0))
 
 
@@ -274,8 +274,8 @@ def test_a_hook_may_change_the_reduced_gradient(dp2: DataParallelMesh, hook: Cal
     param, seen = manage(weight(4, 3), dp2), []
     param.sharded.register_hook(lambda grad: seen.append(local(grad).clone()))
     param.sharded.register_hook(hook)
-    param.accumulate_gradient(torch.ones(2, 3))
-    param.accumulate_gradient(torch.ones(2, 3))
+    accumulate_gradients([param], [torch.ones(2, 3)])
+    accumulate_gradients([param], [torch.ones(2, 3)])
     assert all(torch.equal(grad, torch.ones(2, 3)) for grad in seen) and len(seen) == 2
     assert torch.equal(local(param.sharded.grad), torch.full((2, 3), 20.0))
 
@@ -291,7 +291,7 @@ def test_an_optimizer_may_run_and_clear_the_gradient_in_a_hook(dp2: DataParallel
 
     param.sharded.register_post_accumulate_grad_hook(step)
     before = param.local.clone()
-    param.accumulate_gradient(torch.ones(2, 3))
+    accumulate_gradients([param], [torch.ones(2, 3)])
     assert torch.equal(param.local, before - 1) and param.sharded.grad is None
 
 

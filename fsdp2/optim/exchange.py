@@ -10,9 +10,9 @@ import torch
 from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import Work, exchange_bytes
 from fsdp2.optim.owners import Route
+from fsdp2.sharding.boxes import Box, narrow, numel
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import align
-from fsdp2.weights.boxes import Box, narrow, numel
 
 __all__ = ["Arriving", "Layout"]
 

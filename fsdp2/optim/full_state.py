@@ -16,8 +16,8 @@ from fsdp2.optim.alike import cut_alike
 from fsdp2.optim.exchange import Layout
 from fsdp2.optim.owners import Route
 from fsdp2.optim.ownership import Owned, Ownership, RankSet
+from fsdp2.sharding.boxes import whole
 from fsdp2.sharding.spec import with_dtype
-from fsdp2.weights.boxes import whole
 
 __all__ = ["OwnedState", "keep_owned", "shown_at_holders"]
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.optim.owners import Route, assign_owners, boxes_of, mesh_ranks
+from fsdp2.sharding.boxes import Box, numel, whole
 from fsdp2.sharding.mesh import Axis
-from fsdp2.weights.boxes import Box, numel, whole
 
 __all__ = ["Owned", "Ownership", "RankSet"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.weights.boxes import Entry, Part, blocks, narrow, numel, whole
+from fsdp2.sharding.boxes import Entry, Part, blocks, narrow, numel, whole
 from fsdp2.weights.matching import Loaded, Match, check_ties, match, partly_loaded
 from fsdp2.weights.materialize import materialize, warn_of_meta_buffers
 from fsdp2.weights.names import clean_name

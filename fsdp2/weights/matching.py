@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp2.weights.boxes import Entry, blocks, whole
+from fsdp2.sharding.boxes import Entry, blocks, whole
 from fsdp2.weights.select import Place, Selection
 
 __all__ = ["Loaded", "Match", "check_ties", "match", "partly_loaded"]

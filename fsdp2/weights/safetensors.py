@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.weights.boxes import Box, Entry
+from fsdp2.sharding.boxes import Box, Entry
 from fsdp2.weights.names import clean_name
 
 __all__ = ["INDEX", "WeightFiles", "dtype_names", "write_header", "write_tensor"]

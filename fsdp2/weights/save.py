@@ -15,7 +15,7 @@ from typing import IO
 import torch
 from torch import nn
 
-from fsdp2.weights.boxes import Entry, Part
+from fsdp2.sharding.boxes import Entry, Part
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import INDEX, dtype_names, write_header, write_tensor

@@ -22,7 +22,7 @@ from fsdp2.engine.index import groups_below, managed_slots
 from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.engine.unit import get_state, live_states
-from fsdp2.weights.boxes import Box, box_of, box_on_mesh, copy_common, whole
+from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
 

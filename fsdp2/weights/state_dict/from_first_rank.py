@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import pytree
+from fsdp2.sharding.boxes import Entry, Part, narrow
 from fsdp2.sharding.packing import align
-from fsdp2.weights.boxes import Entry, Part, narrow
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.state_dict.pieces import is_piece
 from fsdp2.weights.transfer import transfer

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import dtensor_spec, local_tensor
+from fsdp2.sharding.boxes import box_of, box_on_mesh, narrow
 from fsdp2.sharding.spec import ShardedSpec
-from fsdp2.weights.boxes import box_of, box_on_mesh, narrow
 
 __all__ = ["foreign_piece", "is_piece", "merge_local_state_dicts", "piece_of"]
 

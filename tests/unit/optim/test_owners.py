@@ -16,7 +16,7 @@ from fsdp2.optim import full_params
 from fsdp2.optim.exchange import Layout
 from fsdp2.optim.owners import assign_owners, boxes_of, default_cost
 from fsdp2.optim.ownership import Ownership
-from fsdp2.weights.boxes import numel
+from fsdp2.sharding.boxes import numel
 from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh
 

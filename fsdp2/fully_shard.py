@@ -21,7 +21,8 @@ from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.build.arguments import merge_arguments
 from fsdp2.build.collect import collect
 from fsdp2.build.copying import copy_module, deepcopy_module, refuse_pickling
-from fsdp2.build.grouping import PlacementFn, Unit
+from fsdp2.build.grouping import Unit
+from fsdp2.build.placing import PlacementFn
 from fsdp2.build.plan import describe
 from fsdp2.build.policy import Policy, choose_units
 from fsdp2.build.strategy import follow_strategy

@@ -91,8 +91,7 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             for old, param in zip(group.params, params):
                 param.set_slots([Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in old.slots])
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
-            pieces = [param.local for param in params]
-            new.__init__(params, pieces, inside, group.mesh, group.options, clone.root.comm)  # type: ignore[misc]  # bare
+            new.__init__(group.store.of(params), inside, clone.root.comm)  # type: ignore[misc]  # bare
             new.shared, new.gradients.noticed = group.shared, clone.notice_backward
         clone.groups.append(new)
     clone.unit = None if state.unit is None else state.unit.copied(memo)

@@ -1,36 +1,31 @@
-"""From parameters to groups: which mesh each is cut over, which communicate together, and what is added later."""
+"""From parameters to groups: which communicate together, and what is added later."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._torch.fsdp import TorchShardPlacementResult
-from fsdp2._torch.tensors import local_tensor
 from fsdp2.build.collect import Found, Managed, collect, move_to
+from fsdp2.build.placing import Placed, PlacementFn, place
 from fsdp2.build.ties import find_ties, join_ties
-from fsdp2.engine.casts import statistics_dtype
+from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor, show
 from fsdp2.engine.unit import FSDPState
 from fsdp2.optim.prebuilt import follow_parameters
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, policy_for
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
-from fsdp2.sharding.spec import ShardedSpec
 
-__all__ = ["PlacementFn", "Unit"]
+__all__ = ["Unit"]
 
 logger = logging.getLogger("fsdp2")
-
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -72,21 +67,14 @@ class Unit:
                 continue
             self.hook_group(group)
 
-    def place(self, params: Iterable[Found]) -> list[_Placed]:
+    def place(self, params: Iterable[Found]) -> list[Placed]:
         """Where ``params`` go and how they are cut; changes nothing.
 
         Raises:
             ValueError, AssertionError: ``shard_placement_fn`` returned what is no placement, or none for such a tensor.
         """
-        return [_place(f, self.placement_fn, self.mesh, self._policy(f), f.param in self.replicated) for f in params]
-
-    def _policy(self, found: Found) -> MixedPrecisionPolicy:
-        """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""
-        policy = policy_for(found.param, self.policy_of(found.name))
-        dtype = statistics_dtype(found.slots[0].module)
-        if dtype is not None and policy.param_dtype is not None:
-            return replace(policy, param_dtype=dtype)
-        return policy
+        policies = self.policy_of
+        return [place(f, self.placement_fn, self.mesh, policies(f.name), f.param in self.replicated) for f in params]
 
     def copied(self, memo: dict[int, Any]) -> Unit:
         """The same for the copy of the modules that ``memo``, of ``copy.deepcopy``, has; their parameters are in it."""
@@ -146,81 +134,14 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     logger.info("%s: took over the value of the parameter that replaced it", param.name)
 
 
-@dataclass
-class _Placed:
-    """A parameter to manage, its spec, the mesh it is cut over, and its dtypes."""
-
-    found: Found
-    spec: ShardedSpec
-    mesh: DataParallelMesh
-    policy: MixedPrecisionPolicy
-    cut: bool = False  # already: the local tensor is this rank's piece
-
-    @property
-    def piece(self) -> torch.Tensor:
-        """This rank's part of the parameter."""
-        plain = _plain(self.found.param)
-        return plain if self.cut else self.spec.cut(plain)
-
-
-def _place(
-    found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
-) -> _Placed:
-    result: object = None
-    if isinstance(placement_fn, str):
-        # An extension's inputs are rows, whatever it makes of them.
-        result = None if has_extension(_plain(found.param)) else ShardedSpec.least_padded(found.param, mesh)
-    elif placement_fn is not None:
-        result = placement_fn(found.param)
-    if result is None or isinstance(result, Shard):
-        placement = result
-    elif isinstance(result, ShardPlacementResult) or (
-        TorchShardPlacementResult is not None and isinstance(result, TorchShardPlacementResult)
-    ):
-        placement = result.placement
-        own = result.mesh_info if isinstance(result, ShardPlacementResult) else result.mesh_info.mesh
-        if own is not mesh.mesh and own != mesh.mesh:
-            mesh = DataParallelMesh.from_mesh(own)
-    else:
-        raise ValueError(
-            f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
-            "None"
-        )
-    if isinstance(found.param, DTensor) and mesh.spmd is None and not whole and _shares_ranks(found.param, mesh):
-        spec = ShardedSpec.of_shard(found.param, mesh)
-        if spec is None:
-            raise ValueError(
-                f"{found.name}: got a DTensor on {found.param.device_mesh} placed as {found.param.placements}; "
-                "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one cut as fully_shard "
-                "cuts it, on its mesh. Register it before fully_shard, or make it of full values"
-            )
-        return _Placed(found, spec, mesh, policy, cut=True)
-    mesh = mesh.replicated() if whole else mesh
-    return _Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
-
-
-def _shares_ranks(param: DTensor, mesh: DataParallelMesh) -> bool:
-    """Whether ``param`` is spread over several of the ranks we cut over: made of shards, not by tensor parallelism.
-
-    On one rank they are the same mesh, or not.
-    """
-    theirs, ours = param.device_mesh, mesh.mesh
-    both = set(theirs.mesh.flatten().tolist()) & set(ours.mesh.flatten().tolist())
-    return len(both) > 1 or (ours.size() == 1 and theirs == ours)
-
-
-def _by_mesh(placed: list[_Placed], options: GroupOptions) -> list[list[_Placed]]:
+def _by_mesh(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:
     """Parameters that communicate together: those of one mesh. What a subgroup cannot keep makes a group of its own."""
     subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
-    groups: dict[object, list[_Placed]] = {}
+    groups: dict[object, list[Placed]] = {}
     for entry in placed:
         alone = has_extension(entry.piece) and subgroup
         groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
     return list(groups.values())
-
-
-def _plain(param: nn.Parameter) -> torch.Tensor:
-    return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
 
 def _first_values(param: nn.Parameter) -> list[float]:
@@ -231,7 +152,7 @@ def _first_values(param: nn.Parameter) -> list[float]:
 
 
 @torch.no_grad()
-def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
+def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
     mesh = placed[0].mesh
     params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name, p.policy) for p in placed]
     pieces = [p.piece for p in placed]
@@ -242,7 +163,7 @@ def _make_group(placed: list[_Placed], options: GroupOptions, state: FSDPState) 
         options = replace(options, reshard_after_forward=True)
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
-    group = FSDPParamGroup(params, pieces, state.modules, mesh, options, state.root.comm)
+    group = FSDPParamGroup(ShardStore(params, mesh, pieces, options), state.modules, state.root.comm)
     group.gradients.noticed = state.notice_backward
     if mesh.mesh.size() > 1:
         group.initial = (_first_values(placed[0].found.param), group.store.stamp())

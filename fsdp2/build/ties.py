@@ -84,7 +84,7 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     if group.shared:
         return group
     group.reshard()
-    alone = FSDPParamGroup([param], [param.local], group.modules, group.mesh, group.options, group.comm)
+    alone = FSDPParamGroup(group.store.of([param]), group.modules, group.comm)
     alone.shared, alone.in_root, alone.gradients.noticed = True, group.in_root, group.gradients.noticed
     owner = get_state(group.modules[0])
     assert owner is not None

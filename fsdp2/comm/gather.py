@@ -17,7 +17,7 @@ from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, align
 
-__all__ = ["Buffer", "GatherBuffers", "Gathering", "finish_gather", "start_gather"]
+__all__ = ["Buffer", "GatherBuffers", "GatherInFlight", "Gathering", "finish_gather", "start_gather"]
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
 Encoding = tuple[torch.Tensor, Encoded, BlockFormat]  # values (1, elements), where they go
@@ -230,6 +230,9 @@ class Gathering:
     extras: tuple[tuple[int, int, torch.dtype], ...] = ()
 
 
+GatherInFlight = InFlight[Gathering]
+
+
 def start_gather(
     buffers: GatherBuffers,
     axis: Axis,
@@ -237,7 +240,7 @@ def start_gather(
     *,
     custom: AllGather | None = None,
     extras: Sequence[torch.Tensor] = (),
-) -> InFlight[Gathering]:
+) -> GatherInFlight:
     """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
 
     ``extras`` are 1D tensors, as large on every rank, that travel with the packed run. A ``custom`` collective gets
@@ -305,7 +308,7 @@ def _assemble(
     return wire_view(output), wire_view(part)
 
 
-def finish_gather(gathering: InFlight[Gathering], compute: ComputeLane) -> list[torch.Tensor]:
+def finish_gather(gathering: GatherInFlight, compute: ComputeLane) -> list[torch.Tensor]:
     """Wait for the collectives, and let compute read the full parameters.
 
     Returns each extra as gathered, (ranks, numel); valid on the gather's lane.

@@ -57,6 +57,10 @@ class ShardStore:
         self.generation = 0  # of the full parameters: others are made where shards are cast, moved or laid out anew
         self._place(pieces)
 
+    def of(self, params: list[FSDPParam]) -> ShardStore:
+        """A store of its own for some of the parameters."""
+        return ShardStore(params, self.mesh, [param.local for param in params], self.options)
+
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards, padding included."""

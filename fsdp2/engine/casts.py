@@ -11,7 +11,7 @@ from fsdp2._torch.autograd import grad_dtype_is_flagged
 from fsdp2.autograd.trees import map_arguments, map_tensors
 from fsdp2.policies import MixedPrecisionPolicy
 
-__all__ = ["cast_inputs", "cast_output", "compute_dtype", "reduce_dtype", "statistics_dtype"]
+__all__ = ["cast_inputs", "cast_output", "compute_dtype", "move_inputs", "reduce_dtype", "statistics_dtype"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -55,6 +55,13 @@ def cast_inputs(
     if callable(wanted):
         return map_arguments(lambda t: _cast_floating(t, dtype) if wanted(t) else t, args, kwargs)
     return map_arguments(lambda t: _cast_floating(t, dtype), args, kwargs)
+
+
+def move_inputs(
+    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs on the ``device`` of the mesh, as DistributedDataParallel does for accelerators."""
+    return map_arguments(lambda t: t if t.device == device else t.to(device), args, kwargs)
 
 
 def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:

@@ -15,10 +15,8 @@ from fsdp2 import _trace
 from fsdp2._torch.autograd import outside_functorch
 from fsdp2._trace import emit, span
 from fsdp2.comm.context import CommContext
-from fsdp2.comm.gather import Gathering, finish_gather, start_gather
-from fsdp2.comm.streams import InFlight
+from fsdp2.comm.gather import GatherInFlight, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.kept import Kept
 from fsdp2.engine.lifecycle import Lifecycle, Phase, Residency
 from fsdp2.engine.observer import Answer, Step
@@ -26,13 +24,12 @@ from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, show
 from fsdp2.engine.reducer import GroupGradients
 from fsdp2.engine.subgroup import SubgroupShards
-from fsdp2.sharding.mesh import DataParallelMesh
 
-__all__ = ["SHOWN", "Admit", "FSDPParamGroup"]
+__all__ = ["Admit", "FSDPParamGroup"]
 
 Which = Literal["sharded", "full", "subgroup"]
 
-SHOWN: dict[Residency, Which] = {Residency.UNSHARDED: "full", Residency.SUBGROUP: "subgroup"}
+_RESIDENT: dict[Residency, Which] = {Residency.UNSHARDED: "full", Residency.SUBGROUP: "subgroup"}
 
 Admit = Callable[[Step], Answer]
 """Called with each step before its collective starts: whether to take it now."""
@@ -41,20 +38,12 @@ Admit = Callable[[Step], Answer]
 class FSDPParamGroup:
     """Parameters of one call on one mesh: gathered before use, freed after, their gradients reduced."""
 
-    def __init__(
-        self,
-        params: list[FSDPParam],
-        pieces: list[torch.Tensor],
-        modules: tuple[nn.Module, ...],
-        mesh: DataParallelMesh,
-        options: GroupOptions,
-        comm: CommContext,
-    ) -> None:
-        """``pieces`` are this rank's parts of the original parameters; they are copied."""
-        self.params = params
+    def __init__(self, store: ShardStore, modules: tuple[nn.Module, ...], comm: CommContext) -> None:
+        self.store = store
+        self.params = params = store.params
         self.modules = modules
-        self.mesh = mesh
-        self.options = options
+        self.mesh = store.mesh
+        self.options = store.options
         self.comm = comm
         self.lifecycle = Lifecycle()
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
@@ -62,10 +51,9 @@ class FSDPParamGroup:
         self.in_root = False
         self.shared = False  # several calls drive it, because they tie its parameter
         self.has_units_below = False
-        self.store = ShardStore(params, mesh, pieces, options)
-        self.gradients = GroupGradients(self.store, mesh.shard, comm)
-        self._norms = [param for param in params if statistics_dtype(param.module) is not None]
-        self.gathering: InFlight[Gathering] | None = None
+        self.gradients = GroupGradients(store, self.mesh.shard, comm)
+        self._norms = [param for param in params if param.has_statistics]
+        self.gathering: GatherInFlight | None = None
         self.subgroup: SubgroupShards | None = None
         self.summoned: dict[FSDPParam, None] = {}
         self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' version then
@@ -291,7 +279,7 @@ class FSDPParamGroup:
     def drop(self, param: FSDPParam) -> None:
         """Give ``param`` up to a group of its own; the group must be sharded."""
         self.params = [p for p in self.params if p is not param]
-        self.store = ShardStore(self.params, self.mesh, [p.local for p in self.params], self.options)
+        self.store = self.store.of(self.params)
         before, self.gradients = self.gradients, GroupGradients(self.store, self.gradients.axis, self.comm)
         self.gradients.name, self.gradients.noticed = self.name, before.noticed
 
@@ -339,21 +327,26 @@ class FSDPParamGroup:
 
     def show_shards(self, *unused: object) -> None:
         """Let the modules show shards for a while; what is in memory stays, since perhaps one rank alone does this."""
-        if self.lifecycle.residency in SHOWN:
+        if self._resident is not None:
             self.settle_writes()
             self.show("sharded")
 
     def after_save(self, *unused: object) -> None:
         """Undo ``show_shards`` inside a pass. Outside, shards stay shown until the next one: optimizers hold these."""
         if self.is_idle:
-            self._hidden = self.lifecycle.residency in SHOWN
+            self._hidden = self._resident is not None
         else:
             self.show_resident()
 
     def show_resident(self, *unused: object) -> None:
         """Undo ``show_shards``."""
-        if self.lifecycle.residency in SHOWN:
-            self.show(SHOWN[self.lifecycle.residency])
+        if self._resident is not None:
+            self.show(self._resident)
+
+    @property
+    def _resident(self) -> Which | None:
+        """What is in memory beside the shards and can be shown."""
+        return _RESIDENT.get(self.lifecycle.residency)
 
     def before_load(self, *unused: object) -> None:
         """Let the modules show shards, so that values are loaded into them."""
@@ -379,7 +372,7 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``.
         """
-        if self.lifecycle.phase is Phase.BACKWARD:
+        if self.lifecycle.in_backward:
             raise RuntimeError(
                 f"{self.name or 'the root'}: forward starts, but its last backward did not end (it raised?); "
                 "call reset_iter_state() on the root module first; that backward's gradients are discarded"
@@ -483,7 +476,7 @@ class FSDPParamGroup:
     @property
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward is inside."""
-        return self.lifecycle.phase not in (Phase.FORWARD, Phase.BACKWARD)
+        return not self.lifecycle.in_forward and not self.lifecycle.in_backward
 
     @property
     def is_through(self) -> bool:

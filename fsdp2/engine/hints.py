@@ -14,12 +14,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
 from fsdp2.engine.param import FSDPParam
 
-__all__ = ["Shards", "explain", "explain_at_exit"]
+__all__ = ["Groups", "explain", "explain_at_exit"]
 
 logger = logging.getLogger("fsdp2")
 
@@ -37,23 +38,29 @@ _WRITTEN = (
 _SHOWN = 8
 _registered = False
 
-Shards = Callable[[], dict[FSDPParam, str]]
-"""The parameters that modules show shards of at the moment, each with the name of its unit."""
+Groups = Callable[[], Iterable[Any]]
+"""The groups whose shards an error may be about."""
 
 
-def _hint(error: BaseException | None, shards: Shards) -> str | None:
+def _shown(groups: Groups) -> dict[FSDPParam, str]:
+    """The parameters that modules show shards of at the moment, each with the name of its unit."""
+    params = {p: group.name for group in groups() for p in group.params}
+    return {p: name for p, name in params.items() if p.module._parameters.get(p.slots[0].name) is p.sharded}
+
+
+def _hint(error: BaseException | None, groups: Groups) -> str | None:
     """What ``error`` is about and what to do; None if it is not about shards that were computed with or written."""
     if not isinstance(error, RuntimeError) or error.__traceback__ is None:
         return None
     text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
-    if _STORAGE in text and shards():
+    if _STORAGE in text and _shown(groups):
         return _WRITTEN
     if _TEXT not in text:
         return None
     place = error.__traceback__
     while place.tb_next is not None:
         place = place.tb_next
-    units = shards()
+    units = _shown(groups)
     used, named = _used(place, units)
     if not used:
         return None
@@ -98,24 +105,24 @@ def _lines(place: TracebackType) -> str:
     return "".join(linecache.getline(place.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
 
 
-def explain(error: BaseException | None, shards: Shards) -> None:
+def explain(error: BaseException | None, groups: Groups) -> None:
     """Add to the text of ``error`` what it is about, once."""
-    text = _hint(error, shards)
+    text = _hint(error, groups)
     if error is not None and text is not None and text not in str(error):
         error.args = (f"{error}\n{text}", *error.args[1:])
 
 
-def explain_at_exit(shards: Shards) -> None:
-    """Log the explanation when the process ends with such an error; ``shards`` returns those of all models."""
+def explain_at_exit(groups: Groups) -> None:
+    """Log the explanation when the process ends with such an error; ``groups`` returns those of all models."""
     global _registered
     if _registered:
         return
     _registered = True
-    atexit.register(_at_exit, shards)
+    atexit.register(_at_exit, groups)
 
 
-def _at_exit(shards: Shards) -> None:
+def _at_exit(groups: Groups) -> None:
     error = getattr(sys, "last_value", None)
-    text = _hint(error, shards)
+    text = _hint(error, groups)
     if text is not None and text not in str(error):
         logger.error("%s", text)

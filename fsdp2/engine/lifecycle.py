@@ -113,6 +113,16 @@ class Lifecycle:
         return self.phase is not before
 
     @property
+    def in_forward(self) -> bool:
+        """Whether a forward is inside the group."""
+        return self.phase is Phase.FORWARD
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is inside the group."""
+        return self.phase is Phase.BACKWARD
+
+    @property
     def summoned(self) -> bool:
         """Whether ``summon_full_params`` decides what the modules show."""
         return self.residency is Residency.SUMMONED

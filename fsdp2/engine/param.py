@@ -228,6 +228,11 @@ class FSDPParam:
         self.local.copy_(self.spec.cut(plain.detach()))
         return True
 
+    @property
+    def has_statistics(self) -> bool:
+        """Whether it belongs to a batch norm with running statistics."""
+        return statistics_dtype(self.module) is not None
+
     def follow_statistics(self) -> bool:
         """Compute in the dtype that a batch norm's running statistics have by now; whether that is another."""
         dtype = statistics_dtype(self.module)

@@ -24,14 +24,16 @@ from fsdp2.comm.context import CommContext
 from fsdp2.engine.group import Admit, FSDPParamGroup
 from fsdp2.engine.observer import Observer, Step, make_observer
 from fsdp2.engine.order import BackwardOrder, ForwardOrder
+from fsdp2.engine.param import Slot
 from fsdp2.policies import GradientReductionHandle
 
 __all__ = ["Call", "GradientReduction", "Mode", "Pass", "Pending", "RootContext", "Unit"]
 
 
 class Unit(Protocol):
-    """What a root knows of a unit: the groups it drives, and whether somebody asked it to end backwards itself."""
+    """What a root knows of a unit: its name, and the groups it drives."""
 
+    name: str
     groups: list[FSDPParamGroup]
 
 
@@ -236,8 +238,8 @@ class Pass:
 class RootContext(Generic[U]):
     """One per root. ``all_states`` are the units under it in ``named_modules`` order, the root's first."""
 
-    def __init__(self, comm: CommContext, unit: U) -> None:
-        self.comm = comm
+    def __init__(self, device: torch.device, unit: U) -> None:
+        self.comm = CommContext(device)
         self.all_states: list[U] = [unit]
         self.known: list[FSDPParamGroup] = []  # the order in which the last forward met the groups
         self.pending = Pending()
@@ -258,6 +260,14 @@ class RootContext(Generic[U]):
     def running(self) -> Pass | None:
         """The innermost pass that runs."""
         return self.backward or self.forward
+
+    def name_groups(self, module: nn.Module) -> None:
+        """Name groups and their parameters as ``module``, the root's, names them."""
+        # By place, not by parameter: somebody may have put others there (functional_call does).
+        slots = [(Slot(inner, name), prefix) for prefix, inner in module.named_modules() for name in inner._parameters]
+        names = {slot: (i, f"{prefix}.{slot.name}".lstrip(".")) for i, (slot, prefix) in enumerate(slots)}
+        for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
+            group.set_names(unit.name, names)
 
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.

@@ -26,13 +26,9 @@ from fsdp2.autograd.hooks import (
 )
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import LeftOnModules
-from fsdp2.autograd.trees import map_arguments
-from fsdp2.comm.context import CommContext
-from fsdp2.engine.casts import cast_inputs, cast_output
+from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
-from fsdp2.engine.lifecycle import Phase
-from fsdp2.engine.param import FSDPParam, Slot
 from fsdp2.engine.passes import Call, Mode, Pass, RootContext
 from fsdp2.policies import MixedPrecisionPolicy
 
@@ -44,11 +40,6 @@ _live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 def live_states() -> list[FSDPState]:
     """Every state of the process, in no particular order; a submodule of a unit has no other way up to its own."""
     return list(_live)
-
-
-def _shards(states: Iterable[FSDPState]) -> dict[FSDPParam, str]:
-    groups = dict.fromkeys(group for state in states for group in state.groups)
-    return {p: g.name for g in groups for p in g.params if p.module._parameters.get(p.slots[0].name) is p.sharded}
 
 
 def get_state(module: nn.Module) -> FSDPState | None:
@@ -84,7 +75,7 @@ class FSDPState(ComposableState):
         self._post_forward_hook_handle: RemovableHandle | None = None
         # Its own root holds settings until the first forward, and for good in the outermost unit. The root that it runs
         # under is another's: a weak reference, or one leaf would keep a whole model alive.
-        self._own_root: RootContext[FSDPState] = RootContext(CommContext(device), self)
+        self._own_root: RootContext[FSDPState] = RootContext(device, self)
         self._root: weakref.ref[RootContext[FSDPState]] | None = None
         self._calls: list[Call] = []  # that are under way, the latest last; an exception may leave some behind
         self._first_node = 0  # autograd nodes made by its latest forward have this number or a higher one
@@ -129,7 +120,7 @@ class FSDPState(ComposableState):
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now(admit=run.admit, in_backward=True)
         if first and run.outermost is self and self.device.type != "cpu":
-            args, kwargs = self._move_inputs(args, kwargs)
+            args, kwargs = move_inputs(self.device, args, kwargs)
         if self.mp_policy.param_dtype is not None:
             args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
         if call.mode is not Mode.NORMAL:
@@ -160,7 +151,7 @@ class FSDPState(ComposableState):
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for state in root.all_states if root.forward is None else [self]:
                 state.notice_added()
-        if in_backward and any([group.lifecycle.phase is Phase.BACKWARD for group in self.groups]):
+        if in_backward and any([group.lifecycle.in_backward for group in self.groups]):
             calls.append(Call(Mode.RECOMPUTED, root.enter_backward()))
             return calls[-1], True
         if calls and calls[-1].run is (root.backward if in_backward else root.forward):
@@ -305,7 +296,7 @@ class FSDPState(ComposableState):
 
     def _enter_member(self, grad: torch.Tensor) -> None:
         """Backward enters a member of a grouped call by itself, perhaps after others, recomputed, are done."""
-        if any([group.lifecycle.phase is not Phase.FORWARD for group in self.groups]):
+        if not all([group.lifecycle.in_forward for group in self.groups]):
             self.pre_backward(grad)
 
     def _inputs_done(self, groups: list[FSDPParamGroup]) -> None:
@@ -363,11 +354,11 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 group.gradients.noticed = state.notice_backward
                 group.of_unit = [group] if group.shared else state.groups
-        self._name_groups()
+        root.name_groups(self.modules[0])
         if not self._explains:
             self._explains = True
             hook_error(self.modules[0], self._explain_error)
-            explain_at_exit(lambda: _shards(live_states()))
+            explain_at_exit(lambda: [group for state in live_states() for group in state.groups])
         root.use_comm(root.comm)
         error = None
         try:
@@ -386,7 +377,7 @@ class FSDPState(ComposableState):
     @outside_dynamo
     def _explain_error(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:
-            explain(sys.exc_info()[1], lambda: _shards(self.root.all_states))
+            explain(sys.exc_info()[1], lambda: self.root.groups)
 
     def _refuse_manual_below(self, states: Iterable[FSDPState]) -> None:
         """Raise RuntimeError where somebody asked to end the backwards of a unit below the root."""
@@ -405,20 +396,6 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 group.has_units_below = nested
                 group.lazy_init(in_root=group in self.groups)
-
-    def _name_groups(self) -> None:
-        # By place, not by parameter: somebody may have put others there (functional_call does).
-        names: dict[Slot, tuple[int, str]] = {}
-        for prefix, module in self.modules[0].named_modules():
-            for name in module._parameters:
-                names[Slot(module, name)] = len(names), f"{prefix}.{name}" if prefix else name
-        for state in self.root.all_states:
-            for group in state.groups:
-                group.set_names(state.name, names)
-
-    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Inputs on the device of the mesh, as DistributedDataParallel does for accelerators."""
-        return map_arguments(lambda t: t if t.device == self.device else t.to(self.device), args, kwargs)
 
 
 _NO_INPUTS = {Inputs.NONE_NEEDED}

@@ -19,7 +19,6 @@ from fsdp2._torch.modules import non_persistent_buffers
 from fsdp2._torch.tensors import dtensor_spec, local_tensor
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below, managed_slots
-from fsdp2.engine.lifecycle import Phase
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.engine.unit import get_state, live_states
 from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
@@ -208,7 +207,7 @@ def _check_idle(group: FSDPParamGroup, where: str) -> None:
     running = None if state is None else state.root.forward
     if running is not None and len(running.outermost.modules) == 1:  # of several the rest may never come
         got = "a forward"
-    elif graph_task_id() != -1 or group.lifecycle.phase is Phase.BACKWARD:
+    elif graph_task_id() != -1 or group.lifecycle.in_backward:
         got = "a backward"
     else:
         return

@@ -185,12 +185,8 @@ FOLDERS = (
 FAN_OUT = 12
 MANY_IMPORTS = {"fsdp2/__init__.py", "fsdp2/fully_shard.py"}
 """Public entry points, which may import from more of the package."""
-MANY_IMPORTS |= {"fsdp2/build/grouping.py", "fsdp2/engine/group.py", "fsdp2/engine/unit.py"}
-"""These are to be split."""
-UPWARD = {("optim", "weights")}
-"""Imports against the order that are to go."""
-UNORDERED = {"fsdp2", "fsdp2/_torch"} | {f"fsdp2/{name}" for name in ("build", "forecasting", "optim")}
-"""Folders that list no order: the package, whose order is FOLDERS, and subjects side by side; the rest is to go."""
+UNORDERED = {"fsdp2", "fsdp2/_torch"}
+"""Folders that list no order: the package, whose order is FOLDERS, and subjects side by side."""
 
 
 def import_direction(source: Source) -> list[str]:
@@ -205,9 +201,8 @@ def import_direction(source: Source) -> list[str]:
         target = parts[1] if len(parts) > 1 else "__init__"
         if target not in FOLDERS:
             found.append(source.at(line, f"{target} has no place in FOLDERS"))
-        elif source.component != target and (source.component, target) not in UPWARD:
-            if FOLDERS.index(target) < FOLDERS.index(source.component):
-                found.append(source.at(line, f"{source.component} must not import {target}"))
+        elif source.component != target and FOLDERS.index(target) < FOLDERS.index(source.component):
+            found.append(source.at(line, f"{source.component} must not import {target}"))
     return found
 
 

@@ -1,0 +1,103 @@
+"""Where parameters go: over which mesh each is cut, along which dimension, or that it is cut already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2._torch.fsdp import TorchShardPlacementResult
+from fsdp2._torch.tensors import local_tensor
+from fsdp2.build.collect import Found
+from fsdp2.engine.casts import statistics_dtype
+from fsdp2.engine.extension import has_extension
+from fsdp2.policies import MixedPrecisionPolicy, ShardPlacementResult, policy_for
+from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.spec import ShardedSpec
+
+__all__ = ["Placed", "PlacementFn", "place"]
+
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Literal["auto"]
+
+
+@dataclass
+class Placed:
+    """A parameter to manage, its spec, the mesh it is cut over, and its dtypes."""
+
+    found: Found
+    spec: ShardedSpec
+    mesh: DataParallelMesh
+    policy: MixedPrecisionPolicy
+    cut: bool = False  # already: the local tensor is this rank's piece
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """This rank's part of the parameter."""
+        plain = _plain(self.found.param)
+        return plain if self.cut else self.spec.cut(plain)
+
+
+def place(
+    found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
+) -> Placed:
+    """Where one parameter goes: by ``placement_fn`` or by default, and ``whole`` if it is not cut at all.
+
+    Raises:
+        ValueError, AssertionError: ``placement_fn`` returned what is no placement, or none for such a tensor.
+    """
+    policy = _policy(found, policy)
+    result: object = None
+    if isinstance(placement_fn, str):
+        # An extension's inputs are rows, whatever it makes of them.
+        result = None if has_extension(_plain(found.param)) else ShardedSpec.least_padded(found.param, mesh)
+    elif placement_fn is not None:
+        result = placement_fn(found.param)
+    if result is None or isinstance(result, Shard):
+        placement = result
+    elif isinstance(result, ShardPlacementResult) or (
+        TorchShardPlacementResult is not None and isinstance(result, TorchShardPlacementResult)
+    ):
+        placement = result.placement
+        own = result.mesh_info if isinstance(result, ShardPlacementResult) else result.mesh_info.mesh
+        if own is not mesh.mesh and own != mesh.mesh:
+            mesh = DataParallelMesh.from_mesh(own)
+    else:
+        raise ValueError(
+            f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
+            "None"
+        )
+    if isinstance(found.param, DTensor) and mesh.spmd is None and not whole and _shares_ranks(found.param, mesh):
+        spec = ShardedSpec.of_shard(found.param, mesh)
+        if spec is None:
+            raise ValueError(
+                f"{found.name}: got a DTensor on {found.param.device_mesh} placed as {found.param.placements}; "
+                "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one cut as fully_shard "
+                "cuts it, on its mesh. Register it before fully_shard, or make it of full values"
+            )
+        return Placed(found, spec, mesh, policy, cut=True)
+    mesh = mesh.replicated() if whole else mesh
+    return Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
+
+
+def _policy(found: Found, asked: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""
+    policy, dtype = policy_for(found.param, asked), statistics_dtype(found.slots[0].module)
+    return policy if dtype is None or policy.param_dtype is None else replace(policy, param_dtype=dtype)
+
+
+def _shares_ranks(param: DTensor, mesh: DataParallelMesh) -> bool:
+    """Whether ``param`` is spread over several of the ranks we cut over: made of shards, not by tensor parallelism.
+
+    On one rank they are the same mesh, or not.
+    """
+    theirs, ours = param.device_mesh, mesh.mesh
+    both = set(theirs.mesh.flatten().tolist()) & set(ours.mesh.flatten().tolist())
+    return len(both) > 1 or (ours.size() == 1 and theirs == ours)
+
+
+def _plain(param: nn.Parameter) -> torch.Tensor:
+    return (local_tensor(param) if isinstance(param, DTensor) else param).detach()

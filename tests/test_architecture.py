@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,17 @@ def test_every_folder_keeps_its_order():
 def test_no_base_class_for_one():
     """A base class with one subclass is that subclass in two places."""
     assert not rules.lonely_bases(PACKAGE)
+
+
+def test_every_step_of_the_life_of_a_parameter_is_cited():
+    """The code says where it performs each step that DESIGN.md numbers, and cites no other."""
+    section = (ROOT / "DESIGN.md").read_text().split("## The life of a parameter")[1].split("\n## ")[0]
+    cited: set[int] = set()
+    for source in PACKAGE:
+        text = " ".join(source.text.split())
+        for first, last in re.findall(r"[Ss]teps? (\d)(?: (?:to|and) (\d))? of the life of a parameter", text):
+            cited.update(range(int(first), int(last or first) + 1))
+    assert cited == {int(number) for number in re.findall(r"^(\d+)\. ", section, re.MULTILINE)}
 
 
 def test_no_utils():

@@ -40,6 +40,8 @@ def collect(
 ) -> Managed:
     """Walk the modules below ``roots``, children first, stopping at those that another call or ``replicate`` manages.
 
+    Step 1 of the life of a parameter (DESIGN.md); ``place`` says how it is cut.
+
     Raises:
         ValueError: a module below is managed by torch's own fully_shard.
     """

@@ -244,7 +244,7 @@ def start_gather(
     """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
 
     ``extras`` are 1D tensors, as large on every rank, that travel with the packed run. A ``custom`` collective gets
-    one buffer that it allocated itself.
+    one buffer that it allocated itself. Steps 3 and 4 of the life of a parameter; on a stream step 5 follows at once.
     """
     gathering = Gathering(buffers, lane)
     assembled = custom is not None or bool(extras)
@@ -273,7 +273,7 @@ def start_gather(
 
 
 def _unpack(gathering: Gathering) -> None:
-    """Put packed parameters in their places, and give back what only the gather needed."""
+    """Put packed parameters in their places, and free what only that needed; step 5 of the life of a parameter."""
     buffers = gathering.buffers
     if buffers.plan.packed or buffers.wire is not None:
         buffers.full.allocate()

@@ -116,6 +116,8 @@ def reduce_chunk(
 ) -> Generator[None, None, None]:
     """Reduce ``grads`` (emptied, none of which needs a gradient itself) and ``deliver`` this rank's shards of them.
 
+    Step 8 of the life of a parameter, which ``deliver`` ends.
+
     ``settle`` sees the sums over the shard axis, one slot per gradient: it adds what earlier backwards left there, and
     says whether to go on to the replicate axis (True) or has kept them for a later backward. On streams this comes to
     its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.

@@ -58,7 +58,7 @@ class ShardStore:
         self._place(pieces)
 
     def of(self, params: list[FSDPParam]) -> ShardStore:
-        """A store of its own for some of the parameters."""
+        """A store of its own for some of the parameters, or for copies of them."""
         return ShardStore(params, self.mesh, [param.local for param in params], self.options)
 
     @property
@@ -206,7 +206,10 @@ class ShardStore:
             self.place_anew()
 
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Copy ``pieces`` into the flat buffer (made anew where dtypes or the device changed) and show them there."""
+        """Copy ``pieces`` into the flat buffer (made anew where dtypes or the device changed) and show them there.
+
+        Step 2 of the life of a parameter.
+        """
         plain = [(p, piece) for p, piece in zip(self.params, pieces) if not has_extension(piece)]
         own = [(p, piece) for p, piece in zip(self.params, pieces) if has_extension(piece)]
         if any(piece.is_meta for piece in pieces):

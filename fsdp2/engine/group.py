@@ -392,7 +392,7 @@ class FSDPParamGroup:
             self.drop_evaluated()
 
     def pre_forward(self, *, first: bool, admit: Admit | None, unseen: bool) -> None:
-        """Show full parameters for a forward, the ``first`` that runs now; steps 3 to 5 of their life."""
+        """Show full parameters for a forward, the ``first`` that runs now; steps 3 to 5 of the life of a parameter."""
         if first and self.kept is not None:
             self.drop_stale(unseen=unseen)
         kept = self.is_unsharded
@@ -408,9 +408,9 @@ class FSDPParamGroup:
             emit("pre_forward", self.name)
 
     def post_forward(self, after: bool | int | None) -> None:
-        """The forward is over: free the parameters (True), keep them (False), or on so many ranks (int); step 6.
+        """The forward is over: free the parameters (True), keep them (False), or on so many ranks (int).
 
-        None keeps them for the backward that runs.
+        None keeps them for the backward that runs. Step 6 of the life of a parameter.
         """
         self.lifecycle.enter("post_forward")
         if _trace.recording:

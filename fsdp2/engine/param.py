@@ -90,7 +90,10 @@ def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"])
 
 
 def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) -> None:
-    """Add this rank's ``pieces`` of reduced gradients to the shards' ``.grad``, and run the hooks of each; step 8."""
+    """Add this rank's ``pieces`` of reduced gradients to the shards' ``.grad``, and run the hooks of each.
+
+    The end of step 8 of the life of a parameter.
+    """
     shards = [param.sharded for param in params]
     hooked = have_gradient_hooks(shards)
     for sharded, grad in zip(shards, ShardedSpec.shards_as([param.spec for param in params], pieces)):

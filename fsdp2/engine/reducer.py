@@ -213,7 +213,7 @@ class GroupGradients:
         return expected or None
 
     def _finished(self, i: int) -> None:
-        """Autograd has finished parameter ``i``'s gradient."""
+        """Autograd has finished parameter ``i``'s gradient; step 7 of the life of a parameter."""
         backward, plan = self._backward, self._plan
         if backward is None or plan is None:
             self.noticed()

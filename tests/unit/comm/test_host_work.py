@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -82,3 +84,30 @@ def test_what_an_observer_raises_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RuntimeError, match="ranks differ"):
         wait(monkeypatch, Work(100), observer)
     assert observer.seen == ["waiting", "waited"]
+
+
+@pytest.mark.parametrize("error", ["", "connection closed"])
+def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    done, by = threading.Event(), []
+
+    class Blocking:
+        def wait(self) -> None:
+            by.append(threading.current_thread())
+            done.wait()
+            if error:
+                raise RuntimeError(error)
+
+    class Ends(Observer):
+        def waiting(self) -> None:
+            super().waiting()
+            done.set()
+
+    monkeypatch.setattr(host_work, "_SLICE", timedelta(0))
+    monkeypatch.setattr(host_work, "_observer", host_work._observer)
+    observer, work = Ends(), HostWork(Blocking(), takes_limit=False)  # type: ignore[arg-type]
+    observe_waits(observer)
+    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+        work.wait()
+    assert observer.seen[0] == "waiting" and observer.seen[-1] == "waited" and observer.seen.count("waited") == 1
+    assert [seen for seen in observer.seen if seen.startswith("failed")] == ([f"failed: {error}"] if error else [])
+    assert len(by) == 1 and by[0] is not threading.current_thread()

@@ -19,6 +19,7 @@ cluster: Any = importlib.import_module("cluster")
 pytestmark = api.fsdp2_only
 LAYERS = 3
 ROWS = [cluster.Row(ranks=ranks, layers=LAYERS) for ranks in (8, 64)]
+MOE, GROUPS = cluster.Row("moe", ranks=64, kind="lists"), cluster.Row(ranks=64, kind="groups")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -44,3 +45,23 @@ def test_bytes_that_travel_are_the_parameters():
     keys = shape.width // shape.heads * shape.kv_heads
     layer = 2 * shape.width * (shape.width + keys) + 3 * shape.width * shape.hidden + 2 * shape.width
     assert result.sent == LAYERS * layer * (2 + 2 + 4)
+
+
+@pytest.mark.parametrize(
+    ("row", "ratio"), [(replace(MOE, layers=LAYERS), 0.97), (replace(GROUPS, layers=2), 1.0)], ids=str
+)
+def test_units_with_experts_or_two_groups_take_no_longer_than_with_torchs(row, ratio):
+    """What is gathered ahead is unpacked right behind its gather, and all groups of the next unit are."""
+    assert cluster.measure(row, fsdp2).total <= ratio * cluster.measure(row, torchs).total
+
+
+@pytest.mark.parametrize("row", [cluster.Row(ranks=256, kind="compiled"), cluster.Row(ranks=1024)], ids=str)
+def test_on_many_ranks_a_unit_leaves_in_one_piece(row):
+    """As many collectives as torch's; and it takes at most one gather longer.
+
+    That is the one where forward turns to backward: the unit is gathered again into the memory that it has just left.
+    """
+    row = replace(row, layers=LAYERS)
+    ours, theirs = cluster.measure(row, fsdp2), cluster.measure(row, torchs)
+    assert ours.launches == theirs.launches == 3 * LAYERS
+    assert ours.total <= theirs.total + max(span.seconds for span in ours.spans if span.kind == "all_gather")

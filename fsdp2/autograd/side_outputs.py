@@ -17,14 +17,14 @@ from fsdp2._torch.autograd import node_sequence_number
 from fsdp2._torch.modules import REGISTRY_KEY, STATE_KEY
 from fsdp2.autograd.hooks import registrations, watch_outputs
 
-__all__ = ["LeftOnModules"]
+__all__ = ["SideOutputs"]
 
 _NOT_OWN = frozenset({*nn.Module().__dict__, STATE_KEY, REGISTRY_KEY})
 _PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
 _MOST_ITEMS = 64  # longer containers are vocabularies and the like, which must not be searched in each forward
 
 
-class LeftOnModules:
+class SideOutputs:
     """Finds what a forward left on the modules of one unit: a look at the few attributes that are not torch's own."""
 
     def __init__(self, tops: tuple[nn.Module, ...], ends: Callable[[nn.Module], bool]) -> None:

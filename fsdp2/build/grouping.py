@@ -166,7 +166,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -
     group = FSDPParamGroup(ShardStore(params, mesh, pieces, options), state.modules, state.root.comm)
     group.gradients.noticed = state.notice_backward
     if mesh.mesh.size() > 1:
-        group.initial = (_first_values(placed[0].found.param), group.store.stamp())
+        group.initial = (_first_values(placed[0].found.param), group.store.version())
     originals = [p.found.param for p in placed]
     follow_parameters(originals, params)
     return group

@@ -112,15 +112,15 @@ def reduce_chunk(
     plan: ReducePlan,
     reductions: Retained,
     deliver: Callable[[list[torch.Tensor]], None],
-    settle: Callable[[list[torch.Tensor]], bool] | None = None,
+    defer_or_reduce: Callable[[list[torch.Tensor]], bool] | None = None,
 ) -> Generator[None, None, None]:
     """Reduce ``grads`` (emptied, none of which needs a gradient itself) and ``deliver`` this rank's shards of them.
 
     Step 8 of the life of a parameter, which ``deliver`` ends.
 
-    ``settle`` sees the sums over the shard axis, one slot per gradient: it adds what earlier backwards left there, and
-    says whether to go on to the replicate axis (True) or has kept them for a later backward. On streams this comes to
-    its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
+    ``defer_or_reduce`` gets the sums over the shard axis, one slot per gradient: it adds what earlier backwards left
+    there, and returns whether to go on to the replicate axis (True) or has kept them for a later backward. On streams
+    this comes to its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
     """
     lanes, lane = reductions.lanes, reductions.lanes.reduce
     scatter = _start_scatter(grads, row, plan, reductions)
@@ -131,11 +131,11 @@ def reduce_chunk(
             _wait(scatter.works)
     out, exchanged, event = scatter.out, scatter.exchanged, scatter.event
     del scatter
-    if exchanged or settle is not None:
+    if exchanged or defer_or_reduce is not None:
         with lane.after() as done:
             if exchanged:
                 out = _sum_rows(out, row.numel, plan)
-            go_on = settle is None or settle(_slots(out, row))
+            go_on = defer_or_reduce is None or defer_or_reduce(_slots(out, row))
         event = done.event
         if not go_on:
             reductions.end(lane, event)

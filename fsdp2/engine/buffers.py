@@ -52,7 +52,7 @@ class ShardStore:
         self._fulls: list[torch.Tensor] = []
         self._gather: GatherBuffers | None = None
         self._subgroup: SubgroupShards | None = None
-        self._gave_way = False
+        self._swapped = False
         self.agreed = self._digest()  # what ranks have to agree on about the formats of this group
         self.generation = 0  # of the full parameters: others are made where shards are cast, moved or laid out anew
         self._place(pieces)
@@ -94,7 +94,7 @@ class ShardStore:
         """The parameters that have an all-gather extension."""
         return set() if self.extensions is None else self.extensions.params
 
-    def stamp(self) -> object:
+    def version(self) -> object:
         """A value that changes when the shards were written in place."""
         return sum(version_of(param.sharded) + version_of(param.local) for param in self.params)
 
@@ -139,7 +139,7 @@ class ShardStore:
             if shown is param.sharded and local_tensor(shown) is placed:
                 continue
             _check_replacement(param, shown)
-            self._gave_way |= shown is not param.sharded
+            self._swapped |= shown is not param.sharded
             param.adopt_shard(shown)  # type: ignore[arg-type]  # just checked
             show([param], "sharded")
             changed = True
@@ -147,13 +147,13 @@ class ShardStore:
             self._place([param.local for param in self.params])
         return changed
 
-    def gave_way(self) -> bool:
+    def shards_were_swapped(self) -> bool:
         """Whether other shards were put in the place of ours since this was last asked.
 
         ``functional_call`` does so for one forward, after which nothing that was computed from them may be kept.
         """
-        gave_way, self._gave_way = self._gave_way, False
-        return gave_way
+        shards_were_swapped, self._swapped = self._swapped, False
+        return shards_were_swapped
 
     def replaced(self, *, in_backward: bool) -> bool:
         """Whether a module shows another parameter than the shard it was given: cheap, for every gather.

@@ -422,7 +422,7 @@ class FSDPParamGroup:
 
     def release(self, after: bool | int | None = None) -> None:
         """What becomes of full parameters after forward; also where other ranks used them and this one did not."""
-        after = self.store.gave_way() or (self.after_forward if after is None else after)
+        after = self.store.shards_were_swapped() or (self.after_forward if after is None else after)
         if after is True:
             self.reshard()
             return

@@ -31,8 +31,8 @@ __all__ = [
     "is_managed_tensor",
     "is_temporary",
     "lend_gradient",
+    "proxy",
     "show",
-    "stand_in",
 ]
 
 
@@ -110,7 +110,7 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
             hook(sharded)
 
 
-def stand_in(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
+def proxy(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
     """A plain parameter of ``value`` itself that looks like ``param``, for modules to show for a while."""
     shown = nn.Parameter(value, requires_grad=param.requires_grad)
     shown.__dict__.update(param.attributes, _fsdp2_managed=True)

@@ -90,8 +90,8 @@ class GroupGradients:
         self._hooked: dict[int, torch.Tensor] = {}
         # A backward did not reduce, so gradients may be in the reduce dtype, on whichever ranks have them.
         self._kept = False
-        # What autograd was told to make of gradients: ones to be reduced at once (True), to accumulate, nothing yet.
-        self._told: bool | None = None
+        # Whether autograd makes gradients that are reduced at once (True) or that accumulate; None before either.
+        self._expects_reduced: bool | None = None
         # Sums over the shard axis that were not all-reduced yet, by parameter.
         self._partial: dict[int, torch.Tensor] = {}
 
@@ -102,7 +102,7 @@ class GroupGradients:
 
     def forget_plan(self) -> None:
         """Plan anew: parameters, their dtypes or what is trainable changed."""
-        self._plan = self._told = None
+        self._plan = self._expects_reduced = None
         self._plans.clear()
         self._rows.clear()
 
@@ -183,8 +183,8 @@ class GroupGradients:
         """
         plan = self._plan or self._make_plan()
         reduced = self._store.options.reduce_gradients and not self._kept
-        if reduced is not self._told:
-            self._told, rounded = reduced, self._rounded
+        if reduced is not self._expects_reduced:
+            self._expects_reduced, rounded = reduced, self._rounded
             for param in self._store.params:
                 if param.requires_grad:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
@@ -269,7 +269,7 @@ class GroupGradients:
 
     def keep(self) -> None:
         """Leave the gradients unreduced for a later backward."""
-        self._backward, self._kept, self._told = None, True, False
+        self._backward, self._kept, self._expects_reduced = None, True, False
         for param in self._store.params:
             if param.requires_grad:
                 param.expect_gradients(reduced=False, rounded=False)
@@ -278,7 +278,7 @@ class GroupGradients:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()
         self._kept = False
-        self._backward = self._told = None
+        self._backward = self._expects_reduced = None
         for param in self._store.params:
             param.drop_gradient()
 
@@ -302,9 +302,9 @@ class GroupGradients:
         if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=plan.out_dtype, device=p.local.device) for p in params])
             return
-        settle = self._settle(indices) if store.mesh.replicate.size > 1 else None
+        defer_or_reduce = self._defer_or_reduce(indices) if store.mesh.replicate.size > 1 else None
         reductions = self.comm.reductions
-        operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, settle)
+        operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce)
         del grads
         if _trace.recorder is not None:
             operation = _trace.owned(self.name, operation)
@@ -363,11 +363,11 @@ class GroupGradients:
         by_chance = policy is not None and policy.stochastic
         return Compression(reduce, replicate, *(self.comm.noise if by_chance else (None, None)))
 
-    def _settle(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
+    def _defer_or_reduce(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
         """What becomes of sums over the shard axis: joined with earlier ones, then all-reduced (True) or kept."""
         all_reduce = self._store.options.all_reduce_gradients
 
-        def settle(pieces: list[torch.Tensor]) -> bool:
+        def defer_or_reduce(pieces: list[torch.Tensor]) -> bool:
             for i, piece in zip(indices, pieces):
                 kept = self._partial.pop(i, None)
                 if kept is not None:
@@ -376,7 +376,7 @@ class GroupGradients:
                     self._partial[i] = piece
             return all_reduce
 
-        return settle
+        return defer_or_reduce
 
 
 def _zeros(param: FSDPParam, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ from fsdp2.autograd.hooks import (
     watch_transformed,
 )
 from fsdp2.autograd.nesting import calls_under_way
-from fsdp2.autograd.side_outputs import LeftOnModules
+from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
@@ -79,7 +79,7 @@ class FSDPState(ComposableState):
         self._root: weakref.ref[RootContext[FSDPState]] | None = None
         self._calls: list[Call] = []  # that are under way, the latest last; an exception may leave some behind
         self._first_node = 0  # autograd nodes made by its latest forward have this number or a higher one
-        self._left = LeftOnModules(modules, lambda module: get_state(module) is not None)
+        self._side_outputs = SideOutputs(modules, lambda module: get_state(module) is not None)
         self._explains = False  # errors that leave its forward
         # Takes in parameters added since; asked when the process has seen registrations that this state has not.
         self.unit: Adopting | None = None
@@ -224,18 +224,18 @@ class FSDPState(ComposableState):
             group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
             watched = watch_outputs(output, self.pre_backward, self._first_node)
-            watched |= not in_backward and self._watch_left(call)
+            watched |= not in_backward and self._watch_side_outputs(call)
             output = watch_transformed(output, self.pre_backward)
             for group in self.groups if watched and not in_backward else ():
                 self.root.pending.calls.record(group)
         return output
 
-    def _watch_left(self, call: Call | None) -> bool:
+    def _watch_side_outputs(self, call: Call | None) -> bool:
         """Whether backward may enter by tensors that the forward left on modules: here, and in the units around."""
         if all([group.after_forward is False for group in self.groups]):
             return False
-        around = [] if call is None else list(call.run.entered)
-        return self._left.watch(self._first_node, lambda: [self.pre_backward, *(s.pre_backward for s in around)])
+        units = [self, *([] if call is None else call.run.entered)]
+        return self._side_outputs.watch(self._first_node, lambda: [unit.pre_backward for unit in units])
 
     def _check_summoned(self) -> None:
         """Let forward compute with what ``summon_full_params`` shows, in its dtype, where that is right.

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2._torch.tensors import AsyncCollectiveTensor, DTensorSpec, dtensor_from_local, dtensor_spec, local_tensor
 from fsdp2.sharding.spec import with_dtype
 
-__all__ = ["agreeing_local", "cut_alike", "local_state", "shown_state"]
+__all__ = ["agreeing_local", "local_state", "same_placement", "shown_state"]
 
 
-def cut_alike(one: DTensorSpec, other: DTensorSpec) -> bool:
+def same_placement(one: DTensorSpec, other: DTensorSpec) -> bool:
     """Whether the same elements of two tensors are on each rank; their dtypes may differ."""
     if one is other:
         return True
@@ -27,7 +27,7 @@ def agreeing_local(grad: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor
     A gradient that is placed otherwise (a partial sum, say) is redistributed: every rank of its mesh must ask for it.
     """
     if isinstance(grad, DTensor):
-        if spec is not None and not cut_alike(dtensor_spec(grad), spec):
+        if spec is not None and not same_placement(dtensor_spec(grad), spec):
             grad = grad.redistribute(placements=spec.placements)
         grad = local_tensor(grad)
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
@@ -48,7 +48,7 @@ def local_state(value: Any, spec: DTensorSpec | None, where: Callable[[], str]) 
     else:
         own = dtensor_spec(value)
         same_everywhere = value.numel() == 1 and all(isinstance(p, Replicate) for p in own.placements)
-        if cut_alike(own, spec) or same_everywhere:
+        if same_placement(own, spec) or same_everywhere:
             return local_tensor(value)
         got = f"a DTensor of shape {tuple(value.shape)} placed as {own.placements}"
     raise RuntimeError(

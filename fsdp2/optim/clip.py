@@ -20,7 +20,7 @@ from fsdp2._torch.optimizers import foreach_mul, foreach_norm
 from fsdp2._torch.tensors import DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.param import is_temporary
-from fsdp2.optim.alike import agreeing_local, cut_alike
+from fsdp2.optim.alike import agreeing_local, same_placement
 from fsdp2.optim.runs import joined, split_for_norms
 from fsdp2.sharding.mesh import Axis
 
@@ -131,7 +131,7 @@ def _collect(
     for grad, local, own, spec, cut in zip(grads, local_tensors(grads), dtensor_specs(grads), specs, cuts):
         if grad is None:
             continue
-        alike = own is spec or (own is not None and spec is not None and cut_alike(own, spec))
+        alike = own is spec or (own is not None and spec is not None and same_placement(own, spec))
         if cut is None or not alike or type(local) is not torch.Tensor:
             whole = agreeing_local(grad, None) if own is None else _settle(grad, None if cut is None else spec)
             odd.append((whole, agreeing_local(local, None), cut or _PLAIN))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor, pytree
 from fsdp2.comm.collectives import exchange_objects
-from fsdp2.optim.alike import cut_alike
+from fsdp2.optim.alike import same_placement
 from fsdp2.optim.exchange import Layout
 from fsdp2.optim.owners import Route
 from fsdp2.optim.ownership import Owned, Ownership, RankSet
@@ -175,7 +175,7 @@ def _bring(leaves: list[Any], owned: Owned, ranks: RankSet) -> list[Any]:
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, DTensor):
             continue
-        if tuple(leaf.shape) == owned.route.shape and cut_alike(dtensor_spec(leaf), spec):
+        if tuple(leaf.shape) == owned.route.shape and same_placement(dtensor_spec(leaf), spec):
             cut.append(k)
         elif all(isinstance(p, Replicate) for p in leaf.placements):
             found[k] = local_tensor(leaf)

@@ -19,9 +19,9 @@ from fsdp2._torch.dynamo import dynamo_is_tracing, outside_dynamo
 from fsdp2._torch.optimizers import around_init_group
 from fsdp2._torch.tensors import AsyncCollectiveTensor, DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.autograd.hooks import settle_optimizer
-from fsdp2.optim.alike import agreeing_local, cut_alike, local_state, shown_state
+from fsdp2.optim.alike import agreeing_local, local_state, same_placement, shown_state
 from fsdp2.optim.collecting import Collecting
-from fsdp2.optim.proxies import step_on_stand_ins
+from fsdp2.optim.proxies import step_on_proxies
 
 __all__ = ["use_local_shards"]
 
@@ -90,7 +90,7 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
         if kind in _ELEMENTWISE:
             _step_on_local_lists(optimizer)
         else:
-            step_on_stand_ins(optimizer)
+            step_on_proxies(optimizer)
     return optimizer
 
 
@@ -141,7 +141,7 @@ class _LocalLists:
                 continue
             if i == 1:
                 tensors[:] = [agreeing_local(grad, spec) for grad, spec in zip(tensors, specs, strict=True)]
-                settled = all(a is b or (a and b and cut_alike(a, b)) for a, b in zip(specs, own))
+                settled = all(a is b or (a and b and same_placement(a, b)) for a, b in zip(specs, own))
             else:
                 names = [functools.partial(_name, group, param) for param in params]
                 tensors[:] = [local_state(*entry) for entry in zip(tensors, specs, names, strict=True)]

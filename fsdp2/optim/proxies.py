@@ -18,10 +18,10 @@ from fsdp2.autograd.hooks import hook_next_step, settle_optimizer
 from fsdp2.engine.param import lend_gradient
 from fsdp2.optim.alike import agreeing_local, local_state, shown_state
 
-__all__ = ["step_on_stand_ins"]
+__all__ = ["step_on_proxies"]
 
 
-def step_on_stand_ins(optimizer: optim.Optimizer) -> None:
+def step_on_proxies(optimizer: optim.Optimizer) -> None:
     """Let ``optimizer.step`` find plain parameters, gradients and state; hooks and closures find DTensors.
 
     Everything is put back also where the step raises.
@@ -53,7 +53,7 @@ class _Loan:
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._stand_ins: dict[torch.Tensor, tuple[torch.Tensor, nn.Parameter]] = {}
+        self._proxies: dict[torch.Tensor, tuple[torch.Tensor, nn.Parameter]] = {}
         self._groups: list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]] = []
         self._state: Any = None
         self._shown: dict[int, DTensor] = {}
@@ -76,24 +76,24 @@ class _Loan:
         """Let the optimizer hold stand-ins."""
         if self._state is not None:
             return
-        optimizer, known = self._optimizer, self._stand_ins
+        optimizer, known = self._optimizer, self._proxies
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._stand_ins = {param: _stand_in(param, known.get(param)) for param in params if isinstance(param, DTensor)}
+        self._proxies = {param: _proxy(param, known.get(param)) for param in params if isinstance(param, DTensor)}
         state: Any = defaultdict(dict)
         shown: dict[int, DTensor] = {}
         for key, entry in optimizer.state.items():
-            if key in self._stand_ins:
-                state[self._stand_ins[key][1]] = _localize(entry, key, shown)
+            if key in self._proxies:
+                state[self._proxies[key][1]] = _localize(entry, key, shown)
             else:
                 state[key] = entry
         gradients = []
-        for param, (_, stand_in) in self._stand_ins.items():
+        for param, (_, proxy) in self._proxies.items():
             grad = None if param.grad is None else agreeing_local(param.grad, dtensor_spec(param))
-            gradients.append((stand_in, grad))
-        for stand_in, grad in gradients:
-            lend_gradient(stand_in, grad)
+            gradients.append((proxy, grad))
+        for proxy, grad in gradients:
+            lend_gradient(proxy, grad)
         for group in optimizer.param_groups:
-            lent = [self._stand_ins[param][1] if param in self._stand_ins else param for param in group["params"]]
+            lent = [self._proxies[param][1] if param in self._proxies else param for param in group["params"]]
             self._groups.append((group, group["params"], lent))
             group["params"] = lent
         self._state, self._shown, optimizer.state = optimizer.state, shown, state
@@ -108,20 +108,20 @@ class _Loan:
             if group["params"] is lent:
                 group["params"] = params
         self._groups.clear()
-        owners: dict[Any, torch.Tensor] = {stand_in: param for param, (_, stand_in) in self._stand_ins.items()}
+        owners: dict[Any, torch.Tensor] = {proxy: param for param, (_, proxy) in self._proxies.items()}
         found = {owners.get(key, key): entry for key, entry in lent_state.items()}
         for key in [key for key in state if key not in found]:
             del state[key]
         for key, entry in found.items():
-            entry = self._show(entry, key) if key in self._stand_ins else entry
+            entry = self._show(entry, key) if key in self._proxies else entry
             if isinstance(state.get(key), dict) and isinstance(entry, dict):
                 entry = {**entry}  # it may be the very dictionary that is emptied
                 state[key].clear()
                 state[key].update(entry)
             else:
                 state[key] = entry
-        for stand_in in owners:
-            lend_gradient(stand_in, None)
+        for proxy in owners:
+            lend_gradient(proxy, None)
         self._shown = {}
 
     def _show(self, entry: Any, param: torch.Tensor) -> Any:
@@ -136,14 +136,14 @@ class _Loan:
         }
 
 
-def _stand_in(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
+def _proxy(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
     """The local tensor of ``param`` and a plain parameter on the same memory, the one there was if it still is that."""
     local = local_tensor(param)
     if known is not None and known[0] is local and known[1].requires_grad == param.requires_grad:
         return known
-    stand_in = nn.Parameter(local, requires_grad=param.requires_grad)
-    stand_in.__dict__.update(python_attributes(param))
-    return local, stand_in
+    proxy = nn.Parameter(local, requires_grad=param.requires_grad)
+    proxy.__dict__.update(python_attributes(param))
+    return local, proxy
 
 
 def _localize(entry: Any, param: Any, shown: dict[int, DTensor]) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import graph_task_id
-from fsdp2.engine.param import FSDPParam, stand_in
+from fsdp2.engine.param import FSDPParam, proxy
 from fsdp2.engine.unit import FSDPState, get_state, live_states
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Selection, ranks_of, select
@@ -146,7 +146,7 @@ class _Summoned:
             value = next(tensors) if param in values else None
             grad = next(tensors) if param in gradients else None
             if value is not None:
-                self.shown[param] = stand_in(param, value, grad)
+                self.shown[param] = proxy(param, value, grad)
         for param, shown in self.shown.items():
             for slot in param.slots:
                 slot.show(shown)

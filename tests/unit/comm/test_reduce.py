@@ -65,11 +65,11 @@ class Chunk:
         self.delivered: list[list[Tensor]] = [[] for _ in self.plans]
 
     def start(
-        self, grads: list[list[Tensor]], settle: Callable[[int], Callable[..., bool]] | None = None
+        self, grads: list[list[Tensor]], defer_or_reduce: Callable[[int], Callable[..., bool]] | None = None
     ) -> list[Generator[None, None, None]]:
         """Return the operations of all ranks, not started; the lists of gradients are theirs."""
         return [
-            reduce_chunk(g, self.row, p, REDUCTIONS, d.extend, settle(i) if settle else None)
+            reduce_chunk(g, self.row, p, REDUCTIONS, d.extend, defer_or_reduce(i) if defer_or_reduce else None)
             for i, (g, p, d) in enumerate(zip(grads, self.plans, self.delivered))
         ]
 
@@ -305,25 +305,25 @@ def test_sums_that_are_kept_go_no_further_until_they_are_settled() -> None:
     kept: list[list[Tensor]] = [[] for _ in made.plans]
 
     def keep(rank: int) -> Callable[..., bool]:
-        def settle(slots: list[Tensor]) -> bool:
+        def defer_or_reduce(slots: list[Tensor]) -> bool:
             kept[rank] = slots
             return False
 
-        return settle
+        return defer_or_reduce
 
     def join(rank: int) -> Callable[..., bool]:
-        def settle(slots: list[Tensor]) -> bool:
+        def defer_or_reduce(slots: list[Tensor]) -> bool:
             for slot, earlier in zip(slots, kept[rank]):
                 slot += earlier
             return True
 
-        return settle
+        return defer_or_reduce
 
     with simulated():
-        made.run(first, settle=keep)
+        made.run(first, defer_or_reduce=keep)
         assert made.delivered == [[]] * 4
         assert [len(sent(plan.replicate)) for plan in made.plans] == [0] * 4
-        made.run(second, settle=join)
+        made.run(second, defer_or_reduce=join)
     assert_means(made, [[a + b for a, b in zip(*pair)] for pair in zip(first, second)])
 
 

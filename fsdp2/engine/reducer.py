@@ -59,7 +59,7 @@ class _Backward:
     """One backward through the group, from its entry until the rest of its gradients left."""
 
     task: int
-    ready: list[set[int]]  # of each chunk that leaves early, what is finished
+    waiting: list[set[int]]  # of each chunk that leaves early, what is not finished
     awaited: set[int] | None  # gradients after the last of which ``through`` runs, if anything
     through: Callable[[], None]
     admit: Admit | None
@@ -188,9 +188,9 @@ class GroupGradients:
             for param in self._store.params:
                 if param.requires_grad:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
-        ready: list[set[int]] = [set() for _ in plan.streamed]
+        waiting = [set(chunk) for chunk in plan.streamed]
         awaited = self._expected() if count else None
-        self._backward = _Backward(graph_task_id(), ready, awaited, through, admit)
+        self._backward = _Backward(graph_task_id(), waiting, awaited, through, admit)
         if watch_all:
             self.watch_all()
 
@@ -218,14 +218,12 @@ class GroupGradients:
         if backward is None or plan is None:
             self.noticed()
             return
-        if self._store.options.reduce_gradients and self._chunk_of[i] < len(plan.streamed):
-            backward.ready[self._chunk_of[i]].add(i)
-            while backward.launched < len(plan.streamed):
-                chunk = plan.streamed[backward.launched]
-                if len(backward.ready[backward.launched]) < len(chunk):
-                    break
+        chunk, waiting = self._chunk_of[i], backward.waiting
+        if self._store.options.reduce_gradients and chunk < len(waiting):
+            waiting[chunk].discard(i)
+            while backward.launched < len(waiting) and not waiting[backward.launched]:
                 backward.launched += 1
-                self._launch(chunk, backward.admit)
+                self._launch(plan.streamed[backward.launched - 1], backward.admit)
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
         if backward.awaited is not None and graph_task_id() == backward.task:
             backward.awaited.discard(i)

@@ -1,7 +1,7 @@
 """Train torchtitan's small Llama, sharded by torchtitan's own function, for a few steps with clipping.
 
-``--fsdp2``: after ``fsdp2.install()``. Its trainer runs on GPUs alone, and so does the attention that it compiles, in
-whose place the plain one of torchtitan is used.
+``--fsdp2``: after ``fsdp2.install()``. The loop is ours, not its trainer's, and attention is torchtitan's plain one in
+place of the one that it compiles.
 """
 
 from __future__ import annotations

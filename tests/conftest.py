@@ -42,7 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.pool import POOL  # imports what the variable above chooses
 
         POOL.longest = limit
-    settings.load_profile(next((name for name in ("long", "all") if config.getoption(f"--{name}")), "ci"))
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Have the properties of the next file tested as asked: torch's test helpers load a profile of their own."""
+    settings.load_profile(next((name for name in ("long", "all") if collector.config.getoption(f"--{name}")), "ci"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -152,11 +152,7 @@ class Inline(Lane):
     def __init__(self, device: str) -> None:
         stream = torch.cuda.current_stream() if device == "cuda" else None
         super().__init__(torch.device(device), stream=stream)
-
-    @property
-    def async_op(self) -> bool:
-        """Nothing runs beside the host."""
-        return False
+        self.async_op = False  # nothing runs beside the host
 
 
 def inline_lanes(model: Any, device: str) -> Any:

@@ -94,7 +94,7 @@ class CountingStore:
 class Group:
     """A group of five parameters, as far as errors name them."""
 
-    options, store = SimpleNamespace(reduce_unused=False), SimpleNamespace(extensions=None)
+    options, store = SimpleNamespace(reduce_unused=False), SimpleNamespace(extensions=None, agreed=())
     params = [SimpleNamespace(name=f"p{i}") for i in range(5)]
     rewritten = ""
 

@@ -11,9 +11,9 @@ from torch.nn.utils import prune
 
 from fsdp2.ranks.process import _monitors
 from tests.support import api
-from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk
+from tests.support.cases import CASES, TRANSFERS, build, build_sharded, chunk
 from tests.support.models import mlp
-from tests.support.parity import Run, mesh_of
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 
@@ -90,11 +90,11 @@ def test_reset_drops_what_was_not_reduced(rank, world):
     module(torch.randn(2, 4)).sum().backward()
     module.reset_iter_state()
     module.set_requires_gradient_sync(True)
-    run = Run(CASES["mlp"], rank, world, Setup(), None)
+    alone = build(CASES["mlp"])
     inputs = torch.ones(2, 4)
     module(inputs).square().mean().backward()
-    run.module(inputs).square().mean().backward()
-    for got, expected in zip(module.parameters(), run.module.parameters(), strict=True):
+    alone(inputs).square().mean().backward()
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
 
 

@@ -34,11 +34,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.now
 
     def follow(self, tensor: Tensor) -> None:
-        """Count the tensor's storage until it dies; one on the meta device has no bytes."""
+        """Count the tensor's storage until it dies; one on the meta device, or of a fake tensor, has no bytes."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if local.is_meta:
-            return
         storage = local.untyped_storage()
+        if storage.device.type == "meta":
+            return
         key = storage._cdata
         if key not in self.sizes:
             self.sizes[key] = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,7 +56,10 @@ class TestThreads(MultiThreadedTestCase):
         return 4
 
     def setUp(self) -> None:
-        """Start them."""
+        """Start them; the environment that torch's class changes is this test's alone."""
+        environment = mock.patch.dict(os.environ)
+        environment.start()
+        self.addCleanup(environment.stop)
         super().setUp()
         self._spawn_threads()
 

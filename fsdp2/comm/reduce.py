@@ -196,18 +196,17 @@ def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, re
     wire_dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
     # A division before the sum needs memory of our own: the user may hold the gradient itself.
     as_it_is = plan.scaling.pre == 1.0 and custom is None and _sends_as_it_is(grads, row, wire_dtype)
-    lanes, lane, ready = reductions.lanes, reductions.lanes.reduce, reductions.lanes.compute.event()
+    lanes, lane = reductions.lanes, reductions.lanes.reduce
     packing = lane if custom is not None else lanes.pack  # it may allocate the same memory each time
     if as_it_is:
         rows = grads[0].as_strided((grads[0].numel(),), (1,))
     else:
-        with packing.after(ready) as packed:
+        with packing.after(lanes.compute) as packed:
             rows = _allocate(row.numel * ranks, wire_dtype, device, custom)
             pack_gradients(grads, row, rows)
-        ready = packed.event
-        reductions.hold(ready, grads)
+        reductions.hold(packed.event, grads)
     grads.clear()
-    with lane.after(ready) as done:
+    with lane.after(lanes.compute if as_it_is else packed.event) as done:
         if plan.scaling.pre != 1.0:
             rows.div_(plan.scaling.pre)
         if exchange:
@@ -232,7 +231,7 @@ def _start_exchange(
 ) -> _Scatter:
     """Send each rank its row, encoded."""
     lanes, lane, ranks = reductions.lanes, reductions.lanes.reduce, plan.shard.size
-    with lanes.pack.after(lanes.compute.event()) as packed:
+    with lanes.pack.after(lanes.compute) as packed:
         if _sends_as_it_is(grads, row, grads[0].dtype):
             rows = grads[0].as_strided((grads[0].numel(),), (1,))
         else:

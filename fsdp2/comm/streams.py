@@ -18,8 +18,8 @@ Every wait between lanes, and what it protects:
 | compute         | all of them, at the end           | order  | Retained.finish               |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
-this wait. Gather memory is allocated and freed on the gather lane, what gradients are packed into on the pack lane,
-so no block is ever recorded on a second stream. Whatever follows a collective is queued right behind it.
+this wait. Gather memory comes from the gather lane and goes back to it, what gradients are packed into from the pack
+lane, so no block is ever recorded on a second stream. Whatever follows a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
 late, which is what overlaps them with compute there.
@@ -42,7 +42,7 @@ import torch.distributed as dist
 from fsdp2 import _trace
 from fsdp2.comm.host_work import HostWork
 
-__all__ = ["ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Moments", "Retained", "simulated_streams"]
+__all__ = ["Before", "ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Moments", "Retained", "simulated_streams"]
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def _device_module(device: torch.device) -> Any:
 
 
 class Lane:
-    """A stream that work is put on: ``with lane.after(event) as done: ...`` runs the block behind ``event``."""
+    """A stream that work is put on: ``with lane.after(other) as done: ...`` runs the block behind the other's work."""
 
     def __init__(self, device: torch.device, *, priority: int = 0, stream: Any = None) -> None:
         """``stream`` is the caller's own; by default the lane makes one."""
@@ -108,17 +108,16 @@ class Lane:
         """Marks all work put on this lane so far."""
         return None if self._stream is None else self._stream.record_event()
 
-    def wait(self, event: torch.Event | None) -> None:
-        """Let what comes next on this lane wait for ``event``."""
-        if event is not None and self._stream is not None:
-            self._stream.wait_event(event)
+    def wait(self, before: Before) -> None:
+        """Let what comes next on this lane wait for ``before``."""
+        if self._stream is not None and before is not None:
+            self._stream.wait_event(before.event() if isinstance(before, (Lane, ComputeLane)) else before)
 
-    def after(self, *events: torch.Event | None) -> Done:
-        """Wait for ``events``, then run the block on this lane."""
+    def after(self, before: Before = None) -> Done:
+        """Wait for ``before``, then run the block on this lane."""
         if self._stream is None or self._module is None:
             return _HOST_DONE
-        for event in events:
-            self.wait(event)
+        self.wait(before)
         return Done(self._stream, self._module.stream(self._stream))
 
 
@@ -190,6 +189,10 @@ class ComputeLane:
             recorder.waited(began)
         if self._backward is not None and self._backward != current:
             self._backward.wait_event(event)
+
+
+Before = torch.Event | Lane | ComputeLane | None
+"""What a lane waits for: an event, or all that was put on another lane so far."""
 
 
 class Lanes:

@@ -185,7 +185,7 @@ class GroupExtensions:
             extension.decode()
         released = [extension for extension in self._extensions if extension.releases]
         if released:
-            with lane.after(compute.event()):
+            with lane.after(compute):
                 for extension in released:
                     extension.release()
 

@@ -129,7 +129,7 @@ class FSDPParamGroup:
         if self.subgroup is None:
             if store.replaced(in_backward=in_backward):
                 self.adopt_shards()
-                lanes.gather.wait(lanes.compute.event())
+                lanes.gather.wait(lanes.compute)
             buffers, axis, custom = store.gather_buffers(lanes.gather), self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
@@ -259,8 +259,8 @@ class FSDPParamGroup:
 
     def _free_full(self) -> None:
         lanes = self.comm.lanes
-        with lanes.gather.after(lanes.compute.event()):
-            self.store.free_full()
+        lanes.gather.wait(lanes.compute)  # memory goes back to the lane it came from
+        self.store.free_full()
 
     def _free_subgroup(self) -> None:
         assert self.subgroup is not None

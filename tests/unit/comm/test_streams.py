@@ -60,7 +60,7 @@ class Operations:
 def test_a_cpu_lane_is_program_order() -> None:
     lane = Lane(CPU, priority=-1)
     log = []
-    with lane.after(None, None) as done:
+    with lane.after(None) as done:
         log.append("inside")
     log.append("behind")
     assert log == ["inside", "behind"]
@@ -70,7 +70,7 @@ def test_a_cpu_lane_is_program_order() -> None:
 
 def test_cpu_lanes_nest() -> None:
     lanes = Lanes(CPU)
-    with lanes.gather.after() as outer, lanes.reduce.after(outer.event) as inner:
+    with lanes.gather.after(lanes.compute) as outer, lanes.reduce.after(outer.event) as inner:
         pass
     assert outer.event is None and inner.event is None
 
@@ -138,7 +138,7 @@ def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
         held = [weakref.ref(tensor) for tensor in inputs]
 
         def operation(tensor: torch.Tensor) -> Generator[None, None, None]:
-            with flying.lanes.reduce.after(flying.lanes.compute.event()) as done:
+            with flying.lanes.reduce.after(flying.lanes.compute) as done:
                 tensor + 1
             flying.hold(done.event, [tensor])
             return

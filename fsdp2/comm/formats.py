@@ -7,6 +7,7 @@ computed with in between stays small, and in a processor's cache.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ __all__ = ["Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encode
 Draw = Callable[[torch.Tensor], torch.Tensor]
 """Returns random numbers for as many elements: float32, in [0, 1), multiples of 2**-16."""
 
-_CPU_PIECE, _PIECE = 1 << 16, 1 << 21  # elements
+_READS = 16  # how often a CPU reads a table of random numbers
+_CPU_PIECE, _PIECE = 1 << 17, 1 << 21  # elements
 _INTEGERS: dict[torch.dtype | str, float] = {torch.int8: 127.0, "int4": 7.0}
 """Largest number."""
 _FLOATS: dict[torch.dtype | str, tuple[float, int, int]] = {
@@ -51,13 +53,15 @@ def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat) -> Encoded:
 def encode(values: torch.Tensor, into: Encoded, form: BlockFormat, draw: Draw | None = None) -> None:
     """Write ``values`` (rows, elements) there, rounded to the nearest, or by chance so that the mean is the value."""
     blocks = values.unflatten(1, (-1, form.block))
+    between = None
     for first, last in _pieces(blocks):
         target = into.part(first, last)
         numbers = blocks[:, first:last].to(device=target.scales.device, dtype=torch.float32)
-        scales = numbers.abs().amax(-1, keepdim=True).div_(_largest(form))
+        between = _scratch(between, numbers)
+        scales = torch.abs(numbers, out=between).amax(-1, keepdim=True).div_(_largest(form))
         target.scales.copy_(scales)
-        numbers = numbers / scales.masked_fill_(scales == 0, 1.0)
-        _write(_rounded(numbers, form, draw), target.payload, form)
+        torch.div(numbers, scales.masked_fill_(scales == 0, 1.0), out=between)
+        _write(_rounded(between, form, draw), target.payload, form)
 
 
 def decode(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
@@ -76,11 +80,18 @@ def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat) -> None
     """Write the sum over rows of what was encoded to ``total`` (elements, float32)."""
     rows = encoded.scales.shape[0]
     blocks = total.view(-1, form.block)
+    decoded = None
     for first, last in _pieces(blocks.expand(rows, *blocks.shape)):
-        part = encoded.part(first, last)
-        decoded = torch.empty(*part.payload.shape[:2], form.block, dtype=torch.float32, device=total.device)
-        _read(part, decoded, form)
+        decoded = _scratch(decoded, blocks[first:last].expand(rows, -1, -1))
+        _read(encoded.part(first, last), decoded, form)
         torch.sum(decoded, 0, out=blocks[first:last])
+
+
+def _scratch(memory: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Memory of that shape, the last piece's again where it fits: fresh memory costs more than what is computed in it."""
+    if memory is not None and memory.shape == like.shape:
+        return memory
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _pieces(blocks: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -130,35 +141,47 @@ def _write(numbers: torch.Tensor, payload: torch.Tensor, form: BlockFormat) -> N
 
 def _read(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
     payload, scales = encoded
-    if form.kind == torch.int8:
-        torch.mul(payload.view(torch.int8), scales, out=values)
-    elif form.kind == "int4":
+    if isinstance(form.kind, torch.dtype):
+        values.copy_(payload.view(form.kind))
+    else:
         both, half = payload.view(torch.int8), form.block // 2
         values[..., :half].copy_((both << 4) >> 4)
         values[..., half:].copy_(both >> 4)
-        values.mul_(scales)
-    else:
-        values.copy_(payload.view(form.kind)).mul_(scales)  # type: ignore[arg-type]  # a dtype
+    values.mul_(scales)
 
 
 class Noise:
     """Random numbers for rounding: a linear congruential generator in every element of a tensor.
 
     On a CPU it costs a fraction of torch's generators, it leaves the state of these alone, and it goes on when a graph
-    is replayed. It belongs to one lane. Seeds differ between ranks: equal errors would add up.
+    is replayed. It belongs to one lane. Seeds differ between ranks: equal errors would add up. A CPU, where generating
+    costs more than rounding, reads some numbers more than once, each time from another place on.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._state = torch.empty(0)
+        self._table = torch.empty(0)
+        self._places = random.Random(seed)
+        self._reads = 0
 
     def __call__(self, like: torch.Tensor) -> torch.Tensor:
         """A ``Draw``."""
         numel = like.numel()
+        if numel > _CPU_PIECE or _piece_numel(like) != _CPU_PIECE:
+            return self._next(like, numel).view(like.shape)
+        if self._reads % _READS == 0:
+            self._table = self._next(like, 2 * _CPU_PIECE)
+        self._reads += 1
+        first = self._places.randrange(2 * _CPU_PIECE - numel + 1)
+        return self._table[first : first + numel].view(like.shape)
+
+    def _next(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """The next number of each of so many elements."""
         if self._state.numel() < numel:
             generator = torch.Generator().manual_seed(self._seed % (1 << 62))
             state = torch.randint(-(2**31), 2**31, (max(numel, _piece_numel(like)),), generator=generator)
             self._state = state.to(device=like.device, dtype=torch.int32)
         state = self._state[:numel].mul_(747796405).add_(-1403630843)
         # The upper half alone: lower bits have short periods, and a sum with a number of the format has to be exact.
-        return (state >> 16).to(torch.float32).mul_(2.0**-16).add_(0.5).view(like.shape)
+        return (state >> 16).to(torch.float32).mul_(2.0**-16).add_(0.5)

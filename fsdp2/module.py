@@ -387,8 +387,7 @@ class FSDPModule(TorchFSDPModule):
                     f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected between "
                     "two steps. Call it after backward, or call reset_iter_state() on the root first if that raised"
                 )
-        for group, options in [(group, replace(group.options, compression=compression)) for group in groups]:
-            group.set_options(options)
+        self._change("set_compression", recurse, lambda group: replace(group.options, compression=compression))
 
     # ---- inside ----
 
@@ -422,12 +421,12 @@ class FSDPModule(TorchFSDPModule):
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Give groups other options on behalf of ``setter``; ranks compare what all of them must have alike."""
-        for state in self._states(recurse):
-            for group in state.groups:
-                before = group.options.alike
-                group.set_options(change(group))
-                if group.options.alike != before:
-                    state.root.options_changed(setter)
+        changes = [(state, group, change(group)) for state in self._states(recurse) for group in state.groups]
+        for state, group, options in changes:  # all of them are valid
+            alike = group.options.alike == options.alike
+            group.set_options(options)
+            if not alike:
+                state.root.options_changed(setter)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``to_empty`` and the like, applied to the shards."""

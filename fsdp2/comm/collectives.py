@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,24 +99,30 @@ def all_gather(
             for out, inp in zip(outputs, inputs)
         ]
         return [work for work in works if work is not None]
-    options, recorder = _gather_options(async_op), _trace.recorder
-    began = None if recorder is None else recorder.moment()
+    options, what = _gather_options(async_op), ("gather", "all_gather")
     if axis.is_nccl and len(outputs) > 1:
-        work = group_all_gather_coalesced(axis.group, outputs, inputs, options)
-        if recorder is not None:
-            recorder.launched(("gather", "all_gather"), axis, sum(out.nbytes for out in outputs), began, work)
+        work = _start(what, axis, outputs, group_all_gather_coalesced, outputs, inputs, options)
         return _works(work, axis, async_op)
     started: list[Work] = []
     for out, inp in zip(outputs, inputs):
         if axis.size == 2 and prefers_all_to_all(axis, out.nbytes):
             started += _swap(out, inp, axis, async_op=async_op)
-            continue
-        began = None if recorder is None else recorder.moment()
-        work = group_all_gather(axis.group, out, inp, options)
-        if recorder is not None:
-            recorder.launched(("gather", "all_gather"), axis, out.nbytes, began, work)
-        started += _works(work, axis, async_op)
+        else:
+            started += _works(_start(what, axis, [out], group_all_gather, out, inp, options), axis, async_op)
     return started
+
+
+def _start(
+    what: tuple[str, str], axis: Axis, moved: list[torch.Tensor], start: Callable[..., Any], *arguments: Any
+) -> dist.Work | None:
+    """``start`` a collective on the group of ``axis``; who records learns the bytes of ``moved``."""
+    recorder = _trace.recorder
+    if recorder is None:
+        return start(axis.group, *arguments)  # type: ignore[no-any-return]
+    began = recorder.moment()
+    work = start(axis.group, *arguments)
+    recorder.launched(what, axis, sum(tensor.nbytes for tensor in moved), began, work)
+    return work  # type: ignore[no-any-return]
 
 
 def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:
@@ -125,10 +132,8 @@ def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bo
     halves[axis.rank].copy_(piece)
     sizes = [0, 0]
     sizes[other] = piece.numel()
-    began = None if _trace.recorder is None else _trace.recorder.moment()
-    work = group_all_to_all(axis.group, halves[other], piece, sizes, sizes, _exchange_options(async_op))
-    if _trace.recorder is not None:
-        _trace.recorder.launched(("gather", "all_to_all"), axis, halves[other].nbytes, began, work)
+    what, target, options = ("gather", "all_to_all"), halves[other], _exchange_options(async_op)
+    work = _start(what, axis, [target], group_all_to_all, target, piece, sizes, sizes, options)
     return _works(work, axis, async_op)
 
 
@@ -191,10 +196,8 @@ def reduce_scatter(
     if custom is not None:
         work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
         return [] if work is None else [work]
-    began = None if _trace.recorder is None else _trace.recorder.moment()
-    work = group_reduce_scatter(axis.group, output, rows, _scatter_options(async_op, average))
-    if _trace.recorder is not None:
-        _trace.recorder.launched(("reduce", "reduce_scatter"), axis, rows.nbytes, began, work)
+    what, options = ("reduce", "reduce_scatter"), _scatter_options(async_op, average)
+    work = _start(what, axis, [rows], group_reduce_scatter, output, rows, options)
     return _works(work, axis, async_op, takes_limit=False)  # gloo's reduce-scatter waits on, whatever the limit
 
 
@@ -202,10 +205,8 @@ def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op
     """Fill ``output`` with this rank's row of every rank's ``rows``, in rank order (both 1D)."""
     assert axis.group is not None
     output, rows = _real(output), _real(rows)
-    began = None if _trace.recorder is None else _trace.recorder.moment()
-    work = group_all_to_all(axis.group, output, rows, [], [], _exchange_options(async_op))
-    if _trace.recorder is not None:
-        _trace.recorder.launched(("reduce", "all_to_all"), axis, output.nbytes, began, work)
+    what, options = ("reduce", "all_to_all"), _exchange_options(async_op)
+    work = _start(what, axis, [output], group_all_to_all, output, rows, [], [], options)
     return _works(work, axis, async_op)
 
 
@@ -234,10 +235,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: boo
     options = AllreduceOptions()
     options.asyncOp = async_op
     options.reduceOp = _op(average)
-    began = None if _trace.recorder is None else _trace.recorder.moment()
-    work = group_all_reduce(axis.group, [_real(tensor)], options)
-    if _trace.recorder is not None:
-        _trace.recorder.launched(("replicate", "all_reduce"), axis, tensor.nbytes, began, work)
+    work = _start(("replicate", "all_reduce"), axis, [tensor], group_all_reduce, [_real(tensor)], options)
     return _works(work, axis, async_op)
 
 

@@ -88,7 +88,7 @@ def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat) -> None
 
 
 def _scratch(memory: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Memory of that shape, the last piece's again where it fits: fresh memory costs more than what is computed in it."""
+    """Memory of that shape, the last piece's again if it fits: fresh memory costs more than what is computed in it."""
     if memory is not None and memory.shape == like.shape:
         return memory
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -84,8 +85,9 @@ class Record:
     A step begins with a forward that follows a backward, and ends where the next begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.steps: list[Timeline] = []
+        self._device = device
 
     @property
     def timeline(self) -> Timeline:
@@ -114,8 +116,6 @@ class Record:
         """Write the last step and ``others`` one below the other; see ``Forecast.save``."""
         save(path, [self.timeline, *others])
 
-    _device: Any = None
-
 
 @contextmanager
 def record_steps(model: nn.Module) -> Iterator[Record]:
@@ -136,8 +136,7 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
     if not groups:
         raise ValueError(f"record_steps: {type(model).__name__} has no units; call fully_shard on it first")
     device = next(iter(groups)).mesh.device
-    record, recorder = Record(), _Recorder(Moments(device))
-    record._device = device
+    record, recorder = Record(device), _Recorder(Moments(device))
     with recording_with(recorder), listening(recorder.heard):
         yield record
     end = recorder.moment()

@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.formats import Noise
+from fsdp2.comm.gather import HostCopies
 from fsdp2.comm.streams import Lanes, Retained
 
 __all__ = ["CommContext"]
 
 
 class CommContext:
-    """The lanes, and the gradient chunks in flight. Several roots may share one."""
+    """The lanes, and what is in flight on them. Several roots may share one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lanes = Lanes(device)
+        self.copies = HostCopies(self.lanes)
         self.reductions = Retained(self.lanes)
         self.largest_bytes = 0  # of the full parameters of any group that communicates here
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,13 @@ from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import all_gather, wire_view
 from fsdp2.comm.formats import Encoded, decode, encode, encoded_views
 from fsdp2.comm.pieces import piece_pairs
-from fsdp2.comm.streams import ComputeLane, InFlight, Lane
+from fsdp2.comm.streams import ComputeLane, InFlight, Lane, Lanes
 from fsdp2.policies import AllGather
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, align
 
-__all__ = ["Buffer", "GatherBuffers", "GatherInFlight", "Gathering", "finish_gather", "start_gather"]
+__all__ = ["Buffer", "GatherBuffers", "GatherInFlight", "Gathering", "HostCopies", "finish_gather", "start_gather"]
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
 Encoding = tuple[torch.Tensor, Encoded, BlockFormat]  # values (1, elements), where they go
@@ -71,7 +72,8 @@ class GatherBuffers:
         self.items, self.plan, self.full = items, plan, full
         ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
         self._fused = device.type != "cpu" if fused is None else fused
-        self.wire = Buffer(plan.wire_bytes, device) if plan.casts or shards.device != device else None
+        self.from_host = _on_host(shards, device)
+        self.wire = Buffer(plan.wire_bytes, device) if plan.casts or self.from_host else None
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.encodes: list[Encoding] = []
         wire_bytes = shards if self.wire is None else self._cast_to(self.wire, shards)
@@ -111,6 +113,8 @@ class GatherBuffers:
                 self.copies = self.unpack_copies(rows)
                 self.decodes = self.decodings(rows)
         self.free_temporaries()
+        if self.wire is not None:
+            self.wire.free()
 
     def _cast_to(self, wire: Buffer, shards: torch.Tensor) -> torch.Tensor:
         """Plan what becomes of each run of shards before it is sent; the bytes that are."""
@@ -192,14 +196,21 @@ class GatherBuffers:
         """Make what collectives read and write exist, and the ``full`` memory too if it cannot wait until then."""
         if full or self.plan.direct:
             self.full.allocate()
-        if self.wire is not None:
-            self.wire.allocate()
         if staging and self.staging is not None:
             self.staging.allocate()
 
+    def fill_wire(self) -> None:
+        """Write what is sent where it is not the shards themselves."""
+        if self.wire is not None:
+            self.wire.allocate()
+        for wire, shard in self.casts:
+            wire.copy_(shard, non_blocking=True)
+        for encoding in self.encodes:
+            encode(*encoding)
+
     def free_temporaries(self) -> None:
         """Give back what only the gather itself needs."""
-        if self.wire is not None:
+        if self.wire is not None and not self.from_host:
             self.wire.free()
         if self.staging is not None:
             self.staging.free()
@@ -233,10 +244,42 @@ class Gathering:
 GatherInFlight = InFlight[Gathering]
 
 
+class HostCopies:
+    """Shards that live on the host, copied to a device on a lane of their own: at most two units at a time."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self._sent: deque[tuple[Buffer, torch.Event | None]] = deque()
+
+    def start(self, buffers: GatherBuffers) -> torch.Event | None:
+        """Copy what ``buffers`` gather; the gather lane has to wait for the event."""
+        while len(self._sent) > 1 or any(wire is buffers.wire for wire, _ in self._sent):
+            self._drop_oldest()
+        with self.lanes.copy.after(self.lanes.shards_written) as done:
+            buffers.fill_wire()
+        return done.event
+
+    def _drop_oldest(self) -> None:
+        wire, gathered = self._sent.popleft()
+        self.lanes.copy.wait(gathered)
+        with self.lanes.copy.after():
+            wire.free()
+
+    def hold(self, buffers: GatherBuffers, gathered: torch.Event | None) -> None:
+        """Keep the copy until ``gathered`` of the gather lane."""
+        assert buffers.wire is not None
+        self._sent.append((buffers.wire, gathered))
+
+
+def _on_host(shards: torch.Tensor, device: torch.device) -> bool:
+    """Whether shards live elsewhere than where they are gathered."""
+    return shards.device != device
+
+
 def start_gather(
     buffers: GatherBuffers,
     axis: Axis,
-    lane: Lane,
+    copies: HostCopies,
     *,
     custom: AllGather | None = None,
     extras: Sequence[torch.Tensor] = (),
@@ -246,14 +289,13 @@ def start_gather(
     ``extras`` are 1D tensors, as large on every rank, that travel with the packed run. A ``custom`` collective gets
     one buffer that it allocated itself. Steps 3 and 4 of the life of a parameter; on a stream step 5 follows at once.
     """
+    lane = copies.lanes.gather
     gathering = Gathering(buffers, lane)
     assembled = custom is not None or bool(extras)
-    with lane.after() as done:
+    with lane.after(copies.start(buffers) if buffers.from_host else None) as done:
         buffers.allocate(staging=not assembled, full=not lane.async_op)
-        for wire, shard in buffers.casts:
-            wire.copy_(shard, non_blocking=True)
-        for encoding in buffers.encodes:
-            encode(*encoding)
+        if not buffers.from_host:
+            buffers.fill_wire()
         inputs, outputs = list(buffers.inputs), list(buffers.outputs)
         if assembled:
             output, sent = _assemble(gathering, axis, custom, extras)
@@ -269,6 +311,8 @@ def start_gather(
             works = []
             _unpack(gathering)
             gathering.rows = gathering.rows if extras else None
+    if buffers.from_host:
+        copies.hold(buffers, done.event)
     return InFlight(gathering, works, done.event)
 
 

@@ -8,6 +8,9 @@ Every wait between lanes, and what it protects:
 | gather          | compute, at an explicit unshard   | order  | by_hand.gather_by_hand        |
 | gather          | compute, shards were replaced     | order  | FSDPParamGroup._start_gather  |
 | gather          | compute, at reshard               | memory | FSDPParamGroup.reshard        |
+| copy            | compute, shards are written       | order  | HostCopies.start              |
+| gather          | copy, shards are on the device    | order  | gather.start_gather           |
+| copy            | gather, before copies are dropped | memory | HostCopies._drop_oldest       |
 | compute         | gather, before the full is used   | order  | gather.finish_gather          |
 | pack, reduce    | compute, gradients are finished   | order  | reduce.reduce_chunk           |
 | reduce          | pack, gradients are packed        | order  | reduce.reduce_chunk           |
@@ -19,7 +22,7 @@ Every wait between lanes, and what it protects:
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
 this wait. Gather memory comes from the gather lane and goes back to it, what gradients are packed into from the pack
-lane, so no block is ever recorded on a second stream. Whatever follows a collective is queued right behind it.
+lane, what shards are copied into from the copy lane, so no block is ever recorded on a second stream. Whatever follows a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
 late, which is what overlaps them with compute there.
@@ -196,7 +199,7 @@ Before = torch.Event | Lane | ComputeLane | None
 
 
 class Lanes:
-    """The lanes of one root: compute, gather, pack, reduce, replicate (the all-reduce of hybrid sharding).
+    """The lanes of one root: compute, copy, gather, pack, reduce, replicate (the all-reduce of hybrid sharding).
 
     Streams are made when they are first used, by the root alone: a device has few, and shares them out beyond these.
     """
@@ -204,11 +207,22 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.compute = ComputeLane(device)
+        self.shards_written: torch.Event | None = None
 
     @cached_property
     def gather(self) -> Lane:
         """Where parameters are gathered."""
         return Lane(self._device, priority=-1)
+
+    @cached_property
+    def copy(self) -> Lane:
+        """Where shards that live on the host are copied to the device, while the gather before is on its way."""
+        return Lane(self._device, priority=-1)
+
+    def gather_after_compute(self, event: torch.Event | None = None) -> None:
+        """What is gathered from now on is what compute has written, until ``event`` or until now."""
+        self.shards_written = event or self.compute.event()
+        self.gather.wait(self.shards_written)
 
     @cached_property
     def pack(self) -> Lane:

@@ -57,6 +57,6 @@ def _gather_between_passes(
 def _start(groups: list[FSDPParamGroup], admit: Admit | None, *, in_backward: bool = False) -> None:
     for group in groups:
         lanes = group.comm.lanes
-        lanes.gather.wait(lanes.compute)
+        lanes.gather_after_compute()
         group.unshard(False, admit, in_backward)
         group.note_kept()

@@ -129,7 +129,7 @@ class FSDPParamGroup:
         if self.subgroup is None:
             if store.replaced(in_backward=in_backward):
                 self.adopt_shards()
-                lanes.gather.wait(lanes.compute)
+                lanes.gather_after_compute()
             buffers, axis, custom = store.gather_buffers(lanes.gather), self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
@@ -141,7 +141,7 @@ class FSDPParamGroup:
         if _trace.recording:
             emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
         with span("all_gather", self.name):
-            self.gathering = start_gather(buffers, axis, lanes.gather, custom=custom, extras=extras)
+            self.gathering = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 
     @outside_functorch

@@ -366,7 +366,7 @@ class RootContext(Generic[U]):
         elif self.observer is not None:
             self.observer.begin("forward" if torch.is_grad_enabled() else "evaluation", outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
-        self.comm.lanes.gather.wait(event or self.comm.lanes.compute)
+        self.comm.lanes.gather_after_compute(event)
         return run
 
     def enter_backward(self) -> Pass:

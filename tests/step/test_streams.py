@@ -9,6 +9,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
     "last dimension": {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
     "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+    "copied from the host": {"mp_policy": MIXED},
     "hybrid": {"hybrid": True},
     "hybrid, bfloat16": {"hybrid": True, "mp_policy": BF16},
     "hybrid, mixed": {"hybrid": True, "mp_policy": MIXED},
@@ -277,7 +279,8 @@ PROGRAMS: list[Callable[[Training], None]] = [
 def mistakes(program: Callable[[Training], None], setup: str, transfer: str, ignored: Any = None) -> list[str]:
     """Return what ``program`` does too early on a device that ignores the waits of ``ignored``."""
     torch.manual_seed(0)
-    with fake_mesh(8) as mesh, Device(ignored) as device:
+    on_host = mock.patch("fsdp2.comm.gather._on_host", return_value=setup == "copied from the host")
+    with on_host, fake_mesh(8) as mesh, Device(ignored) as device:
         program(Training(mesh, device, setup, transfer))
     return device.mistakes
 
@@ -307,20 +310,33 @@ def test_programs(program, setup, transfer):
 
 
 WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], str, str]] = {
-    ("gather", "RootContext.begin_forward"): (("wait", "begin_forward", "_enter"), training, "fp32", "packed"),
+    ("gather", "RootContext.begin_forward"): (
+        ("wait", "gather_after_compute", "begin_forward"),
+        training,
+        "fp32",
+        "packed",
+    ),
     ("gather", "by_hand.gather_by_hand"): (
-        ("wait", "_start", "_gather_between_passes"),
+        ("wait", "gather_after_compute", "_start"),
         changed_by_hand,
         "fp32",
         "packed",
     ),
     ("gather", "FSDPParamGroup._start_gather"): (
-        ("wait", "_start_gather", "run"),
+        ("wait", "gather_after_compute", "_start_gather"),
         replaced_in_forward,
         "kept",
         "packed",
     ),
     ("gather", "FSDPParamGroup.reshard"): (("wait", "_free_full", "_keep_shards_alone"), training, "fp32", "packed"),
+    ("copy", "HostCopies.start"): (("wait", "after", "start"), training, "copied from the host", "packed"),
+    ("gather", "gather.start_gather"): (("wait", "after", "start_gather"), training, "copied from the host", "packed"),
+    ("copy", "HostCopies._drop_oldest"): (
+        ("wait", "_drop_oldest", "start"),
+        training,
+        "copied from the host",
+        "packed",
+    ),
     ("compute", "gather.finish_gather"): (("wait", "wait", "finish_gather"), training, "fp32", "packed"),
     ("pack, reduce", "reduce.reduce_chunk"): (("wait", "after", "_start_scatter"), training, "fp32", "direct"),
     ("reduce", "reduce.reduce_chunk"): (("wait", "after", "_start_scatter"), training, "fp32", "packed"),
@@ -339,6 +355,23 @@ def test_no_wait_can_be_left_out(wait):
     ignored, program, setup, transfer = WAITS[wait]
     assert not mistakes(program, setup, transfer)
     assert mistakes(program, setup, transfer, ignored)
+
+
+def test_the_host_is_read_while_the_gather_before_is_on_its_way():
+    """With shards on the host a unit's copy waits for no gather but the one before the last."""
+    waits: list[Any] = []
+    with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
+        run = Training(mesh, device, "copied from the host", "packed")
+        run.step(2)
+        comm = run.model._get_fsdp_state().root.comm
+
+        def note(before: Any) -> None:
+            waits.append((before, [event for _, event in comm.copies._sent]))
+
+        with mock.patch.object(comm.lanes.copy, "wait", side_effect=note):
+            run.forward()
+    gathers = [before for before, _ in waits if before not in (None, comm.lanes.shards_written)]
+    assert len(gathers) == 4 and not any(before in under_way for before, under_way in waits)
 
 
 def test_every_wait_is_left_out_once():

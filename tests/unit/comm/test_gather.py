@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp2.comm.gather import Buffer, GatherBuffers, finish_gather, start_gather
+from fsdp2.comm.gather import Buffer, GatherBuffers, HostCopies, finish_gather, start_gather
 from fsdp2.comm.streams import Lanes
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
@@ -77,7 +77,7 @@ def make_ranks(
 def gather(ranks: list[Rank], **options: object) -> list[list[Tensor]]:
     """Gather on every rank and return the extras each got."""
     with simulated():
-        flights = [start_gather(r.buffers, r.axis, LANES.gather, **options) for r in ranks]
+        flights = [start_gather(r.buffers, r.axis, HostCopies(LANES), **options) for r in ranks]
         return [finish_gather(flight, LANES.compute) for flight in flights]
 
 
@@ -250,7 +250,7 @@ def test_extras_travel_along(drawn: tuple[list[Item], TransferSizes], dtypes: li
     ranks = make_ranks(items, sizes, wholes)
     extras = [[torch.full((3 + i,), r + i).to(dtype) for i, dtype in enumerate(dtypes)] for r in range(len(ranks))]
     with simulated():
-        flights = [start_gather(r.buffers, r.axis, LANES.gather, extras=own) for r, own in zip(ranks, extras)]
+        flights = [start_gather(r.buffers, r.axis, HostCopies(LANES), extras=own) for r, own in zip(ranks, extras)]
         got = [finish_gather(flight, LANES.compute) for flight in flights]
     assert_gathered(ranks, wholes)
     for gathered in got:

@@ -21,8 +21,9 @@ Every wait between lanes, and what it protects:
 | compute         | all of them, at the end           | order  | Retained.finish               |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
-this wait. Gather memory comes from the gather lane and goes back to it, what gradients are packed into from the pack
-lane, what shards are copied into from the copy lane, so no block is ever recorded on a second stream. Whatever follows a collective is queued right behind it.
+this wait. Memory goes back to the lane that it came from, so no block is ever recorded on a second stream: what is
+gathered to the gather lane, what gradients are packed into to the pack lane, what shards on the host are copied into
+to the copy lane. Whatever follows a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
 late, which is what overlaps them with compute there.

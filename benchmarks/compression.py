@@ -40,7 +40,8 @@ def worker(options: argparse.Namespace) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for seed in range(options.seeds):
         settings = Settings(options.layers, options.width, steps=options.steps, seed=seed)
-        for name, policy in POLICIES.items():
+        for name in ("nothing", *options.only):
+            policy = POLICIES[name]
             found.setdefault(name, []).append(held_out(settings, place, policy))
             print(f"seed {seed}, {name}: {found[name][-1]:.4f}", file=sys.stderr, flush=True) if place.first else None
     return found
@@ -86,6 +87,8 @@ def main() -> None:
     parser = arguments(__doc__)
     for name, value in (("layers", 4), ("width", 128), ("steps", 200), ("seeds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    names = [name for name in POLICIES if name != "nothing"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="run only these beside none")
     parser.add_argument("--link-mbit", type=int, default=0, help="two network namespaces with a link of this speed")
     for hidden, kind in (("--rank", int), ("--rendezvous", str), ("--found", Path)):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)

@@ -117,11 +117,12 @@ class FSDPParamGroup:
 
         A gather that ``admit`` does not want now is left for later.
         """
-        if not self.lifecycle.changes("start_gather"):
-            if self._hidden:
-                self.show_resident()
-        else:
+        if self.gathering is not None:
+            return
+        if self.lifecycle.changes("start_gather"):
             self._start_gather(admit, in_backward)
+        elif self._hidden:
+            self.show_resident()
 
     @outside_functorch
     def _start_gather(self, admit: Admit | None, in_backward: bool) -> None:
@@ -210,12 +211,10 @@ class FSDPParamGroup:
         """Shards on the modules, the full memory freed."""
         if self.gathering is not None:
             self.abandon_gather()
-        if not self.lifecycle.changes("reshard"):
-            self.lifecycle.refuse_summoned("reshard")
-            return
         refused = "" if self.kept is None else self._take_writes()
+        if not self.lifecycle.move("reshard"):
+            return
         self._keep_shards_alone()
-        self.lifecycle.move("reshard")
         if _trace.recording:
             emit("reshard", self.name, self.store.full_bytes)
         if refused:
@@ -378,9 +377,7 @@ class FSDPParamGroup:
                 "call reset_iter_state() on the root module first; that backward's gradients are discarded"
             )
         self.rewritten = ""
-        if self.lifecycle.summoned:
-            return
-        if self._norms and any([param.follow_statistics() for param in self._norms]):
+        if self._norms and not self.lifecycle.summoned and any([p.follow_statistics() for p in self._norms]):
             self.reshard()
             self.store.place_anew()
             self.gradients.forget_plan()

@@ -87,12 +87,13 @@ class Lifecycle:
         table, residency = _RESIDENCY[step], self.residency
         return residency in table and table[residency] is not residency
 
-    def move(self, step: str) -> None:
-        """Change the residency by ``step`` of the first table."""
-        table = _RESIDENCY[step]
-        if self.residency not in table:
-            raise RuntimeError(self._refusal(step, self.residency, table))
-        self.residency = table[self.residency]
+    def move(self, step: str) -> bool:
+        """Change the residency by ``step`` of the first table; whether it was another one."""
+        table, before = _RESIDENCY[step], self.residency
+        if before not in table:
+            raise RuntimeError(self._refusal(step, before, table))
+        self.residency = table[before]
+        return self.residency is not before
 
     def summon(self) -> None:
         """Become SUMMONED, if it is not already."""

@@ -122,7 +122,7 @@ def test_every_residency_and_step(before: str, step: str) -> None:
         with pytest.raises(RuntimeError, match=text):
             lifecycle.move(step)
     else:
-        lifecycle.move(step)
+        assert lifecycle.move(step) is (target != before)
     assert lifecycle.residency is Residency[target or before]
     assert lifecycle.phase is Phase.IDLE
 
@@ -136,7 +136,7 @@ def test_every_phase_and_step(before: str, step: str) -> None:
         with pytest.raises(RuntimeError, match=f"the group is {before.lower()}"):
             lifecycle.enter(step)
     else:
-        lifecycle.enter(step)
+        assert lifecycle.enter(step) is (target != before)
     assert lifecycle.phase is Phase[target or before]
     assert lifecycle.residency is Residency.SHARDED
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -19,14 +19,12 @@ __all__ = [
     "graph_task_id",
     "have_gradient_hooks",
     "node_sequence_number",
-    "outside_functorch",
     "profiler_running",
     "queue_end_of_backward",
     "view_base",
     "will_execute",
+    "without_functorch",
 ]
-
-_M = TypeVar("_M", bound=Callable[..., Any])
 
 # The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -101,19 +99,8 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
 # Whether a transform of torch.func runs; tensors are wrapped then, and say wrongly that they need no gradient.
 functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-
-def outside_functorch(method: _M) -> _M:
-    """``method`` with functorch transforms off while it runs: they wrap tensors, and storages are resized here."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not functorch_active():
-            return method(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
-            return method(*args, **kwargs)
-
-    return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
-
+# Its transforms are off in a block of this, so that tensors made there are plain ones.
+without_functorch: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch
 
 # Profiler ranges cost microseconds each, so they are only opened while a profiler runs.
 profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled

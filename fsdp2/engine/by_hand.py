@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp2.engine.group import Admit, FSDPParamGroup
-from fsdp2.engine.observer import Step
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import Admit, Step
 from fsdp2.engine.passes import RootContext
 from fsdp2.engine.unit import FSDPState
 

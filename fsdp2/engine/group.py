@@ -5,34 +5,49 @@ It looks down only: it acts when it is called, on the communication context that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from fsdp2 import _trace
-from fsdp2._torch.autograd import outside_functorch
-from fsdp2._trace import emit, span
+from fsdp2._torch.autograd import functorch_active, without_functorch
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherInFlight, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.kept import Kept
 from fsdp2.engine.lifecycle import Lifecycle, Phase, Residency
-from fsdp2.engine.observer import Answer, Step
+from fsdp2.engine.observer import Admit, Answer, Step
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, show
 from fsdp2.engine.reducer import GroupGradients
 from fsdp2.engine.subgroup import SubgroupShards
 
-__all__ = ["Admit", "FSDPParamGroup"]
+__all__ = ["FSDPParamGroup"]
 
 Which = Literal["sharded", "full", "subgroup"]
 
 _RESIDENT: dict[Residency, Which] = {Residency.UNSHARDED: "full", Residency.SUBGROUP: "subgroup"}
 
-Admit = Callable[[Step], Answer]
-"""Called with each step before its collective starts: whether to take it now."""
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+def _apart(event: str) -> Callable[[_M], _M]:
+    """A method that runs without functorch, which wraps tensors where storages are resized, and as a profiler range."""
+
+    def decorate(method: _M) -> _M:
+        @functools.wraps(method)
+        def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+            if not (_trace.recording or functorch_active()):
+                return method(group, *args, **kwargs)
+            with without_functorch(), _trace.span(event, group.name):
+                return method(group, *args, **kwargs)
+
+        return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
+
+    return decorate
 
 
 class FSDPParamGroup:
@@ -124,7 +139,7 @@ class FSDPParamGroup:
         elif self._hidden:
             self.show_resident()
 
-    @outside_functorch
+    @_apart("all_gather")
     def _start_gather(self, admit: Admit | None, in_backward: bool) -> None:
         store, options, lanes = self.store, self.options, self.comm.lanes
         if self.subgroup is None:
@@ -140,22 +155,20 @@ class FSDPParamGroup:
         if admit is not None and admit(Step("gather", self, part)) is Answer.LATER:
             return
         if _trace.recording:
-            emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
-        with span("all_gather", self.name):
-            self.gathering = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
+            _trace.emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
+        self.gathering = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 
-    @outside_functorch
+    @_apart("all_gather_copy_out")
     def wait_for_unshard(self) -> None:
         """Wait for the gather and show the full parameters."""
         if self.gathering is None:
             return
         gathering, self.gathering = self.gathering, None
         lanes = self.comm.lanes
-        with span("all_gather_copy_out", self.name):
-            rows = finish_gather(gathering, lanes.compute)
-            if self.store.extensions is not None:
-                self.store.extensions.decode(rows, gathering.value.lane, lanes.compute)
+        rows = finish_gather(gathering, lanes.compute)
+        if self.store.extensions is not None:
+            self.store.extensions.decode(rows, gathering.value.lane, lanes.compute)
         if self.subgroup is not None:
             self._free_subgroup()
         self.lifecycle.move("finish_gather")
@@ -206,17 +219,17 @@ class FSDPParamGroup:
         if self.kept is not None and self.kept.by_evaluation and not self.lifecycle.summoned:
             self.reshard()
 
-    @outside_functorch
+    @_apart("reshard")
     def reshard(self) -> None:
         """Shards on the modules, the full memory freed."""
         if self.gathering is not None:
             self.abandon_gather()
-        refused = "" if self.kept is None else self._take_writes()
+        refused = "" if self.kept is None or not self.is_unsharded else self.kept.take_writes(self.store.extended)
         if not self.lifecycle.move("reshard"):
             return
         self._keep_shards_alone()
         if _trace.recording:
-            emit("reshard", self.name, self.store.full_bytes)
+            _trace.emit("reshard", self.name, self.store.full_bytes)
         if refused:
             raise RuntimeError(refused)
 
@@ -227,27 +240,20 @@ class FSDPParamGroup:
             RuntimeError: they cannot; the full parameters are freed then.
         """
         if self.kept is not None and self.is_unsharded and self.kept.written_full():
-            refused = self._take_writes()
+            refused = self.kept.take_writes(self.store.extended)
             self.note_kept(by_evaluation=self.kept.by_evaluation)
             if refused:
                 self.kept = None
                 self.reshard()
                 raise RuntimeError(refused)
 
-    def _take_writes(self) -> str:
-        """Why the shards cannot have what was written to kept full parameters; empty if they have it now."""
-        if self.kept is None or not self.is_unsharded:
-            return ""
-        return self.kept.take_writes(self.store.extended)
-
     def _reshard_to_subgroup(self, size: int) -> None:
         """Pieces shared by ``size`` ranks on the modules, the full memory freed."""
-        if not self.lifecycle.changes("reshard_to_subgroup"):
-            return
-        self.subgroup = self.store.subgroup(size)
-        self.subgroup.keep()
-        self._free_full()
-        self.lifecycle.move("reshard_to_subgroup")
+        if self.lifecycle.changes("reshard_to_subgroup"):
+            self.subgroup = self.store.subgroup(size)
+            self.subgroup.keep()
+            self._free_full()
+            self.lifecycle.move("reshard_to_subgroup")
 
     def _keep_shards_alone(self) -> None:
         self.show("sharded")
@@ -381,12 +387,11 @@ class FSDPParamGroup:
             self.reshard()
             self.store.place_anew()
             self.gradients.forget_plan()
-        if self.gathering is None and not self.lifecycle.changes("reshard"):
-            return
-        if self.kept is None or aborted:
-            self.reshard()
-        elif torch.is_grad_enabled():
-            self.drop_evaluated()
+        if self.gathering is not None or self.lifecycle.changes("reshard"):
+            if self.kept is None or aborted:
+                self.reshard()
+            elif torch.is_grad_enabled():
+                self.drop_evaluated()
 
     def pre_forward(self, *, first: bool, admit: Admit | None, unseen: bool) -> None:
         """Show full parameters for a forward, the ``first`` that runs now; steps 3 to 5 of the life of a parameter."""
@@ -402,7 +407,7 @@ class FSDPParamGroup:
                 if param.sync_requires_grad():
                     self.gradients.forget_plan()
         if _trace.recording:
-            emit("pre_forward", self.name)
+            _trace.emit("pre_forward", self.name)
 
     def post_forward(self, after: bool | int | None) -> None:
         """The forward is over: free the parameters (True), keep them (False), or on so many ranks (int).
@@ -411,7 +416,7 @@ class FSDPParamGroup:
         """
         self.lifecycle.enter("post_forward")
         if _trace.recording:
-            emit("post_forward", self.name)
+            _trace.emit("post_forward", self.name)
         if after is None:
             self.note_kept(by_evaluation=not torch.is_grad_enabled())
         else:
@@ -444,7 +449,7 @@ class FSDPParamGroup:
             return False
         self.comm.lanes.compute.enter_backward()
         if _trace.recording:
-            emit("pre_backward", self.name)
+            _trace.emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
             self.unshard_now(admit=admit, in_backward=True)
         return True
@@ -455,20 +460,20 @@ class FSDPParamGroup:
         # tensors that are no inputs (kept on the module, say), through frozen weights.
         return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
 
+    @_apart("post_backward")
     def post_backward(self, *, keep: bool = False, admit: Admit | None = None) -> None:
         """Free the parameters, unless they are to ``keep``, and reduce the gradients there are, if any."""
         self.lifecycle.enter("post_backward")
         if _trace.recording:
-            emit("post_backward", self.name)
-        with span("post_backward", self.name):
-            if not self.options.reduce_gradients:
-                self.gradients.keep()
-            if self.options.reshard_after_backward and not keep:
-                self.reshard()
-            else:
-                self.note_kept()
-            if self.options.reduce_gradients:
-                self.gradients.reduce_rest(None if admit is None else lambda part: admit(Step("reduce", self, part)))
+            _trace.emit("post_backward", self.name)
+        if not self.options.reduce_gradients:
+            self.gradients.keep()
+        if self.options.reshard_after_backward and not keep:
+            self.reshard()
+        else:
+            self.note_kept()
+        if self.options.reduce_gradients:
+            self.gradients.reduce_rest(None if admit is None else lambda part: admit(Step("reduce", self, part)))
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Answer", "Observer", "Step", "make_observer", "observe_with"]
+__all__ = ["Admit", "Answer", "Observer", "Step", "make_observer", "observe_with"]
 
 
 class Step(NamedTuple):
@@ -25,6 +25,10 @@ class Answer(Enum):
 
     GO = 0
     LATER = 1
+
+
+Admit = Callable[[Step], Answer]
+"""Called with each step before its collective starts: whether to take it now."""
 
 
 class Observer(Protocol):

@@ -21,8 +21,8 @@ from fsdp2._trace import emit, refresh, span
 from fsdp2.autograd.hooks import Inputs
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
-from fsdp2.engine.group import Admit, FSDPParamGroup
-from fsdp2.engine.observer import Observer, Step, make_observer
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import Admit, Observer, Step, make_observer
 from fsdp2.engine.order import BackwardOrder, ForwardOrder
 from fsdp2.engine.param import Slot
 from fsdp2.policies import GradientReductionHandle

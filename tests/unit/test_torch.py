@@ -300,19 +300,20 @@ def test_chunks_of_several_tensors_make_rows_padded_with_zeros_and_cast(dtype: t
     assert out.tolist() == [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 3, 4], [9, 10, 0, 0, 5, 0], [0, 0, 0, 0, 0, 0]]
 
 
-@probes("outside_functorch", "functorch_active")
+@probes("without_functorch", "functorch_active")
 def test_functorch_is_off_inside_and_on_again_behind() -> None:
-    def look() -> bool:
-        made = torch.zeros(2)
-        made.untyped_storage().resize_(0)  # refused for a wrapped tensor
-        return torch._C._functorch.is_functorch_wrapped_tensor(made)
+    def outside() -> bool:
+        with _torch.without_functorch():
+            made = torch.zeros(2)
+            made.untyped_storage().resize_(0)  # refused for a wrapped tensor
+            return torch._C._functorch.is_functorch_wrapped_tensor(made)
 
     def function(x: Tensor) -> Tensor:
         seen.append(outside())
         seen.append(torch._C._functorch.is_functorch_wrapped_tensor(torch.zeros(2)) and _torch.functorch_active())
         return x.square().sum()
 
-    seen, outside = [], _torch.outside_functorch(look)
+    seen: list[bool] = []
     torch.func.grad(function)(torch.ones(2))
     assert seen == [False, True] and not outside() and not _torch.functorch_active()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.dynamo import outside_dynamo
+from fsdp2._torch.hooks import outside_dynamo
 
 __all__ = [
     "around_init_group",

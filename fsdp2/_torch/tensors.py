@@ -44,6 +44,7 @@ __all__ = [
     "mesh_order",
     "python_attributes",
     "pytree",
+    "ranks_in",
     "set_local_tensor",
     "version_of",
     "versions_of",
@@ -94,6 +95,12 @@ def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:
     They sort their ranks unless the mesh was told to preserve the order in which it lists them (torch 2.15).
     """
     return {"preserve_rank_order": True} if getattr(mesh, "_preserve_rank_order", False) else {}
+
+
+def ranks_in(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh in the order of its elements, also where a mode makes fake tensors of everything."""
+    with torch._C._DisableTorchDispatch():
+        return mesh.mesh.flatten().tolist()
 
 
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch.autograd import graph_task_id, queue_end_of_backward
-from fsdp2._torch.dynamo import outside_dynamo
-from fsdp2._torch.modes import dispatch_modes
+from fsdp2._torch.hooks import dispatch_modes, outside_dynamo
 from fsdp2._trace import emit, refresh, span
 from fsdp2.autograd.hooks import Inputs
 from fsdp2.comm.collectives import chunks_in_flight

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.autograd import autograd_sequence_number, graph_task_id
-from fsdp2._torch.dynamo import outside_dynamo
-from fsdp2._torch.modes import dispatch_modes, outside_modes
+from fsdp2._torch.hooks import dispatch_modes, outside_dynamo, outside_dynamo_and_modes
 from fsdp2._torch.modules import ComposableState, composable_state
 from fsdp2.autograd.hooks import (
     Arguments,
@@ -107,8 +106,7 @@ class FSDPState(ComposableState):
 
     # ---- forward ----
 
-    @outside_dynamo
-    @outside_modes(lambda state: state.outer_modes)
+    @outside_dynamo_and_modes(lambda state: state.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Gather, cast inputs, and have backward report when it is through with them."""
         if self.summoned is not None:
@@ -169,8 +167,7 @@ class FSDPState(ComposableState):
         run.entered[self] = call
         return call, True
 
-    @outside_dynamo
-    @outside_modes(lambda state: state.outer_modes)
+    @outside_dynamo_and_modes(lambda state: state.outer_modes)
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, have backward gather first, cast outputs; a grouped call does so with its last member."""
         call = self._leave(module)

@@ -17,7 +17,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.dynamo import outside_dynamo
+from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.tensors import dtensor_spec, local_tensor, python_attributes
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.engine.param import lend_gradient

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from fsdp2._torch.dynamo import dynamo_is_tracing, outside_dynamo
+from fsdp2._torch.hooks import dynamo_is_tracing, outside_dynamo
 from fsdp2._torch.optimizers import around_init_group
 from fsdp2._torch.tensors import AsyncCollectiveTensor, DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.autograd.hooks import settle_optimizer

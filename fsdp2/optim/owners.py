@@ -17,8 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2._torch.modes import ranks_in
-from fsdp2._torch.tensors import StridedShard, local_tensor
+from fsdp2._torch.tensors import StridedShard, local_tensor, ranks_in
 from fsdp2.sharding.boxes import Box, numel, whole
 
 __all__ = ["Route", "assign_owners", "boxes_of", "default_cost", "mesh_ranks"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.dynamo import outside_dynamo
+from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.index import originals_remembered, param_of, remember_originals

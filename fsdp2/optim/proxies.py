@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.dynamo import dynamo_is_tracing
+from fsdp2._torch.hooks import dynamo_is_tracing
 from fsdp2._torch.tensors import dtensor_spec, local_tensor, python_attributes, pytree
 from fsdp2.autograd.hooks import hook_next_step, settle_optimizer
 from fsdp2.engine.param import lend_gradient

@@ -377,12 +377,12 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@probes("dispatch_modes", "outside_modes")
+@probes("dispatch_modes", "outside_dynamo_and_modes")
 def test_modes_of_a_checkpoint_and_inner_ones_can_be_taken_off_and_put_back() -> None:
     class Hooks:
         outer = 1
 
-        @_torch.outside_modes(lambda self: self.outer)
+        @_torch.outside_dynamo_and_modes(lambda self: self.outer)
         def run(self) -> int:
             torch.ones(1).mul(2)
             return _torch.dispatch_modes()

@@ -1,0 +1,90 @@
+"""What keeps torch out of hooks: torch.compile, and modes that see every operation."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint as checkpointing
+
+# Modes can be entered and left in public, but not taken off for a while.
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+__all__ = [
+    "dispatch_modes",
+    "dynamo_is_tracing",
+    "outside_dynamo",
+    "outside_dynamo_and_modes",
+]
+
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+# What Python frames are compiled by now; None outside of what is compiled, where there is nothing to turn off.
+_compile_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+# How many modes there are; asked by every hook, so it must cost nothing.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+# Selective checkpointing keeps results by operation and number, so a gather that happens in the forward alone, or in
+# the recomputation alone, makes it give out wrong ones or raise.
+_names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+_CHECKPOINTS = tuple(getattr(checkpointing, name) for name in _names if hasattr(checkpointing, name))
+
+
+def outside_dynamo(method: _M, among_modes: Callable[..., Any] | None = None) -> _M:
+    """``method`` with compilation off while it runs: torch.compile breaks its graph there instead of tracing hooks.
+
+    Dynamo is not imported for it. Outside of what is compiled, a call costs one look at whether it is. Where there are
+    dispatch modes, ``among_modes`` runs in its place, if given.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        called = method if among_modes is None or not dispatch_modes() else among_modes
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None:
+            return called(*args, **kwargs)
+        if not disabled:
+            why = "fsdp2's hooks are not compiled"
+            disabled.append(dynamo.disable(among_modes or method, recursive=True, reason=why))
+            dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]  # wraps() hides that it is a function
+        if _compile_callback() is None:
+            return called(*args, **kwargs)
+        return disabled[0](*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo's mark, on a function
+    return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
+
+
+def outside_dynamo_and_modes(outer: Callable[[Any], int]) -> Callable[[_M], _M]:
+    """Take a method out of sight of the modes of a checkpoint, too, and of all inside of the ``outer(self)`` first.
+
+    Modes by which torch traces and makes fake tensors stay.
+    """
+
+    def decorate(method: _M) -> _M:
+        def hidden(self: Any, *args: Any) -> Any:
+            stack = _get_current_dispatch_mode_stack()
+            keep = next((i for i, mode in enumerate(stack) if isinstance(mode, _CHECKPOINTS)), len(stack))
+            keep = min(keep, outer(self))
+            taken = [mode for mode in stack[keep:] if getattr(mode, "_mode_key", None) is None]
+            for _ in taken:
+                _pop_mode()
+            try:
+                return method(self, *args)
+            finally:
+                for mode in taken:
+                    _push_mode(mode)
+
+        return outside_dynamo(method, hidden)
+
+    return decorate
+
+
+def dynamo_is_tracing() -> bool:
+    """Whether Dynamo runs this function while it traces: it takes tensors it has not seen for constants."""
+    return "torch._dynamo" in sys.modules and torch._guards.TracingContext.try_get() is not None

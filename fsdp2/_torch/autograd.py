@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -91,9 +92,8 @@ def have_gradient_hooks(tensors: Iterable[Any]) -> bool:
     return any([tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors])
 
 
-def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that ``tensor`` is a view of; changing a view in place goes through its base in autograd."""
-    return tensor._base
+# The tensor that one is a view of, or None; changing a view in place goes through its base in autograd.
+view_base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
 # Whether a transform of torch.func runs; tensors are wrapped then, and say wrongly that they need no gradient.

@@ -39,7 +39,6 @@ __all__ = [
     "settle_optimizer",
     "watch_inputs",
     "watch_outputs",
-    "watch_transformed",
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -123,21 +122,17 @@ def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> 
     full.register_post_accumulate_grad_hook(ready)
 
 
-_registrations = 0
-
-
-def registrations() -> int:
-    """How often, up to now, a parameter or module was registered on a managed module by somebody else."""
-    return _registrations
+registrations = 0
+"""How often, up to now, a parameter or module was registered on a managed module by somebody else."""
 
 
 def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
     """Count registrations on managed modules, except of tensors that ``is_ours`` knows. Costs nothing per step."""
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
-        global _registrations
+        global registrations
         if module.__dict__.get("_is_fsdp_managed_module") and value is not None and not is_ours(value):
-            _registrations += 1
+            registrations += 1
 
     register_module_parameter_registration_hook(registered)
     register_module_module_registration_hook(registered)
@@ -240,11 +235,14 @@ class _InputsDone(torch.autograd.Function):
         return tangents
 
 
-def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> bool:
-    """Whether ``output`` takes part in autograd; if so ``starting`` runs before its backward enters the module.
+def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> tuple[bool, Any]:
+    """(Whether ``output`` takes part in autograd, ``output``); ``starting`` runs before its backward enters the module.
 
     A hook on a view is lost when the view is changed in place afterwards: autograd then goes through its base. So the
     base is watched too, if the module made it, that is if its node is not older than ``since``.
+
+    Inside a transform of ``torch.func`` tensors say that they need no gradient although a backward outside of it may
+    reach them; they are replaced by others that tell.
     """
     watched = False
     for tensor in find_tensors(output):
@@ -257,21 +255,13 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
         base = view_base(tensor)
         if base is not None and base.grad_fn is not None and node_sequence_number(base.grad_fn) >= since:
             base.grad_fn.register_prehook(lambda grads: starting(grads[0]))
-    return watched
-
-
-def watch_transformed(output: Any, starting: Callable[[torch.Tensor], None]) -> Any:
-    """``output`` of a module that ran under ``torch.func``, its tensors telling ``starting`` when backward comes.
-
-    Inside a transform tensors say that they need no gradient although a backward outside of it may reach them.
-    """
-    if not functorch_active():
-        return output
-    return map_tensors(
-        lambda t: _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t,
-        output,
-        objects=True,
-    )
+    if functorch_active():
+        output = map_tensors(
+            lambda t: _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t,
+            output,
+            objects=True,
+        )
+    return watched, output
 
 
 class _BackwardStarts(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp2._torch.autograd import node_sequence_number
 from fsdp2._torch.modules import REGISTRY_KEY, STATE_KEY
-from fsdp2.autograd.hooks import registrations, watch_outputs
+from fsdp2.autograd import hooks
 
 __all__ = ["SideOutputs"]
 
@@ -45,10 +45,10 @@ class SideOutputs:
             return False
         # By weak references: a module that holds a tensor that holds the module is a cycle Python cannot see through.
         entered = [weakref.WeakMethod(method) for method in starting()]
-        return watch_outputs(left, lambda grad: _call(entered, grad), since)
+        return hooks.watch_outputs(left, lambda grad: _call(entered, grad), since)[0]
 
     def _find(self) -> list[torch.Tensor]:
-        if self._registrations != registrations() or self._size != sum(map(len, self._attributes)):
+        if self._registrations != hooks.registrations or self._size != sum(map(len, self._attributes)):
             self._look_through()
         found = []
         for attributes, name in self._places:
@@ -65,7 +65,7 @@ class SideOutputs:
         modules = list(self._modules())
         self._attributes = [module.__dict__ for module in modules]
         self._places = [(module.__dict__, name) for module in modules for name in _own_names(module)]
-        self._size, self._registrations = sum(map(len, self._attributes)), registrations()
+        self._size, self._registrations = sum(map(len, self._attributes)), hooks.registrations
 
     def _modules(self) -> Iterator[nn.Module]:
         seen: set[nn.Module] = set()

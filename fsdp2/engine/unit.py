@@ -14,15 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._torch.autograd import autograd_sequence_number, graph_task_id
 from fsdp2._torch.hooks import dispatch_modes, outside_dynamo, outside_dynamo_and_modes
 from fsdp2._torch.modules import ComposableState, composable_state
-from fsdp2.autograd.hooks import (
-    Arguments,
-    Inputs,
-    hook_error,
-    registrations,
-    watch_inputs,
-    watch_outputs,
-    watch_transformed,
-)
+from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
@@ -82,7 +74,7 @@ class FSDPState(ComposableState):
         self._explains = False  # errors that leave its forward
         # Takes in parameters added since; asked when the process has seen registrations that this state has not.
         self.unit: Adopting | None = None
-        self._registrations = registrations()
+        self._registrations = hooks.registrations
         # While summon_full_params shows its parameters: why forward cannot compute with them, "" if it can.
         self.summoned: str | None = None
         _live.add(self)
@@ -107,7 +99,7 @@ class FSDPState(ComposableState):
     # ---- forward ----
 
     @outside_dynamo_and_modes(lambda state: state.outer_modes)
-    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Gather, cast inputs, and have backward report when it is through with them."""
         if self.summoned is not None:
             self._check_summoned()
@@ -132,7 +124,7 @@ class FSDPState(ComposableState):
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
             if entering:
-                (args, kwargs), inputs = watch_inputs(args, kwargs, lambda: self._inputs_done(entering))
+                (args, kwargs), inputs = hooks.watch_inputs(args, kwargs, lambda: self._inputs_done(entering))
                 pending = self.root.pending.inputs
                 for group in entering:
                     pending.setdefault(group, set()).add(inputs)
@@ -145,7 +137,7 @@ class FSDPState(ComposableState):
         if self._root is None or self._root() is None:
             self.init_root()
         root, in_backward, calls = self.root, graph_task_id() != -1, self._calls
-        if self._registrations != registrations() and not in_backward:
+        if self._registrations != hooks.registrations and not in_backward:
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for state in root.all_states if root.forward is None else [self]:
                 state.notice_added()
@@ -173,10 +165,8 @@ class FSDPState(ComposableState):
         call = self._leave(module)
         if call is not None and (call.mode is not Mode.NORMAL or call.members):
             if call.mode is Mode.NORMAL and torch.is_grad_enabled():
-                watch_outputs(output, self._enter_member, self._first_node)
-                output = watch_transformed(output, self._enter_member)
-            return cast_output(self.mp_policy, output)
-        if self.summoned is None:
+                _, output = hooks.watch_outputs(output, self._enter_member, self._first_node)
+        elif self.summoned is None:
             output = self._complete(call, output)
             root = self.root
             if root.forward is not None and root.forward.outermost is self:
@@ -184,7 +174,7 @@ class FSDPState(ComposableState):
                     state._calls.clear()
                     output = state._complete(open_call, output)
                 root.forward.end_forward()
-        return cast_output(self.mp_policy, output)
+        return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
 
     @property
     def outer_modes(self) -> int:
@@ -220,9 +210,8 @@ class FSDPState(ComposableState):
             after = True if call is None or ended else call.run.after_forward(group)
             group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
-            watched = watch_outputs(output, self.pre_backward, self._first_node)
+            watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
             watched |= not in_backward and self._watch_side_outputs(call)
-            output = watch_transformed(output, self.pre_backward)
             for group in self.groups if watched and not in_backward else ():
                 self.root.pending.calls.record(group)
         return output
@@ -260,8 +249,8 @@ class FSDPState(ComposableState):
 
     def notice_added(self) -> None:
         """Take in parameters that somebody put on the modules since this was last asked."""
-        if self._registrations != registrations():
-            self._registrations = registrations()
+        if self._registrations != hooks.registrations:
+            self._registrations = hooks.registrations
             if self.unit is not None:
                 self.unit.adopt_added(self)
 
@@ -354,7 +343,7 @@ class FSDPState(ComposableState):
         root.name_groups(self.modules[0])
         if not self._explains:
             self._explains = True
-            hook_error(self.modules[0], self._explain_error)
+            hooks.hook_error(self.modules[0], self._explain_error)
             explain_at_exit(lambda: [group for state in live_states() for group in state.groups])
         root.use_comm(root.comm)
         error = None
@@ -395,4 +384,4 @@ class FSDPState(ComposableState):
                 group.lazy_init(in_root=group in self.groups)
 
 
-_NO_INPUTS = {Inputs.NONE_NEEDED}
+_NO_INPUTS = {hooks.Inputs.NONE_NEEDED}

@@ -17,7 +17,6 @@ from fsdp2.autograd.hooks import (
     hook_state_dict,
     watch_inputs,
     watch_outputs,
-    watch_transformed,
 )
 
 
@@ -145,7 +144,7 @@ def test_a_backward_without_the_inputs_is_never_done() -> None:
 def test_starting_comes_before_anything_in_the_module() -> None:
     log, since = Log(), autograd_sequence_number()
     output = log.through(torch.ones(2), "parameter")
-    assert watch_outputs(output, log.starting, since)
+    assert watch_outputs(output, log.starting, since)[0]
     (output * 2).sum().backward()
     assert log == ["starting", "parameter"]
 
@@ -153,7 +152,7 @@ def test_starting_comes_before_anything_in_the_module() -> None:
 def test_every_output_may_be_the_first_that_backward_meets() -> None:
     log, since = Log(), autograd_sequence_number()
     output = {"a": log.through(torch.ones(2), "a"), "b": [log.through(torch.ones(2), "b")]}
-    assert watch_outputs(output, log.starting, since)
+    assert watch_outputs(output, log.starting, since)[0]
     output["b"][0].sum().backward()
     assert log == ["starting", "b"]
     output["a"].sum().backward()
@@ -166,18 +165,18 @@ def test_outputs_inside_plain_objects_are_watched() -> None:
 
     log, box, since = Log(), Box(), autograd_sequence_number()
     box.value = log.through(torch.ones(2), "parameter")
-    assert watch_outputs(box, log.starting, since)
+    assert watch_outputs(box, log.starting, since)[0]
     box.value.sum().backward()
     assert log == ["starting", "parameter"]
 
 
 def test_outputs_that_need_no_gradient_are_not_watched() -> None:
-    assert not watch_outputs((torch.ones(2), None, "text"), pytest.fail, 0)
+    assert not watch_outputs((torch.ones(2), None, "text"), pytest.fail, 0)[0]
 
 
 def test_an_input_that_is_passed_on_takes_part_without_starting_anything() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    assert watch_outputs(leaf, pytest.fail, autograd_sequence_number())
+    assert watch_outputs(leaf, pytest.fail, autograd_sequence_number())[0]
     leaf.sum().backward()
     assert torch.equal(leaf.grad, torch.ones(2))
 
@@ -185,7 +184,7 @@ def test_an_input_that_is_passed_on_takes_part_without_starting_anything() -> No
 def test_a_view_that_is_changed_afterwards_still_starts_the_module() -> None:
     log, since = Log(), autograd_sequence_number()
     output = log.through(torch.ones(2), "parameter")[:1]
-    assert watch_outputs(output, log.starting, since)
+    assert watch_outputs(output, log.starting, since)[0]
     output.add_(1)
     output.sum().backward()
     assert log[0] == "starting" and log[-1] == "parameter"
@@ -267,7 +266,7 @@ def test_outputs_of_a_transform_tell_backward_outside_of_it() -> None:
 
     def function(x: Tensor) -> Any:
         output = {"y": x * leaf, "count": torch.arange(2)}
-        told = watch_transformed(output, log.starting)
+        _, told = watch_outputs(output, log.starting, 0)
         assert told["count"] is output["count"]
         return told["y"]
 
@@ -293,4 +292,4 @@ def test_a_single_input_of_a_transform_tells() -> None:
 
 def test_outside_of_transforms_outputs_stay_as_they_are() -> None:
     output = (torch.ones(2), torch.ones(2, requires_grad=True))
-    assert watch_transformed(output, pytest.fail) is output
+    assert watch_outputs(output, pytest.fail, 0)[1] is output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,7 +39,6 @@ __all__ = [
     "dtensors_from_locals",
     "flatten_mesh",
     "foreach_copy",
-    "have_locals",
     "local_tensor",
     "local_tensors",
     "mesh_order",
@@ -113,19 +113,13 @@ def dtensors_from_locals(locals_: Iterable[torch.Tensor], specs: Iterable[DTenso
     return [DTensor.__new__(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs)]
 
 
-def local_tensor(dtensor: Any) -> torch.Tensor:
-    """The local tensor object of a DTensor; ``to_local`` would go through autograd and make a view."""
-    return dtensor._local_tensor
+# The local tensor object of a DTensor; ``to_local`` would go through autograd and make a view.
+local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def local_tensors(tensors: Iterable[Any]) -> list[Any]:
     """The local tensor of each DTensor, the rest as it is; one pass in Python over what may be thousands."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-
-
-def have_locals(dtensors: Iterable[Any], locals_: Iterable[torch.Tensor]) -> bool:
-    """Whether each DTensor still has this very local tensor; one pass in Python over what may be thousands."""
-    return all([dtensor._local_tensor is local for dtensor, local in zip(dtensors, locals_)])
 
 
 def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:
@@ -138,6 +132,5 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor, spec: DTensorSpec | None
     dtensor._local_tensor, dtensor._spec = local, spec or dtensor._spec
 
 
-def dtensor_spec(dtensor: Any) -> DTensorSpec:
-    """The spec of a DTensor; ``Module.to`` changes its dtype."""
-    return dtensor._spec
+# The spec of a DTensor; ``Module.to`` changes its dtype.
+dtensor_spec: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import have_locals, local_tensor, version_of
+from fsdp2._torch.tensors import local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
@@ -50,7 +51,7 @@ class ShardStore:
         self._placed: dict[FSDPParam, torch.Tensor] = {}
         self._full: Buffer | None = None
         self._fulls: list[torch.Tensor] = []
-        self._gather: GatherBuffers | None = None
+        self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
         self._subgroup: SubgroupShards | None = None
         self._swapped = False
         self.agreed = self._digest()  # what ranks have to agree on about the formats of this group
@@ -163,7 +164,7 @@ class ShardStore:
         Raises:
             RuntimeError: it does so ``in_backward``, so that the forward computed with other weights.
         """
-        same = have_locals([param.sharded for param in self._placed], self._placed.values())
+        same = all(map(is_, map(local_tensor, [param.sharded for param in self._placed]), self._placed.values()))
         for param in self.params:
             slot = param.slots[0]
             try:
@@ -241,7 +242,7 @@ class ShardStore:
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins else flat
         self.generation += self._full is not None
-        self._full = self._gather = self._subgroup = None
+        self._full = self.gather_buffers = self._subgroup = None
 
     def _view(self, i: int) -> torch.Tensor:
         """The shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
@@ -264,17 +265,15 @@ class ShardStore:
 
     # ---- full parameters ----
 
-    def gather_buffers(self, lane: Lane) -> GatherBuffers:
-        """What a gather reads and writes, with the full parameters made on first use.
+    def make_gather_buffers(self, lane: Lane) -> GatherBuffers:
+        """Make the buffers of gathers, and the full parameters in them.
 
-        All of it exists for a moment then, in memory of ``lane``, which takes it again for the gather itself.
+        All of it exists for a moment, in memory of ``lane``, which takes it again for the gather itself.
         """
-        if self._gather is not None:
-            return self._gather
         assert self._plan is not None and self._flat is not None
         with torch.inference_mode(False), torch.no_grad(), lane.after():
             self._full = Buffer(self._plan.full_bytes, self.mesh.device)
-            self._gather = GatherBuffers(self._items, self._plan, self._flat, self._full)
+            self.gather_buffers = GatherBuffers(self._items, self._plan, self._flat, self._full)
             self._fulls = []
             for i, (param, item) in enumerate(zip(self._plain, self._items)):
                 layout, place = item.layout, self._plan.full_offset[i]
@@ -282,7 +281,7 @@ class ShardStore:
                 self._fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
             self._full.free()
-        return self._gather
+        return self.gather_buffers
 
     def free_full(self) -> None:
         """Give back the memory of the full parameters, unless it was asked to stay where it is."""
@@ -296,10 +295,10 @@ class ShardStore:
     def subgroup(self, size: int) -> SubgroupShards:
         """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""
         if self._subgroup is None or self._subgroup.axis.size != size:
-            assert self._gather is not None
+            assert self.gather_buffers is not None
             with torch.inference_mode(False), torch.no_grad():
                 sizes = self._sizes(self.options)
-                self._subgroup = SubgroupShards(self._plain, self._gather, self._fulls, self.mesh, size, sizes)
+                self._subgroup = SubgroupShards(self._plain, self.gather_buffers, self._fulls, self.mesh, size, sizes)
         return self._subgroup
 
 

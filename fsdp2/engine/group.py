@@ -28,7 +28,6 @@ from fsdp2.engine.subgroup import SubgroupShards
 __all__ = ["FSDPParamGroup"]
 
 Which = Literal["sharded", "full", "subgroup"]
-
 _RESIDENT: dict[Residency, Which] = {Residency.UNSHARDED: "full", Residency.SUBGROUP: "subgroup"}
 
 _M = TypeVar("_M", bound=Callable[..., Any])
@@ -146,7 +145,8 @@ class FSDPParamGroup:
             if store.replaced(in_backward=in_backward):
                 self.adopt_shards()
                 lanes.gather_after_compute()
-            buffers, axis, custom = store.gather_buffers(lanes.gather), self.mesh.shard, options.all_gather
+            buffers = store.gather_buffers or store.make_gather_buffers(lanes.gather)
+            axis, custom = self.mesh.shard, options.all_gather
         else:
             buffers, axis, custom = self.subgroup.gather, self.subgroup.axis, None
         extras = [] if store.extensions is None else store.extensions.encode(axis.size, lanes.gather)

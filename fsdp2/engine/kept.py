@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from operator import is_
 
 import torch
 
-from fsdp2._torch.tensors import have_locals, local_tensors, versions_of
+from fsdp2._torch.tensors import local_tensor, local_tensors, versions_of
 from fsdp2.engine.param import FSDPParam
 
 __all__ = ["Kept", "note_optimizer_step"]
@@ -63,7 +64,7 @@ class Kept:
         """Whether the shards changed, or others are in their place, as all ranks know."""
         if self.stepped or self._shards != self._shard_versions():
             return True
-        return not have_locals([param.sharded for param in self._params], self._pieces)
+        return not all(map(is_, map(local_tensor, [param.sharded for param in self._params]), self._pieces))
 
     def written_here(self) -> list[FSDPParam]:
         """Parameters whose shards this rank has written through their local tensors; others may not have."""

@@ -100,7 +100,7 @@ def all_gather(
         ]
         return [work for work in works if work is not None]
     options, what = _gather_options(async_op), ("gather", "all_gather")
-    if axis.is_nccl and len(outputs) > 1:
+    if len(outputs) > 1 and axis.is_nccl:
         work = _start(what, axis, outputs, group_all_gather_coalesced, outputs, inputs, options)
         return _works(work, axis, async_op)
     started: list[Work] = []

@@ -33,6 +33,7 @@ __all__ = [
     "lend_gradient",
     "proxy",
     "show",
+    "take_gradients",
 ]
 
 
@@ -87,6 +88,31 @@ def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"])
             for slot in param.slots:
                 slot.show(shown)  # type: ignore[arg-type]  # it was made before
     return changed
+
+
+def take_gradients(params: list[FSDPParam]) -> list[torch.Tensor | None]:
+    """The full gradients, kept nowhere else from now on; None where there is none.
+
+    Raises:
+        NotImplementedError: one is sparse.
+    """
+    taken = []
+    for param in params:
+        full = param.full
+        grad = None if full is None else full.grad
+        if full is not None and grad is not None:
+            full.grad = None
+            if type(grad) is not torch.Tensor:
+                grad = param.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)
+                grad = grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+            if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
+                grad = grad.detach()
+            if grad.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"{param.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
+                )
+        taken.append(grad)
+    return taken
 
 
 def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) -> None:
@@ -342,27 +368,6 @@ class FSDPParam:
     def has_gradient(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
         return self.full is not None and self.full.grad is not None
-
-    def take_gradient(self) -> torch.Tensor | None:
-        """The full gradient, kept nowhere else from now on.
-
-        Raises:
-            NotImplementedError: the gradient is sparse.
-        """
-        full = self.full
-        grad = None if full is None else full.grad
-        if full is not None and grad is not None:
-            full.grad = None
-            if type(grad) is not torch.Tensor:
-                grad = self.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)
-                grad = grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
-            if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
-                grad = grad.detach()
-            if grad.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"{self.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
-                )
-        return grad
 
     def expect_gradients(self, *, reduced: bool, rounded: bool) -> None:
         """Let autograd make gradients of the dtype that they need to have, ``reduced`` after the backward or not.

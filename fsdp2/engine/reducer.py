@@ -11,7 +11,6 @@ import torch
 
 from fsdp2 import _trace
 from fsdp2._torch.autograd import accumulate_grad_node, graph_task_id, will_execute
-from fsdp2._trace import emit
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.context import CommContext
@@ -19,7 +18,7 @@ from fsdp2.comm.reduce import Compression, ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
-from fsdp2.engine.param import FSDPParam, accumulate_gradients
+from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks
 
@@ -287,13 +286,13 @@ class GroupGradients:
             admit(indices)
         store = self._store
         params = [store.params[i] for i in indices]
-        taken = [param.take_gradient() for param in params]
+        taken = take_gradients(params)
         grads = [_zeros(p, store.mesh.device) if grad is None else grad for p, grad in zip(params, taken)]
         del taken
         deliver = partial(accumulate_gradients, params)
         plan = self._reduce_plan(indices, grads)
         if _trace.recording:
-            emit("reduce", self.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
+            _trace.emit("reduce", self.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
             self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]]))

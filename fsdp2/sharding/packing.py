@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -252,7 +253,7 @@ class ChunkPlan:
     streamed: tuple[tuple[int, ...], ...]
     rest: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """All chunks in the order of launching."""
         return self.streamed + self.rest

@@ -14,9 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from fsdp2 import _trace
 from fsdp2._torch.autograd import graph_task_id, queue_end_of_backward
 from fsdp2._torch.hooks import dispatch_modes, outside_dynamo
-from fsdp2._trace import emit, refresh, span
 from fsdp2.autograd.hooks import Inputs
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
@@ -90,6 +90,7 @@ class Pass:
         self.ends = False  # the end of autograd's backward ends it
         self.observer: Observer | None = root.observer if observed else None
         self.admit: Admit | None = None if self.observer is None else self.observer.before
+        self.unseen = not observed and root.observer is not None  # although other passes are observed
         self._participated: dict[FSDPParamGroup, None] = {}  # gathered because other ranks use them
 
     # ---- steps ----
@@ -102,7 +103,7 @@ class Pass:
                 return
             admit = partial(observer.before, optional=True)
         if group.subgroup is not None and not self.is_backward:
-            group.drop_stale(unseen=self.is_unseen)
+            group.drop_stale(unseen=self.unseen)
         group.unshard(False, admit, self.is_backward)
 
     def participate(self, step: Step) -> bool:
@@ -121,11 +122,6 @@ class Pass:
             return False
         return True
 
-    @property
-    def is_unseen(self) -> bool:
-        """Whether the pass is not observed although others are."""
-        return self.admit is None and self.root.observer is not None
-
     def enter_shared(self, group: FSDPParamGroup, unit: object) -> bool:
         """Note that ``unit`` uses a group that others drive, too; whether it is the only one now."""
         users = self.users.setdefault(group, set())
@@ -139,10 +135,6 @@ class Pass:
         return not users
 
     # ---- forward ----
-
-    def after_forward(self, group: FSDPParamGroup) -> bool | int:
-        """What becomes of full parameters after forward: as asked, unless they were there before."""
-        return False if group in self.kept else group.after_forward
 
     def end_forward(self) -> None:
         """The outermost forward is over: gathers that nobody came to use are dropped."""
@@ -175,7 +167,7 @@ class Pass:
         if self.ends:
             return
         self.ends, self.modes = True, dispatch_modes()
-        refresh()
+        _trace.refresh()
         root = self.root
         root.pending.manual = root.finalizes_manually
         if self.observer is not None:
@@ -208,7 +200,7 @@ class Pass:
         Where the caller ends backwards, both are left to ``RootContext.finalize``.
         """
         root, manual = self.root, self.root.finalizes_manually
-        with span("root_post_backward", ""):
+        with _trace.span("root_post_backward", ""):
             if self.observer is not None:
                 self.observer.ending()
             for state in root.all_states:
@@ -222,7 +214,8 @@ class Pass:
             if not manual:
                 root.finish_backward(self.groups)
             root.comm.lanes.compute.leave_backward()
-        emit("root_post_backward", "")
+        if _trace.recording:
+            _trace.emit("root_post_backward", "")
 
     def _finish_group(self, group: FSDPParamGroup, manual: bool) -> None:
         through = group.is_through
@@ -358,8 +351,9 @@ class RootContext(Generic[U]):
         for group in run.groups:
             group.begin_iteration(aborted=running is not None)
         self.forward, self.backward = run, None
-        refresh()
-        emit("root_pre_forward", "")
+        _trace.refresh()
+        if _trace.recording:
+            _trace.emit("root_pre_forward", "")
         if self.observer is not None and alone:
             self.observer.suspend()
         elif self.observer is not None:
@@ -438,7 +432,7 @@ class RootContext(Generic[U]):
         self.comm.finalizing = reduction
         observer, deferred = self.observer, self.pending.deferred
         self.backward = run = Pass(self, "finalization")
-        with torch.no_grad(), span("finalize_backward", ""):
+        with torch.no_grad(), _trace.span("finalize_backward", ""):
             if observer is not None:
                 observer.begin(f"finalization ({self.reducing})", outermost=False)
                 observer.ending()

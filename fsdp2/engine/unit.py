@@ -118,7 +118,7 @@ class FSDPState(ComposableState):
         entering = []
         for group in self.groups:
             alone = first and (not group.shared or run.enter_shared(group, self))
-            group.pre_forward(first=alone, admit=run.admit, unseen=run.is_unseen)
+            group.pre_forward(first=alone, admit=run.admit, unseen=run.unseen)
             if alone:
                 entering.append(group)
         if torch.is_grad_enabled():
@@ -203,23 +203,22 @@ class FSDPState(ComposableState):
     def _complete(self, call: Call | None, output: Any) -> Any:
         """What ends the forward of all members, run or not."""
         in_backward = graph_task_id() != -1
-        ended = call is None or call.run.entered.pop(self, None) is None
-        for group in self.groups:
-            if call is not None and group.shared and not call.run.leave_shared(group, self):
-                continue
-            after = True if call is None or ended else call.run.after_forward(group)
-            group.post_forward(None if in_backward else after)
+        run = None if call is None or call.run.entered.pop(self, None) is None else call.run
+        # What is there before a pass that leaves no trace stays.
+        afters = [True if run is None else False if g in run.kept else g.after_forward for g in self.groups]
+        for group, after in zip(self.groups, afters):
+            if call is None or not group.shared or call.run.leave_shared(group, self):
+                group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
-            watched |= not in_backward and self._watch_side_outputs(call)
+            if not in_backward and any([after is not False for after in afters]):
+                watched |= self._watch_side_outputs(call)
             for group in self.groups if watched and not in_backward else ():
                 self.root.pending.calls.record(group)
         return output
 
     def _watch_side_outputs(self, call: Call | None) -> bool:
         """Whether backward may enter by tensors that the forward left on modules: here, and in the units around."""
-        if all([group.after_forward is False for group in self.groups]):
-            return False
         units = [self, *([] if call is None else call.run.entered)]
         return self._side_outputs.watch(self._first_node, lambda: [unit.pre_backward for unit in units])
 

@@ -71,6 +71,33 @@ def test_one_rank_tells_itself() -> None:
     assert exchange_objects("mine", ALONE, tensor.device) == ["mine"]
 
 
+# ---- bytes ----
+
+
+def test_bytes_are_shared_by_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First how many, then what they are; other ranks take them."""
+    sent: list[Tensor] = []
+    monkeypatch.setattr(collectives, "broadcast", lambda tensor, axis, source: sent.append(tensor.clone()))
+    device = torch.device("cpu")
+    assert share_bytes(b"text", Axis(None, 2, 1, "gloo"), 1, device) == b"text"
+    assert [tensor.tolist() for tensor in sent] == [[4], list(b"text")]
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 17, 40])
+def test_bytes_are_gathered_in_rows_of_whole_sixteens(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """NCCL is slow on other sizes; a row must have room for all that the longest has."""
+    sizes: list[int] = []
+
+    def both_send_this(outputs: list[Tensor], inputs: list[Tensor], axis: Axis, *, async_op: bool) -> None:
+        sizes.append(inputs[0].nbytes)
+        outputs[0].copy_(inputs[0].repeat(2))
+
+    monkeypatch.setattr(collectives, "all_gather", both_send_this)
+    data = bytes(range(length))
+    assert collectives.gather_bytes(data, Axis(None, 2, 0, "gloo"), torch.device("cpu")) == [data, data]
+    assert not any(size % 16 for size in sizes) and length <= sizes[-1] < length + 17
+
+
 # ---- what travels ----
 
 

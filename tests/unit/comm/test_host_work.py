@@ -6,9 +6,11 @@ import threading
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from fsdp2 import _trace
 from fsdp2.comm import host_work
 from fsdp2.comm.host_work import HostWork, observe_waits
 
@@ -86,6 +88,17 @@ def test_what_an_observer_raises_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
     assert observer.seen == ["waiting", "waited"]
 
 
+def test_a_wait_is_recorded_with_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorder of steps learns when the host began to wait and for which collective, also where that fails."""
+    recorder, works = mock.Mock(), [Work(1), Work(0, "connection closed")]
+    monkeypatch.setattr(host_work, "_SLICE", timedelta(0))
+    with _trace.recording_with(recorder):
+        HostWork(works[0]).wait()
+        with pytest.raises(RuntimeError):
+            HostWork(works[1]).wait()
+    assert recorder.waited.call_args_list == [mock.call(recorder.moment(), work) for work in works]
+
+
 @pytest.mark.parametrize("error", ["", "connection closed"])
 def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     done, by = threading.Event(), []
@@ -110,4 +123,7 @@ def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(monkeypatch: 
         work.wait()
     assert observer.seen[0] == "waiting" and observer.seen[-1] == "waited" and observer.seen.count("waited") == 1
     assert [seen for seen in observer.seen if seen.startswith("failed")] == ([f"failed: {error}"] if error else [])
+    for _ in range(2):  # once it is over, nobody waits again
+        with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+            work.wait()
     assert len(by) == 1 and by[0] is not threading.current_thread()

@@ -153,6 +153,34 @@ def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
         assert not any(reference() for reference in held)
 
 
+def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
+    """The third chunk is packed beside the second's reduction, and summed beside the second's all-reduce; waiting for
+    the second as well would leave one of them idle. At the end nothing is held any more."""
+    with Device():
+        flying, held = retained(1), []
+        pack, reduce, replicate = (getattr(flying.lanes, name) for name in ("pack", "reduce", "replicate"))
+
+        def operation() -> Generator[None, None, None]:
+            with pack.after() as packed:
+                rows = torch.ones(2)
+            with reduce.after(packed.event) as reduced:
+                sums = rows + 1
+            flying.hold_rows(reduced.event, rows)
+            with replicate.after(reduced.event) as done:
+                sums.add_(1)
+            flying.end(replicate, done.event, sums)
+            held.extend(weakref.ref(tensor) for tensor in (rows, sums))
+            return
+            yield
+
+        for _ in range(3):
+            flying.add(operation())
+        for lane, other in ((pack, reduce), (reduce, replicate)):
+            assert lane._stream.clocks[other._stream.name] == other._stream.clocks[other._stream.name] // 3
+        flying.finish()
+        assert len(held) == 6 and not any(reference() is not None for reference in held)
+
+
 # ---- values in flight ----
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, summon_full_params
 from fsdp2.engine import group as param_group
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase, Residency
@@ -78,6 +78,72 @@ def test_a_gather_that_nobody_waited_for_is_dropped(mesh: DeviceMesh) -> None:
     assert state_of(module) == (Residency.SHARDED, Phase.IDLE) and full_bytes(module) == 0
 
 
+def test_summoning_waits_for_a_gather_under_way(mesh: DeviceMesh) -> None:
+    """What ``unshard(async_op=True)`` began is there afterwards, as what was unsharded before is."""
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    module.unshard(async_op=True)
+    with summon_full_params(module):
+        assert type(module.weight) is nn.Parameter
+    assert state_of(module)[0] is Residency.UNSHARDED
+
+
+def test_what_is_written_while_summoned_reaches_all_that_is_kept() -> None:
+    """The shards, the full parameter that an evaluation left or the pieces of a few ranks, and the gradients."""
+    with fake_mesh((4,), ("dp",)) as mesh:
+        for reshard in (True, False, 2):
+            module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=reshard)
+            module(torch.ones(2, 8)).sum().backward()
+            with torch.no_grad():
+                module(torch.ones(2, 8))
+            with summon_full_params(module, with_grads=True), torch.no_grad():
+                module.weight.fill_(3)
+                module.weight.grad.fill_(7)
+            shown, sharded = module.weight, group_of(module).params[0].sharded
+            assert isinstance(shown, DTensor) == (reshard is not False)
+            for tensor, value in ((shown, 3), (sharded, 3), (sharded.grad, 7)):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                assert local.numel() and bool((local == value).all()), (reshard, value, local)
+            if reshard == 2:
+                pieces = shown.to_local().untyped_storage()
+                module.reshard()
+                assert pieces.size() == 0
+
+
+def test_what_was_written_to_a_kept_parameter_is_summoned() -> None:
+    """An evaluation leaves it full, somebody changes it in place, and then asks for the full values."""
+    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
+        module = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=False)
+        module(torch.ones(2, 4))
+        module.weight.fill_(5)
+        with summon_full_params(module, writeback=False):
+            assert bool((module.weight == 5).all())
+
+
+def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:
+    """The second leaves what the first shows, and until the last ends nothing else is shown than before."""
+    module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, reshard_after_forward=False)
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    with summon_full_params(module[0]):
+        shown = module[0].weight
+        assert type(shown) is nn.Parameter and isinstance(module[1].weight, DTensor)
+        with summon_full_params(module[1]):
+            assert module[0].weight is shown and type(module[1].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_what_becomes_trainable_while_summoned_has_gradients_from_then_on(mesh: DeviceMesh, trainable: bool) -> None:
+    """Chunks of gradients were planned without it, or with it."""
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    module.weight.requires_grad_(not trainable)
+    module(torch.ones(2, 4)).sum().backward()
+    module.weight.grad = None
+    with summon_full_params(module):
+        module.weight.requires_grad_(trainable)
+    module(torch.ones(2, 4)).sum().backward()
+    assert (module.weight.grad is not None) == trainable and module.bias.grad is not None
+
+
 def test_the_text_of_a_group_says_what_it_is_and_where(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     text = repr(group_of(module))
@@ -95,6 +161,8 @@ def test_a_backward_that_raised_is_recovered_from(mesh: DeviceMesh) -> None:
         module(torch.ones(2, 4))
     module.reset_iter_state()
     assert state_of(module) == (Residency.SHARDED, Phase.IDLE) and full_bytes(module) == 0
+    with summon_full_params(module):  # not inside of a pass any more
+        assert module.weight.grad is None
     module(torch.ones(2, 4)).sum().backward()
     assert isinstance(module.weight.grad, DTensor)
 

@@ -1,0 +1,76 @@
+"""All-gather extensions from gather to gather, on a mesh of one rank, which really gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import fully_shard
+from tests.unit.meshes import fake_mesh
+
+
+class InParts:
+    """The extension of a tensor that travels as some tensors, each with as many rows."""
+
+    def __init__(self, local: Any, parts: int) -> None:
+        self.local, self.parts = local, parts
+        self.releases, self.sent = False, 0
+        local.fsdp_pre_all_gather = self.send
+        local.fsdp_post_all_gather = self.receive
+        local.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda: self.releases
+
+    def send(self, mesh: object) -> tuple[tuple[Tensor, ...], None]:
+        """Cut the tensor."""
+        self.sent = self.parts
+        return self.local.detach().chunk(self.parts), None
+
+    def receive(self, outputs: Any, metadata: None, dtype: torch.dtype, *, out: Any = None) -> Any:
+        """Join what was gathered in memory of its own."""
+        whole = torch.cat(outputs).to(dtype)
+        if out is None:
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+
+@pytest.fixture
+def module() -> Iterator[Any]:
+    """A layer on one rank."""
+    with fake_mesh((1,), ("dp",)) as mesh:
+        yield fully_shard(nn.Linear(4, 12, bias=False), mesh=mesh)
+
+
+def assert_gathered(module: Any, value: float) -> None:
+    """Fill the shard and assert that it is gathered, and freed after."""
+    module.weight.to_local().detach().fill_(value)
+    module.unshard()
+    full = module.weight
+    assert type(full) is nn.Parameter and bool((full == value).all())
+    module.reshard()
+    assert full.untyped_storage().size() == 0
+
+
+def test_what_is_sent_may_change_in_number(module: Any) -> None:
+    """As many tensors are taken out of a gather as were sent in it."""
+    extension = InParts(module.weight._local_tensor, 1)
+    for parts in (1, 2, 3, 1):
+        extension.parts = parts
+        assert_gathered(module, parts + 0.5)
+        assert extension.sent == parts
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_what_was_gathered_is_released_where_it_is_not_needed(module: Any, releases: bool) -> None:
+    """Its memory is there again in the next gather."""
+    InParts(module.weight._local_tensor, 2).releases = releases
+    for value in (1.0, 2.0):
+        assert_gathered(module, value)
+        module.unshard()
+        (extension,) = module._get_fsdp_state().groups[0].store.extensions._extensions
+        assert [tensor.untyped_storage().size() for tensor in extension.outputs] == [0 if releases else 96] * 2
+        module.reshard()

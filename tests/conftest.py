@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the tests judge; 'torch' checks the expectations themselves",
     )
     parser.addoption("--all", action="store_true", help="run slow tests too, and every case of every matrix")
-    parser.addoption("--limit", type=float, help="seconds after which any test on ranks counts as hanging")
+    parser.addoption("--limit", type=float, help="seconds after which any test counts as hanging")
     parser.addoption("--most-ranks", type=int, metavar="N", help="leave out tests on more ranks")
     parser.addoption("--long", action="store_true", help="run thousands of random programs, with a random seed")
 
@@ -77,6 +78,25 @@ def _usual(items: list[pytest.Item]) -> set[pytest.Item]:
     return {
         cases[index] for cases in matrices.values() for index in sample(numbered([_params(case) for case in cases]))
     }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """End a test that runs in this process and hangs; the pool does so with ranks."""
+    limit = item.config.getoption("--limit")
+    if not limit or "world" in _params(item):
+        return (yield)
+
+    def hangs(*unused: object) -> None:
+        raise TimeoutError(f"the test takes more than {limit:.0f} seconds")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, limit, 5)  # again: hypothesis runs what fails once more
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(params=["fake", "nccl"])

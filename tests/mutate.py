@@ -1,14 +1,15 @@
 """Measures what the tests notice: breaks the package in one place, by rule, and runs the tests until one fails.
 
     python tests/mutate.py            # break, test, write tests/mutation.md; goes on where it was interrupted
-    python tests/mutate.py --likely   # only the tests that are likely to notice; what they miss is left for later
+    python tests/mutate.py --likely   # only the tests that enter what is broken; what they miss is left for later
     python tests/mutate.py --list     # the places, without running anything
     python tests/mutate.py --only reduce.py --again
 
-A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The tests
-that name what the broken file defines run first, without processes, then all that ``make test`` runs; the first
-failure ends it. A failure counts if the test passes without the mutant, and where ranks hung, if they hang again.
-Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has changed since is run again.
+A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. Of the tests
+without processes those run first that enter the broken function, as ``runs/entered.json`` knows; then all that
+``make test`` runs. The first failure ends it. A failure counts if the test passes without the mutant, and where ranks
+hung, if they hang again. Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has
+changed since is run again.
 """
 
 from __future__ import annotations
@@ -30,33 +31,38 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, TABLE = ROOT / "runs" / "mutation.jsonl", ROOT / "tests" / "mutation.md"
+RESULTS, ENTERED, TABLE = (
+    ROOT / "runs" / "mutation.jsonl",
+    ROOT / "runs" / "entered.json",
+    ROOT / "tests" / "mutation.md",
+)
 FOLDERS = ("autograd", "comm", "engine", "sharding")
 DIAGNOSTIC = ("ranks", "hints")
 """Files that word what is wrong."""
 PLACES = 9
 """How many places of each rule are broken: a sample by chance that other places' changes leave as it is."""
-FIRST = 14
-"""How many test files run before all others."""
+FIRST_SECONDS = 100
+"""How long the tests may take that run before all others."""
 LIMIT_SECONDS = 60
 """How long one test may take before it counts as hanging."""
 STAGE_SECONDS = 2400
 """How long a run of tests may take; one that takes longer shows nothing."""
 BASICS = ("streams", "counts", "memory", "sequences", "strict_nccl", "launches")
-"""The files of tests/step that every mutant meets first: they simulate ranks and streams in one process."""
+"""The files of tests/step that are asked before others: they simulate ranks and streams in one process."""
 SPARED = re.compile(
     r"check|refuse|explain|describe|message|error|warn|log|emit|fail|repr|name|trace|compare|append|hook_(saving|loading)|given"
 )
 """Functions and calls that word or raise errors, which have tests for each text, and calls whose order is nobody's."""
 
-EQUIVALENT: dict[str, str] = {}
-"""Why nothing can notice a mutant, by its place and rule."""
-
+EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent.json").read_text())
+"""Why nothing can notice a mutant, by its place and what is broken there."""
 FAILING: list[str] = []
 """Tests that fail without a mutant as well."""
 PASSING: set[str] = set()
 """Tests that were seen to pass without one."""
 
+Tests = dict[str, tuple[float, list[str]]]
+"""Of each test that passes how many seconds it takes, and the functions that it enters."""
 Edit = tuple[Any, str]
 """A node, or the first and the last of several, and the text that replaces it."""
 
@@ -78,6 +84,11 @@ class Mutant:
     def place(self) -> str:
         """How the table names it."""
         return f"{self.path.removeprefix('fsdp2/')}: {self.function}"
+
+    @property
+    def equivalent(self) -> str:
+        """Why nothing can notice it; "" if something can. It is not run."""
+        return EQUIVALENT.get(f"{self.place}: {' '.join(self.was.split())}", "")
 
     def source(self, text: str) -> str:
         """Return the broken file."""
@@ -251,9 +262,66 @@ def order(mutant: Mutant, results: list[dict[str, object]]) -> list[str]:
         basic = 40 * any(path == f"tests/step/test_{name}.py" for name in BASICS)
         return 100 * noticed.count(path) + mirror + basic + len(words & names)
 
-    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    return sorted(test_files(ROOT), key=lambda path: (-score(path), path))
+
+
+def test_files(folder: Path) -> list[str]:
+    """Return the test files that are about what the package does."""
+    files = [path.relative_to(folder).as_posix() for path in (folder / "tests").rglob("test_*.py")]
     skipped = ("tests/demo", "tests/docs", "tests/benchmarks", "tests/test_architecture", "tests/support")
-    return sorted((path for path in files if not path.startswith(skipped)), key=lambda path: (-score(path), path))
+    return sorted(path for path in files if not path.startswith(skipped))
+
+
+def entered(whole: Path) -> dict[str, Tests]:
+    """Return, by file, how long each test without processes takes and which functions of the package it enters.
+
+    Files that changed since this was last asked are run.
+    """
+    known = json.loads(ENTERED.read_text()) if ENTERED.exists() else {}
+    package = digest(sorted((whole / "fsdp2").rglob("*.py")))
+    files = {name: digest([whole / name]) for name in test_files(whole)}
+    if changed := [name for name in files if known.get(name, {}).get("text") != files[name]]:
+        print(f"asking which functions the tests of {len(changed)} files enter", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "entered.json"
+            options = [
+                "-p",
+                "tests.support.entered",
+                f"--entered={found}",
+                "--most-ranks=0",
+                f"--limit={LIMIT_SECONDS}",
+            ]
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *changed]
+            environment = {**os.environ, "PYTHONPATH": str(whole)}
+            subprocess.run(command, cwd=whole, env=environment, stdout=subprocess.DEVNULL, check=False)
+            tests: Tests = json.loads(found.read_text())
+        for name in changed:
+            of_file = {test: value for test, value in tests.items() if test.split("::")[0] == name}
+            known[name] = {"text": files[name], "package": package, "tests": of_file}
+        ENTERED.parent.mkdir(exist_ok=True)
+        ENTERED.write_text(json.dumps(known))
+    PASSING.update(test for name in files if known[name]["package"] == package for test in known[name]["tests"])
+    return {name: known[name]["tests"] for name in files}
+
+
+def digest(paths: list[Path]) -> str:
+    """Return a short text that differs where files do."""
+    return hashlib.sha1(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def likely(mutant: Mutant, files: list[str], tests: dict[str, Tests]) -> list[str]:
+    """Return the tests that enter the broken function, the first of each file, then the second..., as many as there
+    is time for. Of a file those come first that enter little else."""
+    function, chosen, seconds = f"{mutant.path} {mutant.function}", [], 0.0
+    for place, name in enumerate(files):
+        of_file = [(len(also), took, test) for test, (took, also) in tests.get(name, {}).items() if function in also]
+        chosen += [(number, place, took, test) for number, (_, took, test) in enumerate(sorted(of_file))]
+    chosen.sort()
+    for number, (_, _, took, _) in enumerate(chosen):
+        seconds += took
+        if seconds > FIRST_SECONDS:
+            return [test for *_, test in chosen[: max(number, 1)]]
+    return [test for *_, test in chosen]
 
 
 def copy_tree(target: Path) -> None:
@@ -300,7 +368,9 @@ def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> st
         FAILING.append(by)
 
 
-def run(mutant: Mutant, results: list[dict[str, object]], whole: Path, workers: int) -> dict[str, object] | None:
+def run(
+    mutant: Mutant, results: list[dict[str, object]], whole: Path, tests: dict[str, Tests], workers: int
+) -> dict[str, object] | None:
     """Return what became of one mutant; None if it was not noticed by the likely tests and no ``workers`` run all."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -309,7 +379,10 @@ def run(mutant: Mutant, results: list[dict[str, object]], whole: Path, workers: 
         broken = folder / mutant.path
         broken.write_text(mutant.source(broken.read_text()))
         files = order(mutant, results)
-        by = noticed_by(folder, whole, files[:FIRST], "--most-ranks=0")
+        first = likely(mutant, files, tests)
+        by = noticed_by(folder, whole, first) if first else ""
+        if by and "::" not in by:  # nothing can be collected, say
+            by = noticed_by(folder, whole, [*dict.fromkeys(test.split("::")[0] for test in first)], "--most-ranks=0")
         if not by and workers:
             by = noticed_by(folder, whole, files, f"--numprocesses={workers}", "--dist=worksteal")
         elif not by:
@@ -322,8 +395,9 @@ def run(mutant: Mutant, results: list[dict[str, object]], whole: Path, workers: 
 
 def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
     """Return the table of what ran."""
-    done = [(mutant, results[mutant.key]) for mutant in chosen if mutant.key in results]
-    counted = [(mutant, result) for mutant, result in done if f"{mutant.place} {mutant.rule}" not in EQUIVALENT]
+    none: dict[str, object] = {"noticed": False, "by": ""}
+    done = [(m, none if m.equivalent else results[m.key]) for m in chosen if m.equivalent or m.key in results]
+    counted = [(mutant, result) for mutant, result in done if not mutant.equivalent]
     noticed = sum(bool(result["noticed"]) for _, result in counted)
     share = f"{noticed} of {len(counted)} are noticed ({100 * noticed / max(len(counted), 1):.0f} %)."
     if rest := len(chosen) - len(done):
@@ -346,7 +420,7 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
         if rows:
             lines += [f"## {title}", "", "| place | rule | was | became | by |", "|---|---|---|---|---|"]
         for mutant, result in rows:
-            by = result["by"] or EQUIVALENT.get(f"{mutant.place} {mutant.rule}", "**nothing**")
+            by = result["by"] or mutant.equivalent or "**nothing**"
             lines.append(f"| {mutant.place} | {mutant.rule} | {cell(mutant.was)} | {cell(mutant.now)} | {by} |")
         lines += [""] if rows else []
     return "\n".join(lines)
@@ -373,15 +447,20 @@ def main() -> int:
     results = {str(one["key"]): one for one in kept}
     with tempfile.TemporaryDirectory() as name:
         copy_tree(Path(name))
+        tests = {} if options.list else entered(Path(name))
         for number, mutant in enumerate(chosen, 1):
             change = f"{mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
             title = f"{number:3} {mutant.place} line {mutant.line}: {change}"
-            if options.only not in title or (mutant.key in results and not options.again and not options.list):
+            known = mutant.equivalent or (mutant.key in results and not options.again)
+            if options.only not in title or (known and not options.list):
                 continue
             print(title, flush=True)
             if not options.list:
-                result = run(mutant, [*results.values()], Path(name), 0 if options.likely else options.workers)
-                keep(result, results)
+                workers = 0 if options.likely else options.workers
+                try:
+                    keep(run(mutant, [*results.values()], Path(name), tests, workers), results)
+                except TimeoutError as error:
+                    print(f"    {error}", flush=True)
     if not options.list:
         TABLE.write_text(table(chosen, results))
     return 0

@@ -62,3 +62,18 @@ def test_the_package_is_broken_in_enough_places() -> None:
     for mutant in places:
         text = (ROOT / mutant.path).read_text()
         assert ast.dump(ast.parse(mutant.source(text))) != ast.dump(ast.parse(text)), mutant
+
+
+def test_tests_that_enter_what_is_broken_run_first(tmp_path: Path) -> None:
+    """The first of each file, which enters little else, then the second, for as long as there is time."""
+    path = tmp_path / "group.py"
+    path.write_text(SOURCE)
+    mutant = next(mutate.mutants_of(path, tmp_path))
+    here, much = "group.py Group.end", float(mutate.FIRST_SECONDS)
+    tests: dict[str, mutate.Tests] = {
+        "a.py": {"a.py::wide": (1.0, [here, "other"]), "a.py::narrow": (1.0, [here]), "a.py::else": (1.0, ["other"])},
+        "b.py": {"b.py::only": (1.0, [here])},
+    }
+    assert mutate.likely(mutant, ["a.py", "b.py"], tests) == ["a.py::narrow", "b.py::only", "a.py::wide"]
+    tests["b.py"]["b.py::only"] = (much, [here])
+    assert mutate.likely(mutant, ["a.py", "b.py"], tests) == ["a.py::narrow"]

@@ -25,9 +25,9 @@ HEAD = """# What is combined with what
 
 Written by `python docs/make_compositions.py` from the decorators of the tests; do not edit.
 
-Every dot is at least one test on 2, 4 or 8 gloo processes that compares losses, gradients and weights with torch's
-`fully_shard` under the same plan, or with a single process where torch refuses. A cross is a combination that fsdp2
-refuses in some form; the last table says in which, and why. An empty field is a combination that nobody tests.
+A dot means at least one test on 2, 4 or 8 gloo processes that compares losses, gradients and weights with torch's
+`fully_shard` under the same plan, or with a single process where torch refuses. A cross means that fsdp2 refuses the
+combination in some form; the last table lists which, and why. An empty field is a combination without a test.
 """
 
 

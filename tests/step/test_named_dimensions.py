@@ -54,6 +54,7 @@ CASES = {
     "shard": (("dp",), DataParallelMeshDims(shard="dp"), None),
     "shard_beside_model": (("dp", "tp"), DataParallelMeshDims(shard="dp"), {"tp": 0}),
     "shard_beside_model_other_dim": (("dp", "tp"), DataParallelMeshDims(shard="dp"), {"tp": 1}),
+    "model_first": (("tp", "dp"), DataParallelMeshDims(shard="dp"), {"tp": 0}),
     "two_shard_dims": (("a", "b"), DataParallelMeshDims(shard=("a", "b")), None),
     "hybrid": (("r", "s"), DataParallelMeshDims(shard="s", replicate="r"), None),
     "replicate": (("r",), DataParallelMeshDims(replicate="r"), None),
@@ -84,7 +85,8 @@ def test_training(rank, world, case, reshard):
         spread(module, mesh, dims, cut)
         shard_each(module, fsdp, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)
 
-    run = assert_parity(prepare, build=OnMesh, part=ranks_of(dims, mesh), against=api.against("2.12"))
+    against = ("alone",) if names[0] == "tp" else api.against("2.12")
+    run = assert_parity(prepare, build=OnMesh, part=ranks_of(dims, mesh), against=against)
     weight = run.module[0].weight
     shards = 1 if dims.shard is None else 4 // (2 if len(names) == 2 and len(dims.shard_names) == 1 else 1)
     beside = 2 if cut else 1

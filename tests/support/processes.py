@@ -23,14 +23,18 @@ PRELOADED = (
     "tests.support.worker",
     "tests.support.fuzz",
     "tests.support.report",
+    "tests.support.settled",
 )
 
 
-def start(target: Callable[..., None], *arguments: Any, log: str) -> ForkServerProcess:
-    """Start a process that runs ``target`` with picklable arguments, has no GPU, and writes to the file ``log``."""
+def start(target: Callable[..., None], *arguments: Any, log: str, daemon: bool = True) -> ForkServerProcess:
+    """Start a process that runs ``target`` with picklable arguments, has no GPU, and writes to the file ``log``.
+
+    One that starts others is not a daemon.
+    """
     context: ForkServerContext = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
-    process = context.Process(target=_run, args=(target, arguments, log), daemon=True)
+    process = context.Process(target=_run, args=(target, arguments, log), daemon=daemon)
     process.start()
     return process
 

@@ -141,6 +141,8 @@ def main(rank: int, connection: Connection, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+    # torch's own asks for the seeds of devices that are not here, and writes down where from: milliseconds each time.
+    torch.manual_seed = torch.default_generator.manual_seed
     worker = Worker(rank, connection, port)
     live_modules()
     worker.serve()

@@ -1,4 +1,4 @@
-"""Under a real torchrun, which keeps its store when it restarts the processes: a new attempt is not the last one's."""
+"""Under torchrun, which keeps its store when it restarts the processes: a new attempt is not the last one's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.ranks.restarting import SAVED, STEPS
+from tests.ranks.restarting import SAVED, STEPS, launch
 from tests.support import ROOT
-from tests.support.processes import loopback
+from tests.support.processes import loopback, start
 
 
 def alone() -> list[float]:
@@ -32,23 +33,47 @@ def alone() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "end", ["raise", pytest.param("kill", marks=pytest.mark.slow), pytest.param("delay", marks=pytest.mark.slow)]
-)
-def test_an_attempt_knows_nothing_of_the_one_before(tmp_path: Path, end: str) -> None:
-    """One rank raises, is killed, or comes late; the next attempt goes on from the checkpoint of both, with a rank that
-    is late there as well. The one that waits found the note of the rank that had ended in the store, and ended, too."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [sys.executable, "-m", *torchrun, "--monitor-interval", "0.1", "-m", "tests.ranks.restarting"]
+def torchrun(end: str, folder: Path) -> str:
+    """Run the real program; what it printed."""
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.ranks.restarting"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": loopback(), "CUDA_VISIBLE_DEVICES": ""}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [*command, end, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [*command, end, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
-    assert len(found) == 1, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def its_agent(end: str, folder: Path) -> str:
+    """Run what torchrun runs in a process that has imported everything."""
+    log = folder / "log"
+    process = start(launch, end, folder, log=str(log), daemon=False)
+    process.join(300)
+    process.terminate()  # where it hangs it ends its ranks
+    process.join(10)
+    process.kill()
+    return log.read_text()
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("run", "end"),
+    [
+        (its_agent, "raise"),
+        *(pytest.param(torchrun, end, marks=slow) for end in ("raise", "kill", "delay")),
+    ],
+)
+def test_an_attempt_knows_nothing_of_the_one_before(tmp_path: Path, run: Callable[[str, Path], str], end: str) -> None:
+    """One rank raises, is killed, or comes late; the next attempt goes on from the checkpoint of both, with a rank that
+    is late there as well. The one that waits found the note of the rank that had ended in the store, and ended, too."""
+    printed = run(end, tmp_path)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
+    assert len(found) == 1, printed
     first = 0 if end == "delay" else SAVED
     assert found[0]["attempt"] == (0 if end == "delay" else 1)
     assert found[0]["losses"] == pytest.approx(alone()[first:], rel=1e-6)
     if end == "raise":
-        assert "ValueError: a broken sample" in done.stderr
+        assert "ValueError: a broken sample" in printed

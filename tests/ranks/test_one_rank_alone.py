@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -98,22 +99,23 @@ def rarely(*case: object) -> object:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-def freezes(rank: int, world: int) -> None:
-    """One rank freezes a weight."""
+def steps(rank: int, act: Callable[[Two], object], since: int = LAST) -> None:
+    """Five steps, before one of which a rank does something alone."""
     module, _ = models()
     for step in range(5):
-        if rank == 1 and step == LAST:
-            module.b.weight.requires_grad_(False)
+        if rank == 1 and step == since:
+            act(module)
         train(module)
+
+
+def freezes(rank: int, world: int) -> None:
+    """One rank freezes a weight."""
+    steps(rank, lambda module: module.b.weight.requires_grad_(False))
 
 
 def registers(rank: int, world: int) -> None:
     """One rank adds a parameter to a unit."""
-    module, _ = models()
-    for step in range(5):
-        if rank == 1 and step == LAST:
-            module.b.register_parameter("scale", nn.Parameter(torch.ones_like(module.b.bias)))
-        train(module)
+    steps(rank, lambda module: module.b.register_parameter("scale", nn.Parameter(torch.ones_like(module.b.bias))))
 
 
 def prefetches(rank: int, world: int, *, since: int = LAST) -> None:
@@ -121,11 +123,7 @@ def prefetches(rank: int, world: int, *, since: int = LAST) -> None:
 
     It agreed anew on the steps of the next backward, which nobody else did, so it waited for the others without end.
     """
-    module, _ = models()
-    for step in range(5):
-        if rank == 1 and step == since:
-            module.a.set_modules_to_forward_prefetch([module.b])
-        train(module)
+    steps(rank, lambda module: module.a.set_modules_to_forward_prefetch([module.b]), since)
 
 
 def prefetches_from_the_start(rank: int, world: int) -> None:
@@ -135,29 +133,17 @@ def prefetches_from_the_start(rank: int, world: int) -> None:
 
 def packs(rank: int, world: int) -> None:
     """One rank gathers large parameters by collectives of their own, and others packed into one."""
-    module, _ = models()
-    for step in range(5):
-        if rank == 1 and step == LAST:
-            module.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0)
-        train(module)
+    steps(rank, lambda module: module.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0))
 
 
 def takes_part(rank: int, world: int) -> None:
     """One rank is asked to take part in units that it does not use."""
-    module, _ = models()
-    for step in range(5):
-        if rank == 1 and step == LAST:
-            module.set_reduce_scatter_unused_params(True)
-        train(module)
+    steps(rank, lambda module: module.set_reduce_scatter_unused_params(True))
 
 
 def unshards(rank: int, world: int, *, since: int = LAST) -> None:
     """One rank gathers a unit between passes: the others paired that with another unit of this size."""
-    module, _ = models()
-    for step in range(5):
-        if rank == 1 and step == since:
-            module.b.unshard()
-        train(module)
+    steps(rank, lambda module: module.b.unshard(), since)
 
 
 def unshards_at_the_start(rank: int, world: int) -> None:
@@ -167,12 +153,12 @@ def unshards_at_the_start(rank: int, world: int) -> None:
 
 def uses_weights(rank: int, world: int) -> None:
     """One rank uses weights outside of forward."""
-    module, _ = models()
-    for step in range(5):
-        if rank == 1 and step == LAST:
-            with fsdp2.use_weights(module.b):
-                pass
-        train(module)
+
+    def use(module: Two) -> None:
+        with fsdp2.use_weights(module.b):
+            pass
+
+    steps(rank, use)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
         del self.references[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # the kernels that they come to make the memory
         result = func(*args, **(kwargs or {}))
         for value in pytree.tree_leaves(result):

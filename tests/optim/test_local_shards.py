@@ -31,6 +31,8 @@ from tests.support.pool import on_ranks
 FUSED = {"SGD", "SGD with momentum", "SGD with Nesterov", "Adam", "AdamW", "Adagrad"}
 TORCH_REFUSES = {("Rprop", "plain"), ("Rprop", "foreach")} | {(n, "fused") for n in FUSED - {"Adam", "AdamW"}}
 """What torch has no rule for on DTensors."""
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+"""Four ranks in long loops over optimizers; two have an empty shard as well."""
 
 
 def names(way: str) -> list[str]:
@@ -38,7 +40,7 @@ def names(way: str) -> list[str]:
     return [name for name in OPTIMIZERS if way != "fused" or name in FUSED]
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 @pytest.mark.parametrize("way", ["plain", "foreach", "fused"])
 def test_steps_are_those_on_dtensors(rank, world, way):
     """Weights and state agree bit for bit after every step, parameters without gradient and empty shards included."""
@@ -52,7 +54,7 @@ def test_steps_are_those_on_dtensors(rank, world, way):
             assert_same_training(modules, optimizers)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 @pytest.mark.parametrize("way", ["plain", "foreach", "fused"])
 def test_steps_are_those_on_plain_tensors(rank, world, way):
     """The same as an optimizer of plain copies of shards does, also where torch refuses DTensors."""

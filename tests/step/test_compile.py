@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.step.test_tensor_parallel import language, llama, sharded
 from tests.support import api
 from tests.support.composition import composes, refused
-from tests.support.parity import WIDTH, Run, assert_same, mesh_1d, mesh_2d, play
+from tests.support.parity import WIDTH, Run, assert_same, mesh_1d, mesh_2d, mesh_of, play
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -88,6 +88,8 @@ def whole(module: Any, shard: Callable[..., Any], **options: Any) -> None:
     module.compile(**options)
 
 
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+"""Each rank compiles: a usual run has two of them, one to replicate or to compute a half of each matrix."""
 WAYS = (in_place_before, in_place_after, wrapped_before, wrapped_after, forward_only, whole)
 
 
@@ -192,7 +194,7 @@ def test_with_one_more(rank, world, kind):
 
 @composes("compile", "hybrid sharding")
 @composes("compile", "tensor parallel")
-@on_ranks(4, limit=180)
+@on_ranks(2, FOUR, limit=180)
 @pytest.mark.parametrize("kind", ["hybrid", pytest.param("tp", marks=pytest.mark.slow)])
 def test_on_two_axes(rank, world, kind):
     """Compiled blocks on hybrid and tensor-parallel meshes."""
@@ -210,13 +212,13 @@ def test_on_two_axes(rank, world, kind):
 
 @composes("compile", "tensor parallel", "sequence parallel", "loss parallel")
 @refused("compile", "tensor parallel", "sequence parallel", by="torch", reason="the embedding's gradient is zero")
-@on_ranks(4, limit=180)
+@on_ranks(2, FOUR, limit=180)
 def test_language_model(rank, world):
     """Every block of the llama as one graph, the first one's input still on its way when it is called.
 
     AOT autograd takes such an input for one that needs no gradient; under torch's own the embedding does not learn.
     """
-    mesh = mesh_2d("dp", "tp")
+    mesh = mesh_of(world // 2, 2, names=("dp", "tp"))
 
     def prepare(module, fsdp):
         torch._dynamo.reset()
@@ -224,5 +226,5 @@ def test_language_model(rank, world):
             block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
         sharded(mesh["dp"], mesh["tp"])(module, fsdp)
 
-    part = (mesh.get_local_rank("dp"), 2)
+    part = (mesh.get_local_rank("dp"), world // 2)
     assert_same_training(prepare, build=llama, program=language, part=part, against="alone")

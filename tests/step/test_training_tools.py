@@ -77,7 +77,7 @@ def test_adam(rank, world, kind, options):
 @composes("Muon", "hybrid sharding")
 @composes("Muon", "tensor parallel")
 @on_ranks(4)
-@meshes
+@pytest.mark.parametrize("kind", ["tp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MESHES[:2])])
 def test_muon(rank, world, kind):
     """Matrices by Muon, whose orthogonalisation multiplies whole matrices; the rest by AdamW."""
 

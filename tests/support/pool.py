@@ -173,8 +173,9 @@ POOL = Pool()
 """The pool of this pytest run; ``tests/conftest.py`` closes it."""
 
 
-def on_ranks(*worlds: int, limit: float = LIMIT_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: the function of ``(rank, world, ...)`` becomes one pytest test for each world size.
+def on_ranks(*worlds: Any, limit: float = LIMIT_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: the function of ``(rank, world, ...)`` becomes one pytest test for each world size, or each
+    ``pytest.param`` of one.
 
     Further arguments come from ``pytest.mark.parametrize`` or fixtures and must be picklable.
     """

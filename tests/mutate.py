@@ -375,7 +375,7 @@ def run(
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        copy_tree(folder)
+        shutil.copytree(whole, folder, dirs_exist_ok=True)  # with what is compiled already
         broken = folder / mutant.path
         broken.write_text(mutant.source(broken.read_text()))
         files = order(mutant, results)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard, summon_full_params
+from fsdp2._trace import listening
 from fsdp2.engine import group as param_group
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase, Residency
@@ -117,6 +118,33 @@ def test_what_was_written_to_a_kept_parameter_is_summoned() -> None:
         module.weight.fill_(5)
         with summon_full_params(module, writeback=False):
             assert bool((module.weight == 5).all())
+
+
+def test_what_is_loaded_replaces_what_is_kept() -> None:
+    """The shards have it, and the next forward computes with it."""
+    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
+        module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, reshard_after_forward=False)
+        module(torch.ones(2, 4))
+        module.load_state_dict({"weight": torch.full((4, 4), 3.0)})
+        assert bool((module.weight.to_local() == 3).all())
+        assert bool((module(torch.ones(2, 4)) == 12).all())
+
+
+def test_pieces_of_shards_that_changed_are_not_gathered_ahead() -> None:
+    """The forward would have to gather once more, from the shards."""
+    with fake_mesh((4,), ("dp",)) as mesh, torch.no_grad():
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for unit in (*module, module):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=2)
+        for _ in range(2):
+            module(torch.ones(2, 8))
+        for unit in module:
+            for param in group_of(unit).params:
+                param.sharded.mul_(0.5)
+        gathered: list[str] = []
+        with listening(lambda event, name: gathered.append(name) if event == "unshard" else None):
+            module(torch.ones(2, 8))
+        assert sorted(gathered) == ["0", "1"]
 
 
 def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:

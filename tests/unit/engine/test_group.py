@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard, summon_full_params
+from fsdp2 import MixedPrecisionPolicy, fully_shard, summon_full_params
 from fsdp2._trace import listening
 from fsdp2.engine import group as param_group
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase, Residency
+from fsdp2.engine.observer import Answer
 from tests.support.nccl import too_with_nccl
 from tests.unit.meshes import fake_mesh
 
@@ -145,6 +146,47 @@ def test_pieces_of_shards_that_changed_are_not_gathered_ahead() -> None:
         with listening(lambda event, name: gathered.append(name) if event == "unshard" else None):
             module(torch.ones(2, 8))
         assert sorted(gathered) == ["0", "1"]
+
+
+def test_unsharding_by_hand_gathers_again_what_changed() -> None:
+    """Shards were written while what was unsharded before was still there."""
+    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
+        module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        sharded = module.weight
+        for value in (1.0, 2.0):
+            sharded.fill_(value)
+            module.unshard()
+            assert module.weight is not sharded and bool((module.weight == value).all())
+
+
+def test_pieces_are_cut_from_what_was_gathered_last() -> None:
+    """Also where that has other memory than before, because the model was cast."""
+    with fake_mesh((4,), ("dp",)) as mesh, torch.no_grad():
+        module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
+        module.register_forward_pre_hook(lambda layer, args: layer.weight.data.fill_(3))
+        for dtype in (torch.float32, torch.float64):
+            module.reshard()
+            module.to(dtype)
+            module(torch.ones(2, 8, dtype=dtype))
+            piece = module.weight.to_local()
+            assert piece.dtype == dtype and bool((piece == 3).all())
+
+
+def test_a_gather_that_is_left_for_later_takes_no_memory(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    group_of(module).unshard(admit=lambda step: Answer.LATER)
+    assert state_of(module)[0] is Residency.SHARDED and full_bytes(module) == 0
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [(None, 2), (torch.float32, 4)])
+def test_gradients_in_flight_are_counted_as_they_are_summed(
+    mesh: DeviceMesh, reduce: torch.dtype | None, expected: int
+) -> None:
+    """So many bytes may be held, which is what the user's limit and the forecast are about."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+    module(torch.ones(2, 4)).sum().backward()
+    assert group_of(module).store.reduce_bytes == 20 * expected
 
 
 def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:

@@ -1,14 +1,31 @@
-"""What a root does between passes, without modules."""
+"""Passes that end early, and what comes between them, on a mesh whose collectives move nothing."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2 import fully_shard
+from fsdp2.engine.observer import Answer
 from fsdp2.engine.passes import RootContext
 from tests.support.streams import Device
+from tests.unit.meshes import fake_mesh
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks."""
+    with fake_mesh((2,), ("dp",)) as mesh:
+        yield mesh
 
 
 def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
@@ -28,3 +45,49 @@ def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
         with device.stream(stream):
             torch.ones(3)
     assert not device.mistakes
+
+
+class Trying(nn.Module):
+    """Calls its unit with too few columns, and then, where that raises, with all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.unit(x[:, :3])
+        except RuntimeError:
+            return self.unit(x)
+
+
+def test_a_unit_that_raised_may_be_called_again_in_the_same_forward(mesh: DeviceMesh) -> None:
+    """The second call is one like any other: backward gathers for it, and its gradients are reduced."""
+    model = Trying()
+    for unit in (model.unit, model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.unit.weight.grad is not None
+        model.zero_grad()
+
+
+def test_a_forward_that_raised_is_forgotten_with_the_next(mesh: DeviceMesh) -> None:
+    """What it kept for its backward must not be held by the calls that it did not end."""
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 3))
+    aborted = weakref.ref(model._get_fsdp_state().root.forward)
+    model(torch.ones(2, 4)).sum().backward()
+    gc.collect()
+    assert aborted() is None
+
+
+def test_other_ranks_are_shown_what_is_gathered_by_hand(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first step to the last, since those that do not ask would pair it with another of theirs."""
+    observer = mock.Mock()
+    observer.before.return_value = Answer.GO
+    monkeypatch.setattr(RootContext, "observer_by_hand", lambda *unused: observer)
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    model.unshard()
+    assert [call[0] for call in observer.method_calls] == ["begin", "before", "end"]

@@ -53,7 +53,9 @@ class ShardStore:
         self._fulls: list[torch.Tensor] = []
         self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
         self._subgroup: SubgroupShards | None = None
-        self._swapped = False
+        # Whether others were put in the place of our shards: ``functional_call`` does so for one forward, after which
+        # nothing that was computed from them may be kept.
+        self.swapped = False
         self.agreed = self._digest()  # what ranks have to agree on about the formats of this group
         self.generation = 0  # of the full parameters: others are made where shards are cast, moved or laid out anew
         self._place(pieces)
@@ -140,21 +142,13 @@ class ShardStore:
             if shown is param.sharded and local_tensor(shown) is placed:
                 continue
             _check_replacement(param, shown)
-            self._swapped |= shown is not param.sharded
+            self.swapped |= shown is not param.sharded
             param.adopt_shard(shown)  # type: ignore[arg-type]  # just checked
             show([param], "sharded")
             changed = True
         if changed:
             self._place([param.local for param in self.params])
         return changed
-
-    def shards_were_swapped(self) -> bool:
-        """Whether other shards were put in the place of ours since this was last asked.
-
-        ``functional_call`` does so for one forward, after which nothing that was computed from them may be kept.
-        """
-        shards_were_swapped, self._swapped = self._swapped, False
-        return shards_were_swapped
 
     def replaced(self, *, in_backward: bool) -> bool:
         """Whether a module shows another parameter than the shard it was given: cheap, for every gather.

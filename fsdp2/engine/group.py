@@ -65,7 +65,7 @@ class FSDPParamGroup:
         self.in_root = False
         self.shared = False  # several calls drive it, because they tie its parameter
         self.has_units_below = False
-        self.gradients = GroupGradients(store, self.mesh.shard, comm)
+        self.gradients = GroupGradients(self, store, self.mesh.shard, comm)
         self._norms = [param for param in params if param.has_statistics]
         self.gathering: GatherInFlight | None = None
         self.subgroup: SubgroupShards | None = None
@@ -86,7 +86,7 @@ class FSDPParamGroup:
 
     def set_names(self, name: str, places: dict[Slot, tuple[int, str]]) -> None:
         """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
-        self.name = self.lifecycle.name = self.gradients.name = name
+        self.name = self.lifecycle.name = name
         prefix = f"{name}." if name and len(self.modules) == 1 else ""
         for param in self.params:
             own = param.name if param.name.startswith(prefix) else prefix + param.name  # where somebody removed it
@@ -285,8 +285,8 @@ class FSDPParamGroup:
         """Give ``param`` up to a group of its own; the group must be sharded."""
         self.params = [p for p in self.params if p is not param]
         self.store = self.store.of(self.params)
-        before, self.gradients = self.gradients, GroupGradients(self.store, self.gradients.axis, self.comm)
-        self.gradients.name, self.gradients.noticed = self.name, before.noticed
+        before, self.gradients = self.gradients, GroupGradients(self, self.store, self.gradients.axis, self.comm)
+        self.gradients.noticed = before.noticed
 
     # ---- summoned: for a while somebody else decides what the modules show ----
 
@@ -402,10 +402,8 @@ class FSDPParamGroup:
         self.unshard_now(admit=admit)
         if torch.is_grad_enabled():
             self._generation = self.store.generation
-        if kept:
-            for param in self.params:
-                if param.sync_requires_grad():
-                    self.gradients.forget_plan()
+        if kept and any([param.sync_requires_grad() for param in self.params]):
+            self.gradients.forget_plan()
         if _trace.recording:
             _trace.emit("pre_forward", self.name)
 
@@ -424,7 +422,8 @@ class FSDPParamGroup:
 
     def release(self, after: bool | int | None = None) -> None:
         """What becomes of full parameters after forward; also where other ranks used them and this one did not."""
-        after = self.store.shards_were_swapped() or (self.after_forward if after is None else after)
+        swapped, self.store.swapped = self.store.swapped, False
+        after = swapped or (self.after_forward if after is None else after)
         if after is True:
             self.reshard()
             return
@@ -473,7 +472,7 @@ class FSDPParamGroup:
         else:
             self.note_kept()
         if self.options.reduce_gradients:
-            self.gradients.reduce_rest(None if admit is None else lambda part: admit(Step("reduce", self, part)))
+            self.gradients.reduce_rest(admit)
 
     @property
     def is_idle(self) -> bool:

@@ -175,16 +175,6 @@ class Pass:
             self.observer.begin(f"backward ({root.reducing}{more})", outermost=False)
         queue_end_of_backward(self.finish)
 
-    def begin_backward(self, group: FSDPParamGroup, *, count: bool) -> None:
-        """Take gradients of ``group`` as they are finished; with ``count`` it is through when it has all of them."""
-        admit = self.admit
-        group.gradients.begin_backward(
-            count=count,
-            watch_all=self.creates_graph,
-            through=lambda: self.post_backward(group),
-            admit=None if admit is None else lambda part: admit(Step("reduce", group, part)),
-        )
-
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Backward is through with ``group``: free it, unless more backwards need it, and reduce its gradients."""
         root = self.root

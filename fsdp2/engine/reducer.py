@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,14 +19,12 @@ from fsdp2.comm.reduce import Compression, ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
+from fsdp2.engine.observer import Admit, Step
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks
 
-__all__ = ["Admit", "GroupGradients"]
-
-Admit = Callable[[tuple[int, ...]], object]
-"""Called with the parameters of a chunk before it leaves; raises where the ranks do not all come to it."""
+__all__ = ["GroupGradients"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,11 @@ class GroupGradients:
     in which autograd finishes the gradients.
     """
 
-    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext) -> None:
+    def __init__(self, group: Any, store: ShardStore, axis: Axis, comm: CommContext) -> None:
         """Gradients travel over ``axis``: the shard axis, or one of the same ranks with a communicator of its own."""
+        self.group = group  # its FSDPParamGroup; that file imports this one
         self.axis = axis
         self.comm = comm
-        self.name = ""
         # Called when a gradient is finished although no backward entered the group.
         self.noticed: Callable[[], None] = lambda: None
         self._store = store
@@ -175,7 +174,7 @@ class GroupGradients:
 
     # ---- one backward ----
 
-    def begin_backward(self, *, count: bool, watch_all: bool, through: Callable[[], None], admit: Admit | None) -> None:
+    def begin_backward(self, admit: Admit | None, through: Callable[[], None], *, count: bool, watch_all: bool) -> None:
         """Backward enters the group; with ``count`` it is ``through`` when the last gradient is finished.
 
         With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
@@ -283,7 +282,7 @@ class GroupGradients:
 
     def _launch(self, indices: tuple[int, ...], admit: Admit | None) -> None:
         if admit is not None:
-            admit(indices)
+            admit(Step("reduce", self.group, indices))
         store = self._store
         params = [store.params[i] for i in indices]
         taken = take_gradients(params)
@@ -292,7 +291,7 @@ class GroupGradients:
         deliver = partial(accumulate_gradients, params)
         plan = self._reduce_plan(indices, grads)
         if _trace.recording:
-            _trace.emit("reduce", self.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
+            _trace.emit("reduce", self.group.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
             self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]]))
@@ -304,7 +303,7 @@ class GroupGradients:
         operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce)
         del grads
         if _trace.recorder is not None:
-            operation = _trace.owned(self.name, operation)
+            operation = _trace.owned(self.group.name, operation)
         reductions.add(operation)
 
     def _row_padding(self, dtypes: _Dtypes) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -269,7 +270,8 @@ class FSDPState(ComposableState):
         entered = [g for g in self.groups if g.pre_backward(run.admit, recorded=g in pending.inputs)]
         for group in entered:
             alone = pending.inputs.get(group) == _NO_INPUTS and group.knows_when_through()
-            run.begin_backward(group, count=alone)
+            through = partial(run.post_backward, group)
+            group.gradients.begin_backward(run.admit, through, count=alone, watch_all=run.creates_graph)
             following = pending.calls.visit(group)  # noted in any case, as the forward's is
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.of_unit):

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from fsdp2._torch.tensors import foreach_copy
-from fsdp2.comm.collectives import all_gather, wire_view
+from fsdp2.comm.collectives import Work, all_gather, wire_view
 from fsdp2.comm.formats import Encoded, decode, encode, encoded_views
 from fsdp2.comm.pieces import piece_pairs
-from fsdp2.comm.streams import ComputeLane, InFlight, Lane, Lanes
+from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.policies import AllGather
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, align
 
-__all__ = ["Buffer", "GatherBuffers", "GatherInFlight", "Gathering", "HostCopies", "finish_gather", "start_gather"]
+__all__ = ["Buffer", "GatherBuffers", "Gathering", "HostCopies", "finish_gather", "start_gather"]
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
 Encoding = tuple[torch.Tensor, Encoded, BlockFormat]  # values (1, elements), where they go
@@ -231,6 +231,7 @@ def _decode(sent: Encoded, flat: torch.Tensor, layout: ShardLayout, form: BlockF
 class Gathering:
     """A gather in flight on ``lane``, where it also ends: its unit may have got another root's lanes since.
 
+    On a CPU the host has to wait for ``works``, elsewhere the compute stream for ``event``.
     ``rows`` (ranks, bytes) holds the packed run, then each extra tensor, where one buffer was assembled for this
     gather; ``extras`` says where in a row each extra is: (offset, numel, dtype).
     """
@@ -239,9 +240,8 @@ class Gathering:
     lane: Lane
     rows: torch.Tensor | None = None
     extras: tuple[tuple[int, int, torch.dtype], ...] = ()
-
-
-GatherInFlight = InFlight[Gathering]
+    works: Sequence[Work] = ()
+    event: torch.Event | None = None
 
 
 class HostCopies:
@@ -283,7 +283,7 @@ def start_gather(
     *,
     custom: AllGather | None = None,
     extras: Sequence[torch.Tensor] = (),
-) -> GatherInFlight:
+) -> Gathering:
     """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
 
     ``extras`` are 1D tensors, as large on every rank, that travel with the packed run. A ``custom`` collective gets
@@ -313,7 +313,8 @@ def start_gather(
             gathering.rows = gathering.rows if extras else None
     if buffers.from_host:
         copies.hold(buffers, done.event)
-    return InFlight(gathering, works, done.event)
+    gathering.works, gathering.event = works, done.event
+    return gathering
 
 
 def _unpack(gathering: Gathering) -> None:
@@ -352,15 +353,18 @@ def _assemble(
     return wire_view(output), wire_view(part)
 
 
-def finish_gather(gathering: GatherInFlight, compute: ComputeLane) -> list[torch.Tensor]:
+def finish_gather(gathering: Gathering, compute: ComputeLane) -> list[torch.Tensor]:
     """Wait for the collectives, and let compute read the full parameters.
 
     Returns each extra as gathered, (ranks, numel); valid on the gather's lane.
     """
-    done = gathering.wait(compute)
-    if done.lane.async_op:
-        _unpack(done)
-    rows = done.rows
+    for work in gathering.works:
+        work.wait()
+    gathering.works = ()
+    compute.wait(gathering.event)
+    if gathering.lane.async_op:
+        _unpack(gathering)
+    rows = gathering.rows
     if rows is None:
         return []
-    return [rows[:, offset : offset + numel * dtype.itemsize].view(dtype) for offset, numel, dtype in done.extras]
+    return [rows[:, start : start + numel * dtype.itemsize].view(dtype) for start, numel, dtype in gathering.extras]

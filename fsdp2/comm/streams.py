@@ -33,22 +33,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp2 import _trace
-from fsdp2.comm.host_work import HostWork
 
-__all__ = ["Before", "ComputeLane", "Done", "InFlight", "Lane", "Lanes", "Moments", "Retained", "simulated_streams"]
-
-T = TypeVar("T")
+__all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "Retained", "simulated_streams"]
 
 
 class Done:
@@ -239,23 +235,6 @@ class Lanes:
     def replicate(self) -> Lane:
         """Where they are summed over the replicate axis."""
         return Lane(self._device)
-
-
-@dataclass
-class InFlight(Generic[T]):
-    """A value that a collective is still filling."""
-
-    value: T
-    works: Sequence[dist.Work | HostWork]
-    event: torch.Event | None
-
-    def wait(self, compute: ComputeLane) -> T:
-        """The filled value; on a CPU this blocks, elsewhere the compute stream waits."""
-        for work in self.works:
-            work.wait()
-        self.works = ()
-        compute.wait(self.event)
-        return self.value
 
 
 class Retained:

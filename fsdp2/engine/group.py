@@ -15,7 +15,7 @@ from torch import nn
 from fsdp2 import _trace
 from fsdp2._torch.autograd import functorch_active, without_functorch
 from fsdp2.comm.context import CommContext
-from fsdp2.comm.gather import GatherInFlight, finish_gather, start_gather
+from fsdp2.comm.gather import Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.kept import Kept
 from fsdp2.engine.lifecycle import Lifecycle, Phase, Residency
@@ -67,7 +67,7 @@ class FSDPParamGroup:
         self.has_units_below = False
         self.gradients = GroupGradients(self, store, self.mesh.shard, comm)
         self._norms = [param for param in params if param.has_statistics]
-        self.gathering: GatherInFlight | None = None
+        self.gathering: Gathering | None = None
         self.subgroup: SubgroupShards | None = None
         self.summoned: dict[FSDPParam, None] = {}
         self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' version then
@@ -168,7 +168,7 @@ class FSDPParamGroup:
         lanes = self.comm.lanes
         rows = finish_gather(gathering, lanes.compute)
         if self.store.extensions is not None:
-            self.store.extensions.decode(rows, gathering.value.lane, lanes.compute)
+            self.store.extensions.decode(rows, gathering.lane, lanes.compute)
         if self.subgroup is not None:
             self._free_subgroup()
         self.lifecycle.move("finish_gather")

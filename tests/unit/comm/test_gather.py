@@ -78,7 +78,9 @@ def gather(ranks: list[Rank], **options: object) -> list[list[Tensor]]:
     """Gather on every rank and return the extras each got."""
     with simulated():
         flights = [start_gather(r.buffers, r.axis, HostCopies(LANES), **options) for r in ranks]
-        return [finish_gather(flight, LANES.compute) for flight in flights]
+        extras = [finish_gather(flight, LANES.compute) for flight in flights]
+        assert not any(flight.works for flight in flights)
+        return extras
 
 
 def numbered(items: list[Item], first: int = 0) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2.comm.streams import ComputeLane, InFlight, Lane, Lanes, Retained
+from fsdp2.comm.streams import ComputeLane, Lane, Lanes, Retained
 from tests.support.streams import Device
 
 CPU = torch.device("cpu")
@@ -19,18 +19,6 @@ CPU = torch.device("cpu")
 def retained(limit: int) -> Retained:
     """Return an empty set of operations on a CPU."""
     return Retained(Lanes(CPU), limit)
-
-
-class Work:
-    """A collective that notes when it is waited for."""
-
-    def __init__(self, log: list[str], name: str = "work") -> None:
-        self.log, self.name = log, name
-
-    def wait(self) -> bool:
-        """Note it."""
-        self.log.append(self.name)
-        return True
 
 
 class Operations:
@@ -179,28 +167,6 @@ def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
             assert lane._stream.clocks[other._stream.name] == other._stream.clocks[other._stream.name] // 3
         flying.finish()
         assert len(held) == 6 and not any(reference() is not None for reference in held)
-
-
-# ---- values in flight ----
-
-
-def test_a_value_in_flight_is_waited_for_once() -> None:
-    log: list[str] = []
-    value = torch.ones(2)
-    flight = InFlight(value, [Work(log, "first"), Work(log, "second")], None)
-    assert log == []
-    assert flight.wait(ComputeLane(CPU)) is value
-    assert flight.wait(ComputeLane(CPU)) is value
-    assert log == ["first", "second"]
-
-
-def test_waiting_lets_go_of_the_works() -> None:
-    work = Work([])
-    reference = weakref.ref(work)
-    flight = InFlight(1, [work], None)
-    del work
-    flight.wait(ComputeLane(CPU))
-    assert reference() is None
 
 
 # ---- operations in flight ----

@@ -9,14 +9,19 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
 
+from fsdp2.comm import host_work
+from fsdp2.ranks import board
 from tests.support.processes import start as start_process
 
 LIMIT_SECONDS = 120.0
+SOON = 0.25
+"""Seconds that a rank waits before it looks what the others do; in use it is one or two, and here most come to that."""
 
 
 @dataclass
@@ -51,6 +56,7 @@ def run_apart(program: Callable[[int, int], None], world: int) -> list[Ended]:
 
 
 def _run(program: Callable[[int, int], None], rank: int, world: int, port: int) -> None:
+    host_work._SLICE, board._PATIENCE = timedelta(seconds=SOON), (SOON, board._PATIENCE[1])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     status = 0

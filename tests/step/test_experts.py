@@ -17,7 +17,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp2
 from tests.support import api
 from tests.support.composition import composes, refused
-from tests.support.parity import SEED, WIDTH, Run, assert_parity, assert_same, mesh_1d, mesh_2d, mesh_of, train
+from tests.support.parity import (
+    SEED,
+    WIDTH,
+    Run,
+    assert_parity,
+    assert_same,
+    mesh_1d,
+    mesh_2d,
+    mesh_of,
+    train,
+    train_locally,
+)
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -166,7 +177,8 @@ def test_experts_in_the_unit_of_the_dense_parameters(rank, world, count, dim, ot
 
     policy = replace(BF16, output_dtype=torch.float32) if other else MixedPrecisionPolicy()
     against, tolerance = api.against("2.12"), 0.05 if other else 2e-5
-    run = assert_parity(prepare, build=lambda: Mixture(count), policy=policy, against=against, tolerance=tolerance)
+    how = {"program": train_locally, "policy": policy, "against": against, "tolerance": tolerance}
+    run = assert_parity(prepare, build=lambda: Mixture(count), **how)
     groups = run.module._get_fsdp_state()._fsdp_param_groups
     assert sorted(group.mesh_info.mesh.size() for group in groups) == [2, 4]
 

@@ -19,7 +19,7 @@ from fsdp2 import DataParallelMeshDims
 from tests.step.test_named_dimensions import OnMesh, ranks_of, spread
 from tests.support import api
 from tests.support.composition import composes
-from tests.support.parity import Run, assert_parity, full, mesh_of, shard_each, step_locally, train
+from tests.support.parity import Run, assert_parity, full, mesh_of, shard_each, step_locally, train, train_locally
 from tests.support.pool import on_ranks
 
 CONFIG = LlamaConfig(vocabulary=16, layers=2, width=8, heads=2, context=4)
@@ -167,7 +167,8 @@ def test_sizes_that_do_not_divide(rank, world, widths, dim):
 
     build = lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:])))
     part = (mesh.get_local_rank("dp"), 2)
-    assert_parity(prepare, build=build, part=part, against=("alone",) if dim or widths == (8, 1, 8) else BOTH)
+    against = ("alone",) if dim or widths == (8, 1, 8) else BOTH
+    assert_parity(prepare, build=build, program=train_locally, part=part, against=against)
 
 
 class Between(nn.Module):

@@ -320,6 +320,11 @@ def step_locally(run: Run) -> Run:
     return run
 
 
+def train_locally(run: Run) -> None:
+    """Train as ``train`` does, without DTensor in the steps: for meshes of several dimensions."""
+    train(step_locally(run))
+
+
 def setting(setter: Prepare, when: str) -> Program:
     """Return the program that trains with a setter called "before" or "after" the first iteration."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
+from fsdp2._trace import listening
 from fsdp2.engine.observer import Answer
 from fsdp2.engine.passes import RootContext
 from tests.support.streams import Device
@@ -91,3 +92,45 @@ def test_other_ranks_are_shown_what_is_gathered_by_hand(mesh: DeviceMesh, monkey
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     model.unshard()
     assert [call[0] for call in observer.method_calls] == ["begin", "before", "end"]
+
+
+def test_a_parameter_that_somebody_added_is_taken_in_by_the_next_forward(mesh: DeviceMesh) -> None:
+    """It is sharded and gathered as the others are, and has a gradient."""
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    model.register_parameter("bias", nn.Parameter(torch.zeros_like(model.weight[:, 0])))
+    model(torch.ones(2, 4)).sum().backward()
+    managed = [param.sharded for group in model._get_fsdp_state().groups for param in group.params]
+    assert any(sharded is model.bias for sharded in managed) and model.bias.grad is not None
+
+
+class Opaque(nn.Module):
+    """Returns an object that nobody can look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.linear(x).sum()
+        return hidden.backward
+
+
+def test_a_backward_that_is_heard_of_at_its_inputs_alone_ends(mesh: DeviceMesh) -> None:
+    """Nothing told that it enters the unit, which keeps its parameters; the next iteration is one like any other."""
+    model = fully_shard(Opaque(), mesh=mesh)
+    for _ in range(2):
+        model(torch.ones(2, 4, requires_grad=True))()
+        assert model.linear.weight.grad is not None and model._get_fsdp_state().root.running is None
+        model.zero_grad()
+
+
+def test_what_a_backward_keeps_is_there_for_the_next_forward(mesh: DeviceMesh) -> None:
+    """Without another gather, also where forwards do not keep anything."""
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=True)
+    model.set_reshard_after_backward(False)
+    model(torch.ones(2, 4)).sum().backward()
+    events: list[str] = []
+    with listening(lambda event, name: events.append(event)):
+        model(torch.ones(2, 4))
+    assert "unshard" not in events

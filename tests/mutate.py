@@ -310,12 +310,13 @@ def digest(paths: list[Path]) -> str:
 
 
 def likely(mutant: Mutant, files: list[str], tests: dict[str, Tests]) -> list[str]:
-    """Return the tests that enter the broken function, the first of each file, then the second..., as many as there
-    is time for. Of a file those come first that enter little else."""
+    """Return the tests that enter the broken function, as many as there is time for: quick ones, and of each file those
+    that enter little else, before others."""
     function, chosen, seconds = f"{mutant.path} {mutant.function}", [], 0.0
     for place, name in enumerate(files):
         of_file = [(len(also), took, test) for test, (took, also) in tests.get(name, {}).items() if function in also]
-        chosen += [(number, place, took, test) for number, (_, took, test) in enumerate(sorted(of_file))]
+        for number, (_, took, test) in enumerate(sorted(of_file), 1):
+            chosen.append((number * (took + 0.2), place, took, test))
     chosen.sort()
     for number, (_, _, took, _) in enumerate(chosen):
         seconds += took

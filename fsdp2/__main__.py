@@ -18,15 +18,16 @@ python -m fsdp2 script.py [argument ...]
        python -m fsdp2 forecast module:function --mesh shard=64"""
 _DESCRIPTION = """\
 Run a Python program in which torch.distributed.fsdp.fully_shard is fsdp2's, as if it had called
-fsdp2.install() before anything else. The program itself is not changed: accelerate, TRL, torchtitan and the like find
-fsdp2 where they look for torch's."""
+fsdp2.install() before anything else. The program itself is not changed: accelerate, TRL, torchtitan and the like import
+fsdp2's function in place of torch's."""
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp2 train.py --steps 100
   torchrun --nproc-per-node 8 -m fsdp2 -m torchtitan.train --job.config_file debug.toml
   accelerate launch --use_fsdp --fsdp_version 2 -m fsdp2 train.py
 
-Processes that the program starts by itself (torch.multiprocessing) do not inherit this: they call fsdp2.install()."""
+Processes that the program starts by itself (torch.multiprocessing) do not inherit this: they must call
+fsdp2.install() themselves."""
 
 
 def _forecast(arguments: Sequence[str]) -> int:
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a script, a folder with a __main__.py, or a module")
-    parser.add_argument("rest", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the program is called with")
+    parser.add_argument("rest", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="an argument of the program")
     given = parser.parse_args(arguments)
     if not given.module and given.program in _SUBCOMMANDS:
         return _SUBCOMMANDS[given.program](given.rest)

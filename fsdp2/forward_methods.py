@@ -14,7 +14,7 @@ __all__ = ["register_fsdp_forward_method"]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does; nothing for a plain module.
+    """Let ``module.method_name(...)`` gather and free parameters as ``forward`` does; does nothing to a plain module.
 
     Raises:
         ValueError: ``module`` has no such method.

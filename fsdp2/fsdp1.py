@@ -32,7 +32,7 @@ _REMEDIES = {
     "use_orig_params": "leave it out: parameters always keep their names and objects of their own",
     "param_init_fn": "build on the meta device, shard, then call to_empty() and initialize, or load",
     "sync_module_states": "call fsdp2.sync_module_states(model) once the whole model is sharded",
-    "device_id": "leave it out: shards live on the mesh's device; make it the current one before",
+    "device_id": "leave it out: shards are on the mesh's device; make that the current device before the call",
 }
 
 
@@ -54,9 +54,9 @@ class FSDP1Methods:
     """Methods of FSDP1's wrapper that training loops call; a model's own of these names come first."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backwards accumulate full gradients and communicate nothing, as ``fsdp2.no_sync(model)``."""
+        """A block in which backwards accumulate gradients without communication, as ``fsdp2.no_sync(model)``."""
         return no_sync(cast(nn.Module, self))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients of all parameters so that their total norm is at most ``max_norm``; the norm before."""
+        """Scale the gradients of all parameters to a total norm of at most ``max_norm``; return the old norm."""
         return clip_grad_norm_(cast(nn.Module, self).parameters(), max_norm, norm_type)

@@ -75,33 +75,34 @@ def fully_shard(
 
     Args:
         module: A module, or several that communicate as one unit and need not all run in every forward.
-        mesh: 1D: shard over it. Default: all ranks, on the accelerator if there is one; makes the default process group
-            where none exists.
+        mesh: 1D: shard over it. 2D: replicate over the first dimension, shard over the second. Default: all ranks, on
+            the accelerator if there is one; the default process group is made if there is none.
         reshard_after_forward: Free the full parameters after forward (True), keep them for backward (False), or keep
-            them cut over so many neighbouring ranks, a factor of the shard axis (int). None: True, and False for the
-            root.
-        shard_placement_fn: Which dimension to cut, ``Shard(d)``, per parameter; None for the first. Any d, even or not.
-            A ``ShardPlacementResult`` also says on which mesh: such parameters make a group of their own. "auto": the
-            dimension that pads least, of equal ones the slowest in memory, which is gathered without a copy.
+            them sharded over this many neighbouring ranks, a factor of the shard axis (int). None: True, and False for
+            the root.
+        shard_placement_fn: Returns the dimension to shard, ``Shard(d)``, of each parameter; None for the first. Any d,
+            even or not. A ``ShardPlacementResult`` also gives the mesh: such parameters make a group of their own.
+            "auto": the dimension with the least padding, of equal ones the slowest in memory, which is gathered without
+            a copy.
         mp_policy: dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``. Or a policy for
             each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (first match; ``""`` for all
-            others and for the unit's inputs and outputs), or a function of the name. They still travel in one gather.
-            With ``policy``, names are those in ``module``.
+            others and for the unit's inputs and outputs), or a function of the name. One gather still serves the whole
+            unit. With ``policy``, names are those in ``module``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU.
         ignored_params: Parameters to leave alone: not sharded, not moved, their gradients not reduced.
-        dp_mesh_dims: ``mesh`` is the whole mesh that the parameters, all of them DTensors, lie on; these of its
-            dimensions are the data-parallel ones.
-        policy: Which submodules become units first, with the same arguments except ``output_dtype``, which is for what
-            ``module`` returns: torch's ``ModuleWrapPolicy`` or ``CustomPolicy``, any function for FSDP1's
+        dp_mesh_dims: The data-parallel dimensions of ``mesh``, which is then the whole mesh of the parameters, all of
+            them DTensors.
+        policy: Which submodules become units first, with the same arguments except ``output_dtype``, which applies only
+            to what ``module`` returns: torch's ``ModuleWrapPolicy`` or ``CustomPolicy``, any function for FSDP1's
             ``auto_wrap_policy`` (``size_based_auto_wrap_policy``), a set of module classes, a function ``(module) ->
-            bool | dict`` (of arguments for that unit), or "auto": the blocks that repeat. ``plan_units`` shows what it
-            comes to, as does the logger "fsdp2" at INFO.
-        strategy: torch's ``ShardingStrategy``, which stands for a mesh and for ``reshard_after_forward``: FULL_SHARD
-            (True), SHARD_GRAD_OP (False), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (the same on a 2D mesh, by default cut
-            within a node) or NO_SHARD (whole on every rank of the mesh, gradients all-reduced).
-        replicated_params: Parameters kept whole on every rank, equal to begin with, gradients all-reduced.
+            bool | dict`` (of arguments for that unit), or "auto": the blocks that repeat. ``plan_units`` shows the
+            result, and the logger "fsdp2" logs it at INFO.
+        strategy: torch's ``ShardingStrategy``, which implies the kind of mesh and ``reshard_after_forward``: FULL_SHARD
+            (True), SHARD_GRAD_OP (False), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (the same on a 2D mesh, by default
+            sharded within a node) or NO_SHARD (whole on every rank of the mesh, gradients all-reduced).
+        replicated_params: Parameters kept whole on every rank, gradients all-reduced; ranks must start with equal ones.
         ignored_modules: Modules to leave alone with everything below them, parameters and buffers.
-        compression: Send parameters, gradients or both in eight or four bits, for slow networks; None for as they are.
+        compression: Send parameters, gradients or both in eight or four bits, for slow networks; None: uncompressed.
 
     Returns:
         The same object; its class is now a subclass of both its own and ``FSDPModule``.
@@ -228,7 +229,9 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
     ignored_modules = _check_set(given, "ignored_modules", nn.Module)
     for module in ignored_modules:
         if module in modules:
-            raise ValueError(f"fully_shard: {type(module).__name__} is to be sharded and in ignored_modules; do one")
+            raise ValueError(
+                f"fully_shard: {type(module).__name__} is to be sharded and in ignored_modules; leave it out of one"
+            )
         ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
     if ignored & replicated:
         raise ValueError(

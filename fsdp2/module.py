@@ -52,9 +52,9 @@ class FSDPModule(TorchFSDPModule):
         """Gather this module's own parameters, and with ``recurse`` those of all units below it.
 
         Args:
-            async_op: Return a handle at once; forward waits by itself, so waiting is only needed to use the parameters
+            async_op: Return a handle at once; forward waits by itself, so call ``wait()`` only to use the parameters
                 outside it.
-            recurse: All of them are in memory at once then, until ``reshard(recurse=True)``.
+            recurse: Gather all units below, too; all are in memory at once until ``reshard(recurse=True)``.
         """
         used = {group: state for state in self._states(recurse) for group in state.groups}
         for group in used:
@@ -74,16 +74,16 @@ class FSDPModule(TorchFSDPModule):
                 group.reshard()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of full parameters when they are freed (True), so that it is at the same address next time.
+        """Keep the memory of full parameters when they are freed (True), so that the next gather uses the same address.
 
-        CUDA graphs need that; it costs the memory of all these units at once.
+        CUDA graphs need this; it costs the memory of all these units at once.
         """
         self._set("set_keep_unsharded_storage", recurse, keep_full_storage=_bool("keep", keep))
 
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: call it on the root, then go on with a new iteration.
 
-        What is in flight is waited for and dropped, all parameters are resharded, and all gradients are discarded,
+        Collectives in flight are waited for and dropped, all parameters are resharded, and all gradients are discarded,
         those already in ``.grad`` too: some may be of the iteration that failed (torch keeps them before 2.15).
 
         Raises:
@@ -92,14 +92,14 @@ class FSDPModule(TorchFSDPModule):
         self._root_state("reset_iter_state").root.reset()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Start gathering ``modules`` when this one's forward starts, instead of the one that came next last time."""
+        """Start gathering ``modules`` when this one's forward starts, instead of the one that ran next last time."""
         state, prefetch = self._get_fsdp_state(), _states(modules)
         if prefetch != state.forward_prefetch:
             state.forward_prefetch = prefetch
             state.root.options_changed("set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Start gathering ``modules`` when this one's backward starts, instead of the one whose forward came before."""
+        """Start gathering ``modules`` when this one's backward starts, instead of the one whose forward ran before."""
         state, prefetch = self._get_fsdp_state(), _states(modules)
         if prefetch != state.backward_prefetch:
             state.backward_prefetch = prefetch
@@ -137,7 +137,7 @@ class FSDPModule(TorchFSDPModule):
     # ---- gradients ----
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one on the recorded forwards; what was recorded is then forgotten."""
+        """Whether the next backward is the last one through the recorded forwards, which are then forgotten."""
         self._get_fsdp_state().root.is_last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -149,17 +149,18 @@ class FSDPModule(TorchFSDPModule):
         self._root_state("set_manual_backward_finalization").root.set_manual(_bool("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what the backwards since the last call left, and free full parameters, as the setters ask by now.
+        """Reduce the gradients of the backwards since the last call, and free full parameters, by the current settings.
 
-        Called on the root, with ``set_manual_backward_finalization(True)``, after one backward or several of which all
-        but the last were told not to reduce. Before the first forward it does nothing.
+        Call it on the root, with ``set_manual_backward_finalization(True)``, after one backward, or after several of
+        which all but the last had gradient reduction switched off. Before the first forward it does nothing.
 
         Args:
-            async_op: Return at once. Gradients are there, and a forward or another call may follow, after ``wait()``.
+            async_op: Return a handle at once. Call its ``wait()`` before using the gradients, before the next forward
+                and before the next call.
 
         Raises:
-            RuntimeError: the module is not the root, or it is not the caller who ends backwards, or one still runs, or
-                an earlier call was not waited for, or a unit is told not to all-reduce.
+            RuntimeError: the module is not the root, manual finalization is off, a backward still runs, an earlier
+                call was not waited for, or all-reduce is switched off for a unit.
         """
         state = self._root_state("finalize_backward")
         reduction = GradientReduction(None) if state.is_root is None else state.root.finalize()
@@ -183,13 +184,16 @@ class FSDPModule(TorchFSDPModule):
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks.
 
         With ``recurse`` those of all units below it, too.
+
+        Raises:
+            ValueError: ``factor`` is not a positive number.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ValueError(f"factor must be a positive number, got {factor!r}")
         self._set("set_gradient_divide_factor", recurse, divide_factor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Have collectives sum only, and divide in a kernel of its own; with ``recurse`` in all units below, too."""
+        """Let collectives only sum, and divide in a separate kernel; with ``recurse`` in all units below, too."""
         self._set("set_force_sum_reduction_for_comms", recurse, force_sum=_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -201,9 +205,9 @@ class FSDPModule(TorchFSDPModule):
         )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many chunks of gradients may be in flight: more overlaps deeper and holds more memory.
+        """How many chunks of gradients may be in flight: more of them overlap better and take more memory.
 
-        On a stream it is all the gradients of so many units.
+        On an accelerator it counts units instead, with all their gradients.
 
         Raises:
             TypeError: not an int.
@@ -225,7 +229,7 @@ class FSDPModule(TorchFSDPModule):
     # ---- communication ----
 
     def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = False) -> None:
-        """Gather this module's parameters, with ``recurse`` all below, with ``comm``, in memory that it allocates.
+        """Gather this module's parameters, with ``recurse`` all below, with ``comm``, in memory it allocates.
 
         Raises:
             ValueError: a module's parameters are on several meshes.
@@ -247,12 +251,12 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Call ``hook(reduced)`` on the module's reduced gradients, before division, cast and accumulation.
 
-        It is called once per backward with all of them, or once for each pair of dtypes among the parameters; they
-        leave together for that.
+        It is called once per backward with all of them, or once for each pair of dtypes among the parameters; they are
+        reduced together for that.
 
         Args:
             hook: Changes its 1D argument in place, by an all-reduce of its own for example.
-            stream: Where to run it; not with a mesh that has a replicate axis, whose own stream it then runs on.
+            stream: Where to run ``hook``; not allowed with a replicate axis, whose all-reduce stream runs it.
             recurse: In all units below this module, too.
 
         Raises:
@@ -271,16 +275,19 @@ class FSDPModule(TorchFSDPModule):
         self._change("set_all_reduce_hook", recurse, change)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
-        """Let the next forward's gathers wait for ``event`` instead of all work before it; used once.
+        """Let the next forward's gathers wait for ``event`` instead of all work before the forward; used once.
 
-        None, which is what a stream of a CPU records, lets them wait for all work.
+        With None, which a CPU stream records, they wait for all work.
+
+        Raises:
+            TypeError: ``event`` is neither an event nor None.
         """
         if event is not None and not hasattr(event, "record"):
             raise TypeError(f"event must be a torch.Event, got {event!r}; record one after the optimizer's step")
         self._get_fsdp_state().root.post_optim_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Give gradients a communicator of their own, so that they need not queue behind gathers.
+        """Give gradients a communicator of their own, so that reductions do not queue behind gathers.
 
         All ranks of a shard axis must call it; one process group is made per axis.
         """
@@ -297,7 +304,7 @@ class FSDPModule(TorchFSDPModule):
                 group.gradients.use_axis(axis)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group's own allocator, if it has one, provide the buffers that communicate.
+        """Allocate communication buffers with the process group's own allocator, if it has one.
 
         Raises:
             AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
@@ -313,7 +320,7 @@ class FSDPModule(TorchFSDPModule):
         self._change("set_allocate_memory_from_process_group_for_comm", False, change)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Let symmetric memory provide the buffers that communicate.
+        """Allocate communication buffers in symmetric memory.
 
         Raises:
             NotImplementedError: the mesh does not communicate with NCCL.
@@ -334,7 +341,7 @@ class FSDPModule(TorchFSDPModule):
         self._change("set_symm_mem_for_comm", False, change)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for torch's sake: gathers never block the host, and take no memory from the compute stream."""
+        """Accepted for compatibility: gathers never block the host, and take no memory from the compute stream."""
         _bool("async_op", async_op)
 
     def set_transfer_sizes(
@@ -346,17 +353,18 @@ class FSDPModule(TorchFSDPModule):
         exchange_bytes: int | None = None,
         recurse: bool = True,
     ) -> None:
-        """From which sizes on bytes move in another way; shards move to a new buffer, so call it before training.
+        """The sizes in bytes from which communication changes; shards move to a new buffer: call it before training.
 
         Args:
-            direct_param_bytes: Full parameters of this size or more are gathered straight into their place, by a
-                collective of their own (default 1 MiB, but 32 KiB per rank where backends coalesce them). A huge value
-                packs everything. NCCL gathers the sixteen largest of a unit so, at most.
+            direct_param_bytes: Full parameters of this size or more are gathered into their place without a copy, each
+                by a collective of its own (default 1 MiB, but 32 KiB per rank where backends coalesce them). A huge
+                value packs everything. With NCCL at most the sixteen largest of a unit are gathered like this.
             direct_group_bytes: Only in units of this size or more (default 8 MiB).
             chunk_bytes: Gradients are reduced in chunks of an eighth of the unit, on more than 64 ranks in fewer; each
-                has at least this (default 1 MiB).
-            exchange_bytes: Chunks of this size or more, in the reduce dtype, travel in the dtype of computation by an
-                all-to-all and are summed in float32 (default: 256 KiB on gloo, whose own is slow; elsewhere never).
+                has at least this size (default 1 MiB).
+            exchange_bytes: Chunks of this size or more, in the reduce dtype, are sent in the dtype of computation by an
+                all-to-all and summed in float32 (default: 256 KiB on gloo, whose reduce-scatter is slow; elsewhere
+                never).
             recurse: For all units below this module, too.
         """
         values = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
@@ -370,12 +378,12 @@ class FSDPModule(TorchFSDPModule):
     def set_compression(self, compression: CompressionPolicy | None, *, recurse: bool = True) -> None:
         """Send the parameters and gradients of this module, with ``recurse`` of all units below, in fewer bytes.
 
-        None sends them as they are. Shards move to a new buffer; call it between two steps, on every rank.
+        None sends them uncompressed. Shards move to a new buffer; call it between two steps, on every rank.
 
         Raises:
             TypeError: neither a CompressionPolicy nor None.
             RuntimeError: a forward or backward runs.
-            ValueError: a unit has a custom reduce-scatter, and the policy is for what that does.
+            ValueError: a unit has a custom reduce-scatter, and the policy compresses ``reduce``.
         """
         if compression is not None and not isinstance(compression, CompressionPolicy):
             raise TypeError(f"compression must be a CompressionPolicy or None, got {compression!r}")
@@ -384,8 +392,8 @@ class FSDPModule(TorchFSDPModule):
             if not group.is_idle:
                 phase = group.lifecycle.phase.name.lower()
                 raise RuntimeError(
-                    f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected between "
-                    "two steps. Call it after backward, or call reset_iter_state() on the root first if that raised"
+                    f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected a call "
+                    "between two steps. Call it after backward, after reset_iter_state() on the root if that raised"
                 )
         self._change("set_compression", recurse, lambda group: replace(group.options, compression=compression))
 

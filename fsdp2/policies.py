@@ -1,4 +1,4 @@
-"""What a user may ask for: torch's own policy classes, re-exported so that ``isinstance`` agrees everywhere."""
+"""The policy classes that users pass: torch's own, re-exported so that ``isinstance`` agrees everywhere, and ours."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def policy_by_name(given: object) -> PolicyOf:
             check_dtypes(found)
             return found
         raise TypeError(
-            f"fully_shard: mp_policy must be a MixedPrecisionPolicy, a mapping from names or patterns to them, or a "
-            f"function from a name to one, got {found!r}{f' for {name!r}' if name else ''}"
+            "fully_shard: mp_policy must be a MixedPrecisionPolicy, a mapping from names or patterns to policies, or a "
+            f"function from a name to a policy, got {found!r}{f' for {name!r}' if name else ''}"
         )
 
     if isinstance(given, Mapping):
@@ -170,20 +170,24 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class CompressionPolicy:
-    """Which collectives of a unit send fewer bytes: numbers of eight or four bits in blocks, with a scale for each.
+    """Which collectives of a unit are compressed: elements of eight or four bits in blocks, with a scale for each.
 
-    Shards, optimizers and checkpoints never see it. It pays where the network is what a step waits for.
+    Shards, optimizers and checkpoints keep the original values. It pays where a step waits for the network.
 
     Attributes:
-        gather: Parameters, rounded to the nearest: int8 or float8_e4m3fn. Forward and backward of an iteration compute
-            with the same values.
-        reduce: Gradients on the shard axis, decoded and summed in float32 by the rank that they are for: int8,
+        gather: The format of parameters, rounded to the nearest: int8 or float8_e4m3fn. Forward and backward of an
+            iteration compute with the same values.
+        reduce: The format of gradients on the shard axis, decoded and summed in float32 by the receiving rank: int8,
             float8_e5m2 or "int4".
-        replicate: Gradients on the replicate axis of hybrid sharding, as ``reduce``.
-        block: Elements that share a scale, a multiple of 16. A number is off by half a step of its block at most.
-        stochastic: Round gradients by chance, so that sums are unbiased; False rounds to the nearest.
-        min_numel: Smaller parameters (norms, biases) travel as they are, in the same unit.
-        skip: ``skip(name, parameter)`` says which others do too, by their names in the unit.
+        replicate: The format of gradients on the replicate axis of hybrid sharding, as for ``reduce``.
+        block: Elements that share a scale, a multiple of 16.
+        stochastic: Round gradients stochastically, so that sums are unbiased; False rounds to the nearest.
+        min_numel: Parameters with fewer elements (norms, biases) are sent uncompressed.
+        skip: ``skip(name, parameter)``, with names in the unit: others to send uncompressed.
+
+    Raises:
+        ValueError: a format, ``block`` or ``min_numel`` that is not supported.
+        TypeError: ``stochastic`` or ``skip`` of the wrong type.
     """
 
     gather: torch.dtype | None = None
@@ -205,7 +209,7 @@ class CompressionPolicy:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least or value % multiple:
                 raise ValueError(
-                    f"compression.{name}: expected a multiple of {multiple} from {least} on, got {value!r}"
+                    f"compression.{name}: expected a multiple of {multiple}, at least {least}, got {value!r}"
                 )
         if not isinstance(self.stochastic, bool):
             raise TypeError(f"compression.stochastic must be a bool, got {self.stochastic!r}")

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision,
 __all__ = ["merge_arguments"]
 
 _ADDED = ("ignored_params", "ignored_modules", "replicated_params")
-_DECIDED = "the policy of the call decides about every submodule"
+_DECIDED = "the policy of the call decides for every submodule"
 _PREFETCH = "units are prefetched in the order of the last iteration; FSDPModule.set_modules_to_{}_prefetch changes it"
 _REFUSED = {
     "policy": _DECIDED,
@@ -23,7 +23,7 @@ _REFUSED = {
     "use_orig_params": "parameters always keep their names",
     "param_init_fn": "build on the meta device, shard, then call to_empty() and initialize, or load",
     "sync_module_states": "load or broadcast the weights once the whole model is sharded",
-    "device_id": "shards live on the mesh's device; make it the current one before fully_shard",
+    "device_id": "shards are on the mesh's device; make that the current device before fully_shard",
 }
 
 
@@ -52,7 +52,7 @@ def _translate(own: dict[str, Any], where: str, known: dict[str, Any]) -> dict[s
         elif key in _TRANSLATED:
             found.update(_TRANSLATED[key](value, f"{where}: {key}"))
         elif key in _REFUSED:
-            raise TypeError(f"{where}: {key}={value!r} is not for a unit of fsdp2; {_REFUSED[key]}")
+            raise TypeError(f"{where}: {key}={value!r} is not supported for a unit of fsdp2; {_REFUSED[key]}")
         else:
             raise TypeError(f"{where}: got the argument {key!r}; expected one of {', '.join(known)}")
     return found
@@ -60,11 +60,13 @@ def _translate(own: dict[str, Any], where: str, known: dict[str, Any]) -> dict[s
 
 def _mixed_precision(value: Any, where: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, MixedPrecision):
-        raise TypeError(f"{where}: expected a MixedPrecision or None, got {value!r}; mp_policy takes the newer class")
+        raise TypeError(f"{where}: expected a MixedPrecision or None, got {value!r}; use mp_policy for other classes")
     if value is None:
         return {"mp_policy": MixedPrecisionPolicy()}
     if value.buffer_dtype is not None:
-        raise TypeError(f"{where}: got buffer_dtype={value.buffer_dtype}; buffers are not cast, do so with buffer.data")
+        raise TypeError(
+            f"{where}: got buffer_dtype={value.buffer_dtype}; buffers are not cast, cast buffer.data yourself"
+        )
     if value.keep_low_precision_grads:
         raise TypeError(f"{where}: got keep_low_precision_grads=True; gradients have the dtype of their parameters")
     policy = MixedPrecisionPolicy(

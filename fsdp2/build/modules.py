@@ -19,7 +19,7 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
     """The FSDPModules in ``module``, itself included, in the order of ``module.modules()``.
 
     Args:
-        root_only: Only those below no other in ``module``, and not known from a forward to lie below another.
+        root_only: Only those that are not below another one, in ``module`` or in the tree of an earlier forward.
     """
     found: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     if not root_only:
@@ -30,18 +30,18 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Inside, backwards through the units in ``module`` accumulate full gradients and communicate nothing.
+    """A block in which backwards through the units in ``module`` accumulate full gradients without communication.
 
-    The first backward outside reduces the sum of them all. Each unit's setting is put back at the end, whatever it was;
-    blocks may be nested. For a module without units nothing happens, so the same script also runs unsharded.
+    The first backward after the block reduces their sum. Each unit's setting is restored at the end; blocks may be
+    nested. For a module without units nothing happens, so the same script also runs unsharded.
 
     Raises:
-        ValueError: ``module`` lies inside a unit, whose gradients it cannot speak for.
+        ValueError: ``module`` is part of a unit above it, which reduces the gradients.
     """
     states = states_below(module)
     if not states and module.__dict__.get("_is_fsdp_managed_module"):
         raise ValueError(
-            f"no_sync: {type(module).__name__} is part of a unit whose FSDPModule lies above it; pass that module, or "
+            f"no_sync: {type(module).__name__} is part of a unit whose FSDPModule is above it; pass that module, or "
             "the whole model"
         )
     groups = list(dict.fromkeys(group for state in states for group in state.groups))

@@ -20,7 +20,7 @@ _NOTABLE = 0.05  # parameters are named from this share of padding on
 
 
 class UnitPadding(NamedTuple):
-    """Bytes on all ranks of a shard axis together: of the parameters themselves, and of what pads them."""
+    """Bytes on all ranks of a shard axis together: of the parameters themselves, and of their padding."""
 
     unit: str
     ranks: int
@@ -29,7 +29,7 @@ class UnitPadding(NamedTuple):
 
 
 class PaddingReport(list[UnitPadding]):
-    """One entry for each unit and mesh; as text a table that also names the parameters that waste most."""
+    """One entry for each unit and mesh; as text a table that also names the parameters with the most padding."""
 
     def __init__(self, units: Iterable[UnitPadding], text: str) -> None:
         super().__init__(units)
@@ -43,10 +43,10 @@ def padding_report(module: nn.Module) -> PaddingReport:
     """How many bytes of the shards below ``module`` are padding; ``print`` shows it as a table.
 
     All ranks hold pieces of the size of the first one, and every piece ends on a multiple of 16 bytes. A parameter
-    whose cut dimension is no multiple of the ranks, or smaller than their number, leaves some of that unused; cutting
-    another dimension may not (``shard_placement_fn="auto"`` chooses it). Gathers move the padding as well.
+    whose sharded dimension is not a multiple of the number of ranks, or smaller than it, leaves part of that unused;
+    another dimension may need less padding (``shard_placement_fn="auto"`` chooses it). Gathers send the padding, too.
 
-    Nothing communicates, and parameters may be on the meta device.
+    It does not communicate, and parameters may be on the meta device.
 
     Raises:
         ValueError: no parameter of ``module`` is sharded.

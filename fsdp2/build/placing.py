@@ -76,7 +76,7 @@ def place(
             raise ValueError(
                 f"{found.name}: got a DTensor on {found.param.device_mesh} placed as {found.param.placements}; "
                 "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one cut as fully_shard "
-                "cuts it, on its mesh. Register it before fully_shard, or make it of full values"
+                "shards it, on its mesh. Register it before fully_shard, or create it from full values"
             )
         return Placed(found, spec, mesh, policy, cut=True)
     mesh = mesh.replicated() if whole else mesh

@@ -17,7 +17,7 @@ _SHOWN = 12
 class Plan(list[tuple[str, int]]):
     """(Name, elements of its own parameters) of each unit in the order of sharding; the root, last, is called "".
 
-    As text it is a table with the class of each unit, its bytes, and what the root keeps to itself.
+    As text it is a table with the class of each unit, its bytes, and the modules that stay with the root.
     """
 
     def __init__(self, units: Iterable[tuple[str, int]], text: str) -> None:

@@ -54,7 +54,7 @@ def follow_strategy(
         expected = "a replicate and a shard dimension" if wanted else "one shard dimension"
         raise ValueError(
             f"fully_shard: strategy {name} needs a mesh with {expected}; got dimensions for {', '.join(asked.roles)} "
-            f"in {mesh}; " + (f"pass {_MESH_2D}, or no mesh to cut within each node" if wanted else _MESH_1D)
+            f"in {mesh}; " + (f"pass {_MESH_2D}, or no mesh to shard within each node" if wanted else _MESH_1D)
         )
     return asked, reshard
 
@@ -72,7 +72,7 @@ def _check_reshard(name: str, reshard: Reshard) -> Reshard:
     if name == "NO_SHARD":
         if reshard is None or isinstance(reshard, bool):
             return reshard
-        remedy = "leave it out, or pass a bool: whether the copy that is computed with is freed after forward"
+        remedy = "leave it out, or pass a bool: whether the copy used for computation is freed after forward"
     elif reshard is None or (_RESHARDS[name] and not keeps) or (not _RESHARDS[name] and reshard is False):
         return _RESHARDS[name] if reshard is None else reshard
     elif _RESHARDS[name]:
@@ -128,8 +128,8 @@ def _ranks_per_node() -> int:
         if count > 0:
             return count
         raise ValueError(
-            "fully_shard: a hybrid strategy without a mesh cuts within a node, and nobody says how many ranks a node "
-            f"has: LOCAL_WORLD_SIZE is not set and there is no accelerator; start with torchrun, or pass "
+            "fully_shard: a hybrid strategy without a mesh shards within a node, and the number of ranks in a node is "
+            f"not known: LOCAL_WORLD_SIZE is not set and there is no accelerator; start with torchrun, or pass "
             f"mesh={_MESH_2D}"
         ) from None
     if not told.isdecimal() or int(told) < 1:

@@ -129,18 +129,18 @@ _installed: Installation | None = None
 
 
 def install(*, rebind: bool = False) -> Installation:
-    """Make ``torch.distributed.fsdp.fully_shard`` (and ``torch.distributed._composable.fsdp``'s) ours.
+    """Replace ``torch.distributed.fsdp.fully_shard`` (and that of ``torch.distributed._composable.fsdp``) by fsdp2's.
 
-    Call it before importing libraries that use torch's: one that imported the old function before keeps it, which is
-    warned about. ``isinstance`` with torch's ``FSDPModule`` and its policy classes holds without it. ``python -m fsdp2
+    Call it before importing libraries that use torch's: one that has already imported torch's function keeps it, with a
+    warning. ``isinstance`` with torch's ``FSDPModule`` and its policy classes works without it. ``python -m fsdp2
     script.py`` calls it before a program that you do not want to edit.
 
     Args:
-        rebind: Replace torch's functions in the modules that imported them before, too. What they copied elsewhere
-            (into a dictionary, or as a default argument) stays torch's.
+        rebind: Also replace torch's functions in modules that have already imported them. Copies elsewhere (in a
+            dictionary, or as a default argument) stay torch's.
 
     Returns:
-        What was replaced, by name; usable as a context manager. Installing twice changes nothing more.
+        What was replaced, by name; usable as a context manager. A second call has no effect.
     """
     global _installed
     if _installed is None:
@@ -154,15 +154,15 @@ def install(*, rebind: bool = False) -> Installation:
     elif early:
         names = ", ".join(sorted(f"{module.__name__}.{name}" for module, name in early))
         warnings.warn(
-            f"fsdp2.install(): {names} imported torch's own before and will go on using it; call "
-            "fsdp2.install() before importing them, or install(rebind=True)",
+            f"fsdp2.install(): {names} were imported from torch before and stay torch's own; call "
+            "fsdp2.install() before importing these modules, or install(rebind=True)",
             stacklevel=2,
         )
     return _installed
 
 
 def uninstall() -> None:
-    """Give torch its own functions back; nothing happens if ``install`` was not called."""
+    """Restore torch's own functions; does nothing if ``install`` was not called."""
     global _installed
     if _installed is not None:
         _installed.undo()

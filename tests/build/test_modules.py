@@ -109,7 +109,7 @@ def test_no_sync_restores_each_units_setting(rank, world):
     with fsdp2.no_sync(parent):
         assert settings() == [(False, False)] * 4
     with (
-        pytest.raises(ValueError, match="LayerNorm is part of a unit whose FSDPModule lies above"),
+        pytest.raises(ValueError, match="LayerNorm is part of a unit whose FSDPModule is above"),
         fsdp2.no_sync(module.norm),
     ):
         pass

@@ -70,7 +70,7 @@ def test_early_importers_are_named(rank, world):
     early.fully_shard = importlib.import_module(PLACES[0]).fully_shard
     sys.modules[early.__name__] = early
     try:
-        with pytest.warns(UserWarning, match=r"an_early_library.fully_shard.*imported torch's own before"):
+        with pytest.warns(UserWarning, match=r"an_early_library.fully_shard.*imported from torch before"):
             fsdp2.install()
     finally:
         del sys.modules[early.__name__]

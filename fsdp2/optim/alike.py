@@ -52,9 +52,9 @@ def local_state(value: Any, spec: DTensorSpec | None, where: Callable[[], str]) 
             return local_tensor(value)
         got = f"a DTensor of shape {tuple(value.shape)} placed as {own.placements}"
     raise RuntimeError(
-        f"use_local_shards: {where()}: the optimizer's state is not cut like its parameter; got {got}; expected a "
+        f"use_local_shards: {where()}: the optimizer's state is not sharded like its parameter; got {got}; expected a "
         f"DTensor of shape {tuple(spec.shape)} placed as {spec.placements}. Load a full state dict with "
-        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which cuts it"
+        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
     )
 
 

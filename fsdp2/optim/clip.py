@@ -41,18 +41,19 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     pp_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """The norm of all gradients together, equal on every rank; if it exceeds ``max_norm`` they are scaled down to it.
+    """Scale all gradients down to a total norm of ``max_norm`` if it is larger; return the norm before, on every rank.
 
-    Each rank of a parameter's mesh must call this with that parameter, whether it has a gradient here or not, and all
-    or none with plain ones. Gradients of plain tensors are taken to be the same on all ranks; where they are not, ranks
-    use the mean of their powers and still agree. Half-precision gradients have a float32 norm.
+    Each rank of a parameter's mesh must call this with that parameter, whether it has a gradient here or not; plain
+    parameters must be passed on all ranks or on none. Gradients of plain tensors should be equal on all ranks; where
+    they are not, ranks use the mean of their powers and still agree. The norm of half-precision gradients is computed
+    in float32.
 
     Args:
         parameters: Sharded, replicated and plain parameters on any meshes, or a single one.
-        max_norm: The largest norm that is left alone.
+        max_norm: The largest norm that is not scaled down.
         norm_type: The order of the norm: a positive number or ``inf``.
         error_if_nonfinite: Raise if the norm is NaN or infinite, before anything is scaled.
-        foreach: False: one gradient after the other. Otherwise whole lists at once.
+        foreach: False computes with one gradient after the other; otherwise with whole lists at once.
         pp_mesh: The 1D mesh of pipeline stages, each of which calls this with its own parameters; the norm is that of
             all stages.
 
@@ -61,9 +62,9 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not positive or ``pp_mesh`` has more than one dimension.
-        TypeError: ``parameters`` holds something else than tensors.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``, on every rank; or a parameter is shown
-            unsharded, so that its gradient is elsewhere.
+        TypeError: ``parameters`` contains something other than tensors.
+        RuntimeError: with ``error_if_nonfinite``, on every rank: the norm is not finite; or a parameter is
+            unsharded, so that its reduced gradient is elsewhere.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm_type = _check(params, float(norm_type), pp_mesh)
@@ -102,7 +103,7 @@ def _check(params: list[Any], norm_type: float, pp_mesh: DeviceMesh | None) -> f
         if is_temporary(param):
             raise RuntimeError(
                 f"clip_grad_norm_: parameter {i}, of shape {tuple(param.shape)}, is shown unsharded, and its reduced "
-                "gradient is on its shard; call reshard() on its module before you ask for parameters"
+                "gradient is on its shard; call reshard() on its module before model.parameters()"
             )
     return norm_type
 

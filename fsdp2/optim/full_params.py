@@ -40,23 +40,24 @@ def use_full_params(
     cost: Callable[[torch.Tensor], float] | None = None,
     bucket_mb: float = 64.0,
 ) -> optim.Optimizer:
-    """The same optimizer, which from now on computes with whole parameters, each on the one rank that owns it.
+    """Let ``optimizer`` compute with whole parameters, each on the one rank that owns it, and return it.
 
-    For optimizers that look at a parameter as a whole: Muon, Shampoo, SOAP, Adafactor. Parameters are treated one by
-    one, so results are those of the same step on whole tensors in one process. Learning rates, parameter groups, hooks,
-    ``zero_grad`` and gradient scalers work as before. State lives at the owner; ``state_dict`` and ``load_state_dict``,
-    which all ranks must call, show and take it as the optimizer would have it on DTensors. Each step sends about three
-    times the shards' bytes and waits once for the host on an accelerator. Plain parameters are stepped on every rank.
+    For optimizers that need whole matrices: Muon, Shampoo, SOAP, Adafactor. Each parameter is updated independently, so
+    results are those of the same step on whole tensors in one process. Learning rates, parameter groups, hooks,
+    ``zero_grad`` and gradient scalers work as before. The owner holds a parameter's state; ``state_dict`` and
+    ``load_state_dict``, which all ranks must call, use the form that the state has on DTensors. Each step sends about
+    three times the shards' bytes; on an accelerator the host waits once. Plain parameters are stepped on every rank.
 
     Args:
-        optimizer: Any that treats its parameters one by one and whose ``step`` takes no closure.
-        cost: What a parameter costs its owner, as a function of the (sharded) parameter; the same on all ranks.
+        optimizer: Any that updates each parameter independently and whose ``step`` takes no closure.
+        cost: The cost of a parameter for its owner, a function of the (sharded) parameter; the same on all ranks.
             Default: rows x columns x the smaller of the two.
         bucket_mb: MiB of gradients and parameters that an owner computes with at a time; one parameter may exceed it.
 
     Raises:
-        TypeError: ``optimizer`` is none.
-        ValueError: it needs a closure or sparse gradients, or already steps on local shards.
+        TypeError: ``optimizer`` is not a torch.optim.Optimizer.
+        ValueError: ``optimizer`` needs a closure or sparse gradients, or already steps on local shards; or
+            ``bucket_mb`` is not positive.
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(
@@ -84,7 +85,7 @@ def _check_kind(optimizer: optim.Optimizer) -> None:
     if reason:
         raise ValueError(
             f"use_full_params: {type(optimizer).__name__} cannot step on whole parameters, because {reason}; expected "
-            "an optimizer that treats its parameters one by one, such as Muon. Use it as it is, on DTensors"
+            "an optimizer that updates each parameter independently, such as Muon. Use it as it is, on DTensors"
         )
 
 
@@ -136,8 +137,8 @@ class _FullParams:
         """
         if closure is not None:
             raise ValueError(
-                f"{type(optimizer).__name__}.step: got a closure, expected none: whole parameters are there during the "
-                "step alone; call backward() before step()"
+                f"{type(optimizer).__name__}.step: got a closure, expected none: whole parameters exist only during "
+                "the step; call backward() before step()"
             )
         self._refresh()
         dtypes = self._agree_on_gradients()
@@ -194,16 +195,14 @@ class _FullParams:
             for owned, code, high, low in zip(ranks.owned, codes, most, least):
                 if high > _NOTHING_HERE and high != -low:
                     here = str(_DTYPES[code]) if code >= 0 else "none"
-                    wrong = (
-                        f"some ranks have another gradient of {self._name(owned.param)} than others, this one {here}"
-                    )
+                    wrong = f"ranks have different gradients of {self._name(owned.param)} (here: {here})"
             if elsewhere and not wrong:
-                wrong = "a gradient is there on some ranks and not on others, or in another dtype; their errors name it"
+                wrong = "some ranks lack a gradient, or have it in another dtype; the errors of other ranks name it"
             found[ranks] = [_DTYPES[high] if high >= 0 else None for high in most]
         if wrong:
             raise RuntimeError(
                 f"use_full_params: {wrong}; expected a gradient of one dtype on every rank that holds a piece, or on "
-                "none. Set or clear gradients on all ranks alike. Nothing was changed"
+                "none. Set or clear gradients in the same way on all ranks. Nothing was changed"
             )
         return found
 
@@ -278,8 +277,8 @@ class _FullParams:
             if error is None and failed:
                 where = f"{type(self._optimizer).__name__} raised on rank {ranks.ranks[failed - 1]} during this step"
                 error = RuntimeError(
-                    f"use_full_params: {where}, whose log says why; parameters that other ranks own have been updated. "
-                    "Resume from a checkpoint"
+                    f"use_full_params: {where}; its log shows the error. Parameters that other ranks own have been "
+                    "updated. Resume from a checkpoint"
                 )
             if changed and not failed:
                 for theirs in exchange_objects(groups.changed, ranks.axis, ranks.device):

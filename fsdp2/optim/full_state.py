@@ -44,7 +44,7 @@ class OwnedState(dict):
             raise KeyError(param)
         raise RuntimeError(
             f"optimizer.state: the state of this parameter of shape {tuple(param.shape)} is held by its owner, rank "
-            f"{owner}, if there is any yet (use_full_params); call optimizer.state_dict() on all ranks to see it"
+            f"{owner}, if there is any yet (use_full_params); call optimizer.state_dict() on all ranks to get it"
         )
 
 

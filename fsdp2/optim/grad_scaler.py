@@ -19,10 +19,10 @@ __all__ = ["ShardedGradScaler"]
 class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for sharded, replicated and plain parameters together.
 
-    torch's own asks the first gradient alone whether ranks must agree: behind a replicated one (a scalar, a
-    NO_SHARD unit) ranks step or skip each by themselves, and one without gradients leaves the others waiting. Here each
-    rank looks at what it has, and one all-reduce tells every rank of ``process_group`` (None: all ranks) about all.
-    Gradients of float16 parameters are unscaled, too.
+    torch's own decides by the first gradient alone whether to reduce the found infinities over ranks: if that is
+    replicated (a scalar, a NO_SHARD unit), each rank steps or skips on its own, and a rank without gradients makes the
+    others hang. Here each rank checks all its gradients, and one all-reduce over ``process_group`` (None: all ranks)
+    combines the results. Gradients of float16 parameters are unscaled, too.
     """
 
     def __init__(

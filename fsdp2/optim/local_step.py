@@ -48,24 +48,24 @@ _MARK = "_fsdp2_local_shards"
 
 
 def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -> optim.Optimizer:
-    """The same optimizer, whose steps from now on compute with plain local tensors instead of DTensors.
+    """Let the steps of ``optimizer`` compute with plain local tensors instead of DTensors, and return it.
 
-    Its ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` show DTensors as before, so that schedulers,
-    hooks and checkpoints notice nothing. Results are those of the step on DTensors, bit for bit if the same
+    Its ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` show DTensors as before, so schedulers,
+    hooks and checkpoints work unchanged. Results are those of the step on DTensors, bit for bit if the same
     implementation runs; where neither ``foreach`` nor ``fused`` was chosen, torch takes its loop for DTensors and, on
     accelerators, ``foreach`` for plain tensors. Plain parameters may share a group with sharded ones. A step that
     torch.compile traces, or that is ``differentiable``, computes with DTensors as before.
 
     Args:
-        optimizer: One of torch's that treats every element by itself: SGD, Adam, AdamW, Adagrad, Adadelta, Adamax,
-            NAdam, RAdam, RMSprop, ASGD, Rprop.
-        elementwise: You say so of another class, also of one derived from those: no element's update depends on other
-            elements, and none on the shape. Inside its ``step`` it finds plain parameters, gradients and state. State
-            tensors of a parameter's local shape, other than ``step``, become DTensors.
+        optimizer: One of torch's elementwise optimizers: SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam,
+            RMSprop, ASGD, Rprop.
+        elementwise: Declares that an optimizer of another class (also one derived from those) is elementwise: no
+            element's update depends on other elements or on the shape. Inside its ``step`` parameters, gradients and
+            state are plain tensors. State tensors of a parameter's local shape, other than ``step``, become DTensors.
 
     Raises:
-        TypeError: ``optimizer`` is none.
-        ValueError: it is not elementwise, or of a class of which that is not known.
+        TypeError: ``optimizer`` is not a torch.optim.Optimizer.
+        ValueError: ``optimizer`` is not elementwise, or its class is unknown and ``elementwise`` is False.
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(
@@ -81,9 +81,9 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
         )
     if kind not in _ELEMENTWISE and not elementwise:
         raise ValueError(
-            f"use_local_shards: it is not known whether {kind.__module__}.{kind.__qualname__} updates every element by "
-            "itself; got it without elementwise=True, expected one of torch's elementwise optimizers. Pass "
-            "elementwise=True if no element's update depends on other elements or on the shape"
+            f"use_local_shards: it is not known whether {kind.__module__}.{kind.__qualname__} is elementwise; expected "
+            "one of torch's elementwise optimizers, or elementwise=True. Pass elementwise=True if no element's update "
+            "depends on other elements or on the shape"
         )
     if _MARK not in optimizer.__dict__:
         optimizer.__dict__[_MARK] = True

@@ -36,13 +36,13 @@ _enabled = True
 
 
 def set_rank_checks(enabled: bool) -> None:
-    """Whether ranks compare what they do (by default); call it alike on all ranks, before the first forward.
+    """Switch the comparison of ranks on (the default) or off, in the same way on all ranks, before the first forward.
 
-    It costs three operations of the process group's store per rank where a model runs first and where all ranks leave
-    the ways they know, and nothing in an iteration that is repeated (one look in two seconds where the host does not
-    wait for collectives, as with NCCL). Without it a rank that skips a unit makes the others wait until the process
-    group's timeout or gives them its neighbour's data, models that differ are not noticed, and
-    ``set_reduce_scatter_unused_params`` does not let ranks take part in units that they skip.
+    It costs three operations of the process group's store per rank when a model first runs and when all ranks deviate
+    from earlier iterations, and nothing in a repeated iteration (with NCCL, whose collectives the host does not wait
+    for, one look at the store every two seconds). Without it a rank that skips a unit makes the others hang until the
+    process group's timeout or mixes up their data, different models are not detected, and
+    ``set_reduce_scatter_unused_params`` does not let a rank reduce zeros for units that it skips.
     """
     global _enabled
     _enabled = enabled

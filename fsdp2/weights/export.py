@@ -24,21 +24,21 @@ def iter_full_params(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full plain tensor) of every parameter, in the order and under the names of ``named_parameters``.
 
-    For handing weights to an inference engine: a tied parameter comes once, buffers do not come, tensor parallelism is
-    undone, and what comes is a copy that nobody else holds. Values are those of the shards, also where a module keeps
-    full parameters or other precision is computed in, and also between a forward and its backward.
+    For passing weights to an inference engine: tied parameters are yielded once, buffers not at all, tensor parallelism
+    is undone, and every tensor is a copy that the caller owns. Values are those of the shards, also where a module
+    keeps full parameters or computes in another precision, and also between a forward and its backward.
 
-    Parameters are gathered in buckets of neighbours, so **every rank must iterate, in step, and as far as the others**:
-    a rank that needs nothing drops what it gets. Nothing is in flight between two items, so all ranks may stop after
-    the same one (``break``, ``close``) and leave nothing behind. Do not train, load or shard in between.
+    Parameters are gathered in buckets of several, so **every rank must iterate, and as far as the others**: a rank that
+    needs no weights drops them. Nothing is in flight between two items, so all ranks may stop after the same one
+    (``break``, ``close``). Do not train, load or shard in between.
 
     Args:
         module: Any module: a unit, a part of one, or one that contains units.
-        bucket_mb: How many MiB a bucket takes, the buffer that it is received into included. A parameter larger than
-            half of that makes a bucket of its own; it takes its size, or twice that where it is uneven, cut along
-            another dimension than the slowest, or tensor-parallel.
-        dtype: Cast floating-point parameters to it, before they travel. Default: the dtype they are kept in.
-        device: Where the tensors are to lie. Default: the device of the mesh.
+        bucket_mb: How many MiB a bucket takes, its receive buffer included. A parameter larger than half of that makes
+            a bucket of its own; it takes its size, or twice that where it is uneven, sharded along another dimension
+            than the slowest, or tensor-parallel.
+        dtype: Cast floating-point parameters to it before they are sent. Default: the dtype of the shards.
+        device: The device of the tensors. Default: the device of the mesh.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or size.

@@ -40,30 +40,30 @@ def broadcast_from_rank0(
     bucket_mb: float = 64.0,
     progress: Progress = False,
 ) -> Loaded:
-    """Load the full weights that rank 0 alone holds into ``model``, sharded or not; what could not be matched.
+    """Load full weights that only rank 0 holds into ``model``, sharded or not; return the keys that did not match.
 
     Every rank of the model's mesh must call it. Parameters and persistent buffers may be on the meta device, on any
     ranks: they get memory on the mesh's device (on the CPU where the unit offloads) and stay the same objects. Beyond
     that, every rank holds one bucket at a time. Values are cast to the dtype of the parameter.
 
     Args:
-        model: A module, its keys those of the plain model: without what torch.compile and checkpoint_wrapper put in.
+        model: A module. Keys are those of the plain model: without prefixes of torch.compile and checkpoint_wrapper.
         state_dict: On rank 0 (the first of the mesh) plain tensors on any device, tied ones under one name or all.
-            Elsewhere None or {}; anything else is not looked at.
+            Ignored elsewhere, usually None.
         strict: Refuse missing and unexpected keys.
-        bucket_mb: The size of the bucket in MiB; rank 0's counts.
-        progress: True shows a bar (of the package tqdm) on rank 0, a function is called there with the bytes that are
-            through and those that there are.
+        bucket_mb: The size of the bucket in MiB; rank 0's is used.
+        progress: True shows a bar (of the package tqdm) on rank 0; a function is called there with the bytes done and
+            the bytes in total.
 
     Returns:
         ``(missing_keys, unexpected_keys)``, empty with ``strict``.
 
     Raises:
-        RuntimeError: keys, shapes or kinds of dtypes differ (on any rank), or a forward or backward is going on.
-        TypeError: ``model`` is no module, or rank 0's ``state_dict`` no mapping of names to plain tensors.
+        RuntimeError: keys, shapes or kinds of dtypes differ (on any rank), or a forward or backward is running.
+        TypeError: ``model`` is not an nn.Module, or rank 0's ``state_dict`` not a mapping of names to plain tensors.
 
-    Errors name what is wrong, are raised on every rank, and leave the model as it was; except those that happen while
-    rank 0 reads its tensors, which say so.
+    Errors are raised on every rank and leave the model as it was; if one occurs while rank 0 reads its tensors, the
+    model is partly loaded, and the error says so.
     """
     ranks = ranks_of(model, managed=True) or Ranks.world()
     with ranks.agreed():
@@ -75,31 +75,31 @@ def broadcast_from_rank0(
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *, progress: Progress = False
 ) -> Loaded:
-    """Load weights from safetensors files into ``model``, sharded or not; what could not be matched.
+    """Load weights from safetensors files into ``model``, sharded or not; return the keys that did not match.
 
-    Each rank maps the files and copies its own slices: nothing is communicated but whether all went well. So every rank
-    of the model's mesh must call it and see the files; for a model that is not spread over ranks each process acts for
-    itself. Parameters and persistent buffers on the meta device get memory on the mesh's device and stay the same
-    objects. Values are cast to the dtype of the parameter.
+    Each rank maps the files and copies its own slices; ranks communicate only whether all of them succeeded. So every
+    rank of the model's mesh must call it and have access to the files; a model that is not sharded is loaded by each
+    process on its own. Parameters and persistent buffers on the meta device get memory on the mesh's device and stay
+    the same objects. Values are cast to the dtype of the parameter.
 
     Args:
-        model: A module, its keys those of the plain model: without what torch.compile and checkpoint_wrapper put in.
-        path: A file, an index (``model.safetensors.index.json``), or a folder with either. Tied parameters need to be
-            there once only.
+        model: A module. Keys are those of the plain model: without prefixes of torch.compile and checkpoint_wrapper.
+        path: A file, an index (``model.safetensors.index.json``), or a folder with either. Tied parameters need only
+            one of their names.
         strict: Refuse missing and unexpected keys.
-        progress: True shows a bar (of the package tqdm) on the first rank, a function is called there with the bytes
-            that are through and those that there are.
+        progress: True shows a bar (of the package tqdm) on the first rank; a function is called there with the bytes
+            done and the bytes in total.
 
     Returns:
         ``(missing_keys, unexpected_keys)``, empty with ``strict``.
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is truncated or is no safetensors file, or an index is wrong.
-        RuntimeError: keys, shapes or kinds of dtypes differ, or a forward or backward is going on.
+        ValueError: a file is truncated or not a safetensors file, or an index is wrong.
+        RuntimeError: keys, shapes or kinds of dtypes differ, or a forward or backward is running.
         ImportError: the package safetensors is not installed.
 
-    A failure on one rank is raised on all, and names the rank. All headers are looked at before anything is changed.
+    A failure on one rank is raised on all, and names the rank. All headers are checked before anything is changed.
     """
     default = torch.get_default_device()
     ranks = ranks_of(model) or Ranks.alone(torch.device("cpu") if default.type == "meta" else default)
@@ -247,6 +247,6 @@ def _entry(value: Any, key: str) -> Entry:
         got = f"{type(value).__name__} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise TypeError(
             f"{_FROM_RANK0}: {key} of rank 0's state_dict must be a full plain tensor, got {got}; gather DTensors "
-            "first, and leave out what is no tensor"
+            "first, and leave out what is not a tensor"
         )
     return Entry(tuple(value.shape), value.dtype)

@@ -66,7 +66,7 @@ def match(
             elif not torch.can_cast(entry.dtype, place.dtype):
                 problems.append(f"dtype of {key}: got {entry.dtype}, expected {place.dtype} or one that fits in it")
     if problems:
-        hint = "; strict=False passes over missing and unexpected keys" if strict and (missing or unexpected) else ""
+        hint = "; strict=False ignores missing and unexpected keys" if strict and (missing or unexpected) else ""
         raise RuntimeError(f"{where}: " + "\n  ".join([*problems, f"nothing was loaded{hint}"]))
     return Match(values, [name for name in selection.extras if name in extras], Loaded(missing, unexpected))
 
@@ -109,8 +109,8 @@ def partly_loaded(where: str) -> Callable[[Exception], Exception]:
 
     def explain(problem: Exception) -> Exception:
         error = RuntimeError(
-            f"{where}: loading broke off, the module is partly loaded; got {type(problem).__name__}: {problem}; load "
-            "it anew"
+            f"{where}: loading failed midway, the module is partly loaded; got {type(problem).__name__}: {problem}; "
+            "load it again"
         )
         error.__cause__ = problem
         return error

@@ -96,13 +96,13 @@ class WeightFiles:
             raise
         except Exception as error:
             raise ValueError(
-                f"{where}: {path} is no complete safetensors file; got {error}, expected a header and all the "
-                "bytes it promises; copy or write it again"
+                f"{where}: {path} is not a complete safetensors file; got {error}, expected a header and all the "
+                "bytes that it lists; copy or write it again"
             ) from error
         there = set(handle.keys())
         for key in there if keys is None else keys:
             if key not in there:
-                raise ValueError(f"{where}: {path} lacks {key}, which the index says is there; write both again")
+                raise ValueError(f"{where}: {path} lacks {key}, which the index lists; write both again")
             part, name = handle.get_slice(key), clean_name(key)
             dtype = getattr(torch, _DTYPES.get(part.get_dtype(), ""), None)
             if dtype is None:
@@ -123,7 +123,7 @@ def _locate(path: Path, where: str) -> Path:
                 return found[0]
             if found:
                 names = ", ".join(file.name for file in found)
-                raise ValueError(f"{where}: {path} does not tell which file is meant; got {names}; name one of them")
+                raise ValueError(f"{where}: {path} has several candidates; got {names}; pass one of them")
         raise FileNotFoundError(f"{where}: {path} has no weights; expected *.safetensors or *{INDEX} in it")
     index = path.with_name(path.name.removesuffix(".safetensors") + INDEX)
     if not path.exists() and path.suffix == ".safetensors" and index.exists():
@@ -142,7 +142,7 @@ def _weight_map(path: Path, where: str) -> dict[str, str]:
         raise
     except Exception as error:
         raise ValueError(
-            f"{where}: {path} is no index of safetensors files; got {type(error).__name__}: {error}; expected JSON "
+            f"{where}: {path} is not an index of safetensors files; got {type(error).__name__}: {error}; expected JSON "
             "with a weight_map from names to files; write it again"
         ) from error
     return found

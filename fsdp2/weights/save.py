@@ -40,29 +40,29 @@ def save_safetensors(
 ) -> None:
     """Write the full parameters and persistent buffers of ``model``, sharded or not, as safetensors files.
 
-    Every rank of the model's mesh must call it; rank 0 (the first of the mesh) writes. A model that is not spread over
-    ranks is written by every process that calls it: call it on one. Values travel through one bucket at a time, which
-    is all the memory it takes on any rank. Tied parameters are written once, under the first of their names. A
-    parameter on fewer ranks than the model (one that tensor parallelism left alone) has copies on the others: what rank
-    0's mesh holds is written.
+    Every rank of the model's mesh must call it; rank 0 (the first of the mesh) writes. A model that is not sharded is
+    written by every process that calls it: call it on one. Values are sent in one bucket at a time, which is all the
+    memory it takes on any rank. Tied parameters are written once, under the first of their names. Of a parameter that
+    is replicated (such as one without tensor parallelism in a tensor-parallel model) the copy of rank 0's mesh is
+    written.
 
-    Files are written under other names and renamed when all are complete, so a save that is interrupted leaves what
-    was there. One that succeeds removes the files of the same name that it replaces.
+    Files are written under temporary names and renamed when all are complete, so an interrupted save leaves the old
+    files. A complete one removes the files of the same name that it replaces.
 
     Args:
-        model: A module. Keys are those of the plain model: without what torch.compile and checkpoint_wrapper put in.
+        model: A module. Keys are those of the plain model: without prefixes of torch.compile and checkpoint_wrapper.
         path: ``name.safetensors``, or a folder (made if need be) for ``model.safetensors``.
         max_shard_bytes: Split weights that are larger into ``name-00001-of-0000N.safetensors`` with an index
             ``name.safetensors.index.json``. Default: 5 GB in a folder, no limit for a file.
-        dtype: What floating-point values are written as. Default: as they are.
+        dtype: The dtype in which floating-point values are written. Default: their own.
         bucket_mb: The size of the bucket in MiB.
-        progress: True shows a bar (of the package tqdm) on rank 0, a function is called there with the bytes that are
-            through and those that there are.
+        progress: True shows a bar (of the package tqdm) on rank 0; a function is called there with the bytes done and
+            the bytes in total.
 
     Raises:
         OSError: rank 0 cannot write.
         RuntimeError: a parameter is on the meta device.
-        NotImplementedError: a dtype that the format lacks, or extra state that is no tensor.
+        NotImplementedError: a dtype that the format lacks, or extra state that is not a tensor.
         TypeError, ValueError: an argument is wrong.
 
     Errors are raised on every rank.
@@ -146,7 +146,7 @@ def _with_extras(selection: Selection) -> list[Place]:
         if not isinstance(value, torch.Tensor):
             raise NotImplementedError(
                 f"{_WHERE}: {name} is extra state of {type(module).__name__}; got a {type(value).__name__}, expected a "
-                "tensor, all that safetensors files can hold; save it by torch.save or distributed checkpointing"
+                "tensor: safetensors files hold nothing else; save it by torch.save or distributed checkpointing"
             )
         extras.append(Place([name], value.detach()))
     return [*selection.places, *extras]

@@ -212,7 +212,7 @@ def _check_idle(group: FSDPParamGroup, where: str) -> None:
     else:
         return
     raise RuntimeError(
-        f"{where}: the parameters of {group.name or 'the root'} are in use; got {got} that is going on or raised, "
+        f"{where}: the parameters of {group.name or 'the root'} are in use; got {got} that still runs or raised, "
         "expected none; call it between iterations, and reset_iter_state() on the root first if one raised"
     )
 

@@ -28,28 +28,30 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """A block in which ``module`` shows full plain parameters, as the unsharded model would.
+    """A block in which ``module`` has full plain parameters, as the unsharded model would.
 
-    They are gathered from the shards in the dtype the parameters are kept in, also under mixed precision; names, order,
-    ties, ``requires_grad`` and attributes are the original ones. Tensor parallelism is undone too. What was kept
-    unsharded before the block is untouched in it and kept after it. Every rank that holds the parameters must enter.
+    They are gathered from the shards in the shards' dtype, also with mixed precision; names, order, ties,
+    ``requires_grad`` and attributes are the original ones. Tensor parallelism is undone too. Parameters that were kept
+    unsharded before the block are untouched in it and kept after it. Every rank that holds the parameters must enter.
 
-    While the block runs, memory holds the whole parameters (and gradients) beside what was there before, and while it
-    is entered one more parameter, the largest. With ``rank0_only`` other ranks hold no more than the largest
-    parameter twice, and that only while it is entered.
+    Inside the block the whole parameters (and gradients) take additional memory, and entering it takes as much again
+    as the largest parameter. With ``rank0_only`` other ranks need at most twice the largest parameter, and only while
+    the block is entered.
 
-    Under ``torch.no_grad()``, forward in the block computes with what is shown, in its dtype, without communication.
+    Under ``torch.no_grad()``, forward in the block computes with the full parameters, in their dtype, without
+    communication.
 
     Args:
         module: Any module: a unit, a part of one, or one that contains units.
-        recurse: Also what belongs to units below ``module``.
-        writeback: Copy each rank's pieces of what is shown at the end of the block into its shards; replicas take
-            their own. Otherwise changes are lost. Changed ``requires_grad`` is kept or lost alike. Nothing is written
-            if the block raises.
-        rank0_only: Only the first rank (the lowest of the module's largest mesh) shows full ones; others show shards.
-        offload_to_cpu: What is shown lies on the CPU, whatever the mesh's device.
-        with_grads: Show full ``.grad`` as well, where there is a reduced one; None stays None. With ``writeback`` they
-            follow changes too. Gradients that no backward has reduced yet are neither shown nor lost.
+        recurse: Also the parameters of units below ``module``.
+        writeback: At the end of the block copy each rank's pieces of the full parameters into its shards; replicas
+            write their own. Otherwise changes are lost, those of ``requires_grad`` too. Nothing is written if the block
+            raises.
+        rank0_only: Only the first rank (the lowest of the module's largest mesh) has full parameters; others keep
+            shards.
+        offload_to_cpu: Put the full parameters on the CPU, whatever the mesh's device.
+        with_grads: Also show full ``.grad`` where there is a reduced one; None stays None. With ``writeback`` changes
+            to gradients are written back, too. Gradients that are not reduced yet are neither shown nor lost.
 
     Raises:
         NotImplementedError: ``rank0_only`` with ``writeback``; a tensor subclass with an all-gather extension whose

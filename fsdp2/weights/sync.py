@@ -22,23 +22,23 @@ _Offer = list[tuple[list[str], Entry, str]]
 
 
 def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
-    """Make what several ranks hold equal: what it is on the first of them, it is on all afterwards.
+    """Copy the values of the first rank that holds a tensor to all other ranks that hold it.
 
     Every rank of the module's mesh must call it, or every rank of the default process group where nothing is sharded.
 
-    * Before ``fully_shard``: every parameter and buffer, non-persistent ones included, becomes rank 0's. Rank 0 alone
-      needs memory for them: on the meta device elsewhere, they get it, on rank 0's kind of device. Parameters that
-      tensor parallelism made DTensors become those of the mesh that rank 0 is in.
-    * After: a shard becomes that of the first replica (of hybrid sharding, or where tensor parallelism replicates it).
-      Shards without a replica stay what they are: nobody else has them. Ignored parameters and buffers become rank 0's.
+    * Before ``fully_shard``: every parameter and buffer, non-persistent ones included, gets rank 0's value. Other ranks
+      may have theirs on the meta device; memory is then allocated on rank 0's kind of device. Parameters that tensor
+      parallelism made DTensors get the values of the mesh that rank 0 is in.
+    * After: a shard gets the value of the first replica (of hybrid sharding, or where tensor parallelism replicates
+      it). Shards without a replica keep their values. Ignored parameters and buffers get rank 0's.
 
-    Beyond the module, every rank holds one bucket of ``bucket_mb`` MiB at a time. Values travel in rank 0's dtype and
-    are cast to the module's.
+    Beyond the module, every rank holds one bucket of ``bucket_mb`` MiB at a time. Values are sent in rank 0's dtype and
+    cast to the module's.
 
     Raises:
-        RuntimeError: what should be copied is on the meta device, ranks differ in names or shapes, or a forward or
-            backward is going on; on every rank, before anything is changed.
-        TypeError: ``module`` is no module.
+        RuntimeError: a value to copy is on the meta device, ranks differ in names or shapes, or a forward or backward
+            is running; on every rank, before anything is changed.
+        TypeError: ``module`` is not an nn.Module.
         ValueError: ``bucket_mb`` is not a positive number.
     """
     ranks = ranks_of(module, managed=True) or Ranks.world()

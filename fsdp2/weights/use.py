@@ -23,15 +23,15 @@ __all__ = ["use_weights"]
 def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     """A block in which the parameters of ``module`` are full, in the dtype forward computes with.
 
-    What is computed with them is differentiated like a part of the model: backward gathers them again and reduces their
-    gradients with all others. It is a collective: all ranks enter the block, and leave it, in the same order.
+    Computation with them is differentiated like a part of the model: backward gathers them again and reduces their
+    gradients with all others. It is a collective: all ranks must enter and leave the block in the same order.
 
         with fsdp2.use_weights(model.head):
             loss = F.cross_entropy(F.linear(hidden, model.head.weight), targets)
 
     Args:
-        module: Any module, a unit or one inside a unit; everything below it is gathered, and with it the rest of the
-            units that its parameters belong to.
+        module: Any module, a unit or one inside a unit; all parameters below it are gathered, together with the rest of
+            their units.
 
     Yields:
         ``module``.

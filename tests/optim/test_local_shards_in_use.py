@@ -178,7 +178,7 @@ def test_checkpoint_helpers(rank, world, name, options):
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
 def test_state_dicts(rank, world, name):
-    """``state_dict`` shows DTensors by index and loads; state that is not cut like its parameter is refused."""
+    """``state_dict`` shows DTensors by index and loads; state that is not sharded like its parameter is refused."""
     modules, optimizers = pair(make(name))
     for module, optimizer in zip(modules, optimizers, strict=True):
         train(module, optimizer, [0, 1])
@@ -194,7 +194,7 @@ def test_state_dicts(rank, world, name):
     state["state"][0][key] = state["state"][0][key].full_tensor()
     optimizers[1].load_state_dict(state)
     modules[1](batch(0)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"parameter 0 of its group.*not cut like its parameter.*a plain tensor"):
+    with pytest.raises(RuntimeError, match=r"parameter 0 of its group.*not sharded like its parameter.*a plain tensor"):
         optimizers[1].step()
 
 

@@ -84,12 +84,12 @@ class _Parameters:
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The state of ``optim`` with parameters named as in the plain model, in the form that is set for ``model``.
+    """The state of ``optim``, keyed by parameter names of the plain model, in the form that is set for ``model``.
 
     Args:
-        model: The model, or any module that has all parameters ``optim`` was given.
-        optim: Its optimizer, of all of them or of some.
-        optim_state_dict: What to convert; ``optim.state_dict()`` if None.
+        model: The model, or any module that has all parameters of ``optim``.
+        optim: Its optimizer, of all parameters or of some.
+        optim_state_dict: The state to convert; ``optim.state_dict()`` if None.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``. Full: whole tensors, on the CPU
@@ -157,18 +157,18 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
 ) -> dict[str, Any]:
-    """What ``optim.load_state_dict`` takes, of a state that names parameters as in the plain model.
+    """Convert a state keyed by parameter names of the plain model to one that ``optim.load_state_dict`` takes.
 
-    Whole tensors, DTensors and pieces of this rank all serve, whatever is set for ``model``; they are cut without
-    communication and copied. With ``FullOptimStateDictConfig(rank0_only=True)`` set only the first rank's argument
-    counts, and is sent to the others one tensor at a time. State of parameters that ``optim`` does not train is left
-    out. Groups get the hyperparameters that their parameters were saved with, in whatever order groups are now.
+    Whole tensors, DTensors and pieces of this rank are accepted under any setting of ``model``; they are sharded
+    without communication and copied. With ``FullOptimStateDictConfig(rank0_only=True)`` only the first rank's argument
+    is used, and sent to the others one tensor at a time. State of parameters that ``optim`` does not train is left out.
+    Groups get the hyperparameters that their parameters were saved with, in any order of groups.
 
     Args:
         model: The model, sharded or not.
         optim: Its optimizer, of all parameters or of some.
         optim_state_dict: What ``fsdp2.optim_state_dict`` returned, here or for another number of ranks.
-        is_named_optimizer: ``optim`` itself calls parameters by name.
+        is_named_optimizer: ``optim`` itself keys its state by parameter names.
         load_directly: Also call ``optim.load_state_dict`` with the result.
 
     Raises:
@@ -208,8 +208,8 @@ def _of_nobody(states: Mapping[Any, Any], known: _Parameters) -> dict[Any, Any]:
     lost = [key for key, value in others.items() if isinstance(key, str) and isinstance(value, Mapping)]
     if lost:
         warnings.warn(
-            f"optim_state_dict_to_load: no parameters of the model have the names {lost}; their state is passed on as "
-            "it is, and trains nothing",
+            f"optim_state_dict_to_load: no parameters of the model have the names {lost}; their state is passed on "
+            "unchanged and has no effect",
             stacklevel=3,
         )
     return others

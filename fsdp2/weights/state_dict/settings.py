@@ -40,20 +40,20 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose what ``state_dict()`` of ``module``, and of modules below it, and ``optim_state_dict`` return from now on.
+    """Choose the form of ``state_dict()`` of ``module`` and of modules below it, and of ``optim_state_dict``.
 
     Args:
         module: A sharded module, or one that contains sharded modules.
-        state_dict_type: ``FULL_STATE_DICT``: whole plain tensors, copies of what they are now; with
+        state_dict_type: ``FULL_STATE_DICT``: whole plain tensors, copies of the current values; with
             ``rank0_only=True`` on the first rank, and an empty dictionary on the others. ``SHARDED_STATE_DICT``:
             DTensors. ``LOCAL_STATE_DICT``: this rank's pieces, see ``merge_local_state_dicts``. The last two share
-            memory with the model, except with ``offload_to_cpu=True`` where it is elsewhere. Every rank of the mesh
-            must call a full ``state_dict()``.
+            memory with the model, unless ``offload_to_cpu=True`` copies them to the CPU. Every rank of the mesh must
+            call ``state_dict()`` if it is full.
         state_dict_config: torch's configuration class of that name; default values if None.
         optim_state_dict_config: Likewise for the optimizer's.
 
     Returns:
-        The settings up to now.
+        The previous settings.
 
     Raises:
         TypeError: not a module, not a ``StateDictType``, or a configuration of another type.

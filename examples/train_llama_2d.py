@@ -101,7 +101,7 @@ def check(options: argparse.Namespace, config: LlamaConfig, first: int, place: P
         if size % options.tp:
             raise UserError(f"--tp {options.tp} does not divide the model's {size} {what}; choose a smaller one")
     if BATCH % (rows := place.ranks // options.tp):
-        raise UserError(f"a batch of {BATCH} rows does not go over {rows} data-parallel ranks; choose another --tp")
+        raise UserError(f"a batch of {BATCH} rows cannot be split over {rows} data-parallel ranks; choose another --tp")
     if options.steps <= first:
         raise UserError(f"the checkpoint is of step {first}; --steps {options.steps} leaves nothing to train")
 
@@ -196,8 +196,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=positive, default=20, metavar="N", help="train up to this step")
     add("--checkpointing", action="store_true", help="compute activations again in backward")
     add("--compile", action="store_true", help="torch.compile each block")
-    add("--out", type=Path, metavar="FOLDER", help="save a checkpoint in it")
-    add("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint in it, on any mesh")
+    add("--out", type=Path, metavar="FOLDER", help="save a checkpoint in this folder")
+    add("--resume", type=Path, metavar="FOLDER", help="resume from the newest checkpoint in it, on any mesh")
     return parser.parse_args(arguments)
 
 

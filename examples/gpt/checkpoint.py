@@ -102,7 +102,7 @@ def prepare(out: Path, resumed_at: int | None) -> None:
     later = [step for step in saved_steps(out) if resumed_at is None or step > resumed_at]
     if later:
         what = "a run" if resumed_at is None else f"a checkpoint of step {max(later)}, later than {resumed_at}"
-        raise UserError(f"{out} already holds {what}; go on from it with --resume {out}, or choose another --out")
+        raise UserError(f"{out} already holds {what}; resume it with --resume {out}, or choose another --out")
 
 
 def _folder(out: Path, step: int) -> Path:

@@ -90,12 +90,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="train_gpt.py",
         allow_abbrev=False,
         description="Train a byte-level GPT whose parameters fsdp2.fully_shard spreads over several processes.",
-        epilog="Started by hand it starts its processes itself; under torchrun it uses the ones it is given.",
+        epilog="Without torchrun it starts its processes itself; under torchrun it uses torchrun's.",
     )
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="text to learn; default: the Python manual inside every Python")
     add("--out", type=Path, metavar="FOLDER", help="where checkpoints and the picture go; default: runs/DATE-TIME")
-    add("--resume", type=Path, metavar="FOLDER", help="a checkpoint, or a run whose newest checkpoint to go on from")
+    add("--resume", type=Path, metavar="FOLDER", help="resume from this checkpoint, or from the newest one of this run")
     add("--ranks", type=_at_least(1), default=2, metavar="N", help="processes to start; torchrun's own number wins")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs over NCCL if there are any")
     add("--compute", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bfloat16 where it is fast")
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sample", type=_at_least(0), default=300, metavar="BYTES", help="how much text to generate; 0: none")
     add("--prompt", type=_some_text, default="The ", metavar="TEXT", help="what the generated text begins with")
     add("--report", action=argparse.BooleanOptionalAction, default=True, help="print the table and draw the picture")
-    what = parser.add_argument_group("what is learned (kept in the checkpoint)")
+    what = parser.add_argument_group("model and training (kept in the checkpoint)")
     for name, value in asdict(Settings()).items():
         kind = _at_least(0 if name == "seed" else 1) if isinstance(value, int) else _positive
         flag = "--" + name.replace("_", "-")

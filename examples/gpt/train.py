@@ -155,7 +155,7 @@ def _plan(options: Options, saved: Progress | None, place: Place) -> tuple[Progr
     text = load_text(options.text or known, settings.context)
     progress = Progress(settings, text.path, text.digest, list(saved.runs) if saved else [])
     if progress.step >= (goal := _goal(options, settings)):
-        raise UserError(f"nothing to do: step {progress.step} is reached and {goal} is asked for; raise --steps")
+        raise UserError(f"nothing to do: step {progress.step} is reached and the run ends at {goal}; raise --steps")
     return progress, text
 
 

@@ -19,12 +19,12 @@ from fsdp2.forecasting.cost import DEVICES, Hardware, Link
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-What a training step needs on one rank of a cluster, found on this machine: the program's own code builds the model
-and runs a step with tensors that have no memory and collectives that send nothing. No GPU, no weights.
+Forecast what a training step needs on one rank of a cluster: the program's own code builds the model and runs a step
+with tensors that have no memory and collectives that send nothing. It needs no GPU and no weights.
 
-MODULE:FUNCTION names build(mesh), which returns a model with its fully_shard calls, or (model, optimizer). The same
-module has step(model, optimizer), which trains once. Memory and collectives are those of a real run; times are those
-of a cost model, whose constants are printed below the table."""
+MODULE:FUNCTION names build(mesh), which calls fully_shard and returns the model, or (model, optimizer). The same
+module has step(model, optimizer), which runs a training step. Memory and collectives are those of a real run; times
+are estimates of a cost model, whose constants are printed below the table."""
 _EXAMPLES = """\
 examples:
   python -m fsdp2 forecast train:build --mesh replicate=4,shard=16
@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=112),
     )
     add = parser.add_argument
-    add("build", metavar="MODULE:FUNCTION", help="what builds the model on a mesh")
-    add("--step", metavar="FUNCTION", default="step", help="what trains once, in the same module (step)")
+    add("build", metavar="MODULE:FUNCTION", help="the function that builds the model on a mesh")
+    add("--step", metavar="FUNCTION", default="step", help="the function of a step, in the same module (step)")
     add(
         "--mesh",
         required=True,
@@ -92,22 +92,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=SIZE,...",
         help="ranks along each dimension, such as replicate=4,shard=16; several times to compare",
     )
-    add("--steps", type=int, default=3, metavar="N", help="run so many steps, of which the last counts (3)")
+    add("--steps", type=int, default=3, metavar="N", help="run N steps and measure the last one (3)")
     add("--backend", default="nccl", choices=("nccl", "gloo"), help="gloo: as on CPUs, without streams")
-    add("--device", default="h100", choices=sorted(DEVICES), help="whose constants the cost model begins with (h100)")
+    add("--device", default="h100", choices=sorted(DEVICES), help="the constants of the cost model (h100)")
     add("--nodes-of", type=int, metavar="N", help="ranks in a node (8)")
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="other constants of the cost model")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="replace single constants of the cost model")
     add(
         "--link",
         nargs="+",
         default=[],
         metavar="RANKS=S,B/S",
-        help="latency and bandwidth of so many ranks: 64=3e-4,3e11",
+        help="latency and bandwidth of a collective over RANKS ranks: 64=3e-4,3e11",
     )
     add("--compare", nargs="+", default=[], metavar="NAME=A,B", help="call build with NAME=A, with NAME=B, and so on")
-    add("--fit", type=_bytes, metavar="SIZE", help="which settings need at most SIZE, such as 80GiB, and the fastest")
+    add("--fit", type=_bytes, metavar="SIZE", help="mark settings that fit into SIZE, such as 80GiB; name the fastest")
     add("--save", nargs="+", default=[], metavar="FILE", help="pictures: .html, .png, .svg, .pdf; .json for Chrome")
-    add("--json", action="store_true", help="the figures for another program")
+    add("--json", action="store_true", help="print the figures as JSON")
     return parser
 
 

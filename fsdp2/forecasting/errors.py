@@ -16,19 +16,19 @@ from fsdp2._torch.forecast import (
 __all__ = ["built_model", "check_mesh", "explained"]
 
 _VALUES = (
-    "a forecast runs without values, but build or step depends on them ({what}); leave out what looks at tensors "
+    "a forecast runs without values, but build or step reads some ({what}); leave out code that reads tensors "
     "(loss.item(), printing, tensor.numpy(), loading weights)"
 )
-_DEVICE = "a forecast needs no device, but the code asks for one ({what}); make tensors and meshes on mesh.device_type"
+_DEVICE = "a forecast needs no device, but the code uses one ({what}); make tensors and meshes on mesh.device_type"
 _KERNEL = (
-    "an operator does not say what its result looks like ({what}); give it a fake kernel with "
+    "an operator has no fake kernel, so the shape of its result is not known ({what}); register one with "
     "torch.library.register_fake"
 )
 _MESH = (
-    "the code makes a mesh that does not fit the {ranks} pretended ranks ({what}); use the mesh that build is given, "
-    "or change the forecast's"
+    "the code makes a mesh that does not fit the {ranks} simulated ranks ({what}); use the mesh that is passed to "
+    "build, or change the forecast's"
 )
-_GROUP = "build and step run inside of a pretended job ({what}); leave init_process_group out of them"
+_GROUP = "build and step run inside a simulated job ({what}); leave init_process_group out of them"
 
 # What torch and libraries say when they meet tensors without values, and the remedy.
 _REMEDIES = (
@@ -74,7 +74,9 @@ def check_mesh(mesh: Mapping[str, int], rank: int) -> int:
             )
         ranks *= size
     if not mesh or not 0 <= rank < ranks:
-        raise ValueError(f"forecast: rank {rank} of a mesh of {ranks if mesh else 0} ranks; expected one from 0 on")
+        raise ValueError(
+            f"forecast: rank {rank} of a mesh of {ranks if mesh else 0} ranks; expected 0 or more, and less than that"
+        )
     return ranks
 
 

@@ -31,8 +31,8 @@ def simulated_rank(
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "a forecast makes a pretended process group of its own, but this process is part of one; run the forecast "
-            "in a process of its own, or after destroy_process_group()"
+            "a forecast makes a simulated process group, but this process already has a process group; run the "
+            "forecast in a process of its own, or after destroy_process_group()"
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(mesh.values()))
     try:

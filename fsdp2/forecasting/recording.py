@@ -91,7 +91,7 @@ class Record:
 
     @property
     def timeline(self) -> Timeline:
-        """The last whole step; the first ones of a run also make what later ones have already.
+        """The last whole step; the first steps of a run also allocate buffers that later ones reuse.
 
         Raises:
             RuntimeError: no forward of the model was recorded, or the block has not ended.
@@ -121,15 +121,15 @@ class Record:
 def record_steps(model: nn.Module) -> Iterator[Record]:
     """Record the training steps that run in the block, on this rank: ``with record_steps(model) as record:``.
 
-    Each gather, reduction and wait, and each forward and backward of a unit, with times and bytes. On a GPU the times
-    are those of events, so nothing waits for the device until the block ends. Outside of a block nothing is recorded,
-    and nothing of it runs.
+    It records each gather, reduction and wait, and each forward and backward of a unit, with times and bytes. On a GPU
+    the times come from events, so nothing waits for the device until the block ends. Outside the block nothing is
+    recorded, and no code of it runs.
 
     Args:
         model: A module with units of ``fully_shard``.
 
     Raises:
-        ValueError: it has none.
+        ValueError: ``model`` has no units.
     """
     units = fsdp_modules(model)
     groups = {group: None for unit in units for group in unit._get_fsdp_state().groups}

@@ -89,7 +89,7 @@ class Forecast:
     def save(self, path: str | Path, *others: Timeline) -> None:
         """Write the step as a page (.html), a picture (.png, .svg, .pdf) or a Chrome trace (.json).
 
-        ``others``, such as ``record.timeline``, come below it, on the same scale.
+        ``others``, such as ``record.timeline``, are shown below it, on the same scale.
 
         Raises:
             ValueError: the name ends in something else.
@@ -115,21 +115,21 @@ def forecast(
     steps: int = 3,
     progress: Callable[[str], object] | None = None,
 ) -> Forecast:
-    """What the last of some ``steps`` needs on one ``rank`` of a mesh of these dimensions.
+    """Forecast memory, collectives and time of a training step on one ``rank`` of a mesh of these dimensions.
 
-    ``build(mesh)`` returns the model, or the model and its optimizer, with its ``fully_shard`` calls; ``step(model,
-    optimizer)`` trains once. Both run as they are, with tensors that have no memory and collectives that send nothing:
-    no weights, no device, no other process. Values do not exist, so code must not look at any (``loss.item()``).
+    ``build(mesh)`` calls ``fully_shard`` and returns the model, or the model and its optimizer; ``step(model,
+    optimizer)`` runs a training step. Both run as they are, with tensors that have no memory and collectives that send
+    nothing: no weights, no device, no other process. There are no values, so code must not read any (``loss.item()``).
 
     Args:
         build: Makes the model on a mesh.
-        step: Trains once.
-        mesh: How many ranks there are along each dimension, such as ``{"replicate": 4, "shard": 16}``.
-        hardware: The constants of the cost model, from which times come.
+        step: Runs a training step.
+        mesh: The number of ranks along each dimension, such as ``{"replicate": 4, "shard": 16}``.
+        hardware: The constants of the cost model, which estimates times.
         backend: "nccl", or "gloo" for CPUs, which have no streams.
-        rank: The rank that is forecast; only uneven shards differ between ranks.
-        steps: The last one counts; optimizers make their state in the first.
-        progress: Called with what is being done, often.
+        rank: The rank to forecast; only uneven shards differ between ranks.
+        steps: How many steps to run; the last one is measured, since optimizers make their state in the first.
+        progress: Called often, with a text that describes the current phase.
 
     Raises:
         RuntimeError: this process has a process group already, or the code looks at a value, needs a device, makes a

@@ -13,8 +13,8 @@ __all__ = ["conflicting_save"]
 
 _TEXT = (
     "torch.distributed.checkpoint.async_save is still saving on a process group that the model trains on, and its "
-    "collectives would pair with those of the step. Expected: a gloo group of its own, made once on all ranks "
-    "(process_group=torch.distributed.new_group(backend='gloo')), or a wait for its result() before the next step"
+    "collectives could be matched with those of the step. Expected: a gloo group of its own, made once on all ranks "
+    "(process_group=torch.distributed.new_group(backend='gloo')), or a call of its result() before the next step"
 )
 
 

@@ -144,7 +144,7 @@ def twice(x: Tensor) -> Tensor:
         (lambda x: x.to("cuda"), "needs no device"),
         (lambda x: torch.cuda.set_device(0), "needs no device"),
         (twice, r"register_fake"),
-        (lambda x: init_device_mesh("cpu", (16,)), "does not fit the 8 pretended ranks"),
+        (lambda x: init_device_mesh("cpu", (16,)), "does not fit the 8 simulated ranks"),
         (lambda x: torch.distributed.init_process_group("gloo"), "leave init_process_group out"),
     ],
 )

@@ -159,6 +159,36 @@ def test_unsharding_by_hand_gathers_again_what_changed() -> None:
             assert module.weight is not sharded and bool((module.weight == value).all())
 
 
+def test_a_forward_computes_with_what_the_shards_are_now() -> None:
+    """They were written while an evaluation's full parameters were still there."""
+    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
+        module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, reshard_after_forward=False)
+        sharded = module.weight
+        for value in (1.0, 2.0):
+            sharded.fill_(value)
+            assert bool((module(torch.ones(2, 4)) == 4 * value).all())
+
+
+def test_a_parameter_put_in_the_place_of_a_shard_is_the_shard_from_then_on(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    module.weight = other = nn.Parameter(module.weight.detach() * 2)
+    for _ in range(2):
+        module(torch.ones(2, 4)).sum().backward()
+        assert module.weight is other and other.grad is not None
+        other.grad = None
+
+
+def test_a_grouped_call_is_through_when_all_its_members_are(mesh: DeviceMesh) -> None:
+    """The inputs of the second are the outputs of the first, whose backward still needs the parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard([*model], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss, events = model(torch.ones(2, 4, requires_grad=True)).sum(), []
+    with listening(lambda event, name: events.append(event)):
+        loss.backward()
+    assert events.count("post_backward") == 1 and model[0].weight.grad is not None
+
+
 def test_pieces_are_cut_from_what_was_gathered_last() -> None:
     """Also where that has other memory than before, because the model was cast."""
     with fake_mesh((4,), ("dp",)) as mesh, torch.no_grad():

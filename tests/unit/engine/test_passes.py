@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import fully_shard
 from fsdp2._trace import listening
 from fsdp2.engine.observer import Answer
-from fsdp2.engine.passes import RootContext
+from fsdp2.engine.passes import Pass, RootContext
 from tests.support.streams import Device
 from tests.unit.meshes import fake_mesh
 
@@ -102,6 +102,25 @@ def test_a_parameter_that_somebody_added_is_taken_in_by_the_next_forward(mesh: D
     model(torch.ones(2, 4)).sum().backward()
     managed = [param.sharded for group in model._get_fsdp_state().groups for param in group.params]
     assert any(sharded is model.bias for sharded in managed) and model.bias.grad is not None
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_backward_gathers_ahead_from_the_last_group_on(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """The groups of a unit are asked for in reverse, whether by the caller's list or by the order of the forward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, replicated_params={layer.weight})
+    fully_shard(model, mesh=mesh)
+    if asked:
+        model[1].set_modules_to_backward_prefetch([model[0]])
+    loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+    ahead: list[Any] = []
+    monkeypatch.setattr(Pass, "prefetch", lambda run, group: ahead.append(group))
+    loss.backward()
+    first, second = model[0]._get_fsdp_state().groups
+    assert ahead[:2] == [second, first]
 
 
 class Opaque(nn.Module):

@@ -219,6 +219,16 @@ def test_gradients_in_flight_are_counted_as_they_are_summed(
     assert group_of(module).store.reduce_bytes == 20 * expected
 
 
+def test_gradients_that_stay_accumulate_in_the_reduce_dtype(mesh: DeviceMesh) -> None:
+    """As computed they would lose what is small beside their sum."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+    module.set_requires_gradient_sync(False)
+    for _ in range(2):
+        module(torch.ones(2, 4)).sum().backward()
+        assert {param.full.grad.dtype for param in group_of(module).params} == {torch.float32}
+
+
 def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:
     """The second leaves what the first shows, and until the last ends nothing else is shown than before."""
     module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, reshard_after_forward=False)

@@ -48,6 +48,18 @@ def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
     assert not device.mistakes
 
 
+def test_recovery_forgets_a_reduction_under_way(mesh: DeviceMesh) -> None:
+    """Nobody will wait for it any more, and the next iteration does not ask for that."""
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    for recovers in (True, False):
+        model(torch.ones(2, 4)).sum().backward()
+        model.finalize_backward(async_op=recovers)
+        if recovers:
+            model.reset_iter_state()
+    assert model.weight.grad is not None
+
+
 class Trying(nn.Module):
     """Calls its unit with too few columns, and then, where that raises, with all."""
 

@@ -229,6 +229,17 @@ def test_gradients_that_stay_accumulate_in_the_reduce_dtype(mesh: DeviceMesh) ->
         assert {param.full.grad.dtype for param in group_of(module).params} == {torch.float32}
 
 
+def test_a_chosen_gradient_dtype_widens_the_sums_of_weights_of_its_own_dtype_alone(mesh: DeviceMesh) -> None:
+    module = nn.Linear(4, 4).to(torch.bfloat16)
+    module.bias = nn.Parameter(module.bias.detach().float())
+    fully_shard(module, mesh=mesh)
+    module.bias.grad_dtype = torch.float64
+    module.unshard()
+    group = group_of(module)
+    reduced = {group.params[i].name: dtypes.reduce for i, dtypes in group.gradients._find_dtypes([0, 1]).items()}
+    assert reduced == {"weight": torch.bfloat16, "bias": torch.float64}
+
+
 def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:
     """The second leaves what the first shows, and until the last ends nothing else is shown than before."""
     module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, reshard_after_forward=False)

@@ -240,6 +240,23 @@ def test_a_chosen_gradient_dtype_widens_the_sums_of_weights_of_its_own_dtype_alo
     assert reduced == {"weight": torch.bfloat16, "bias": torch.float64}
 
 
+def test_what_was_gathered_for_other_ranks_is_waited_for_before_it_is_kept(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    group_of(module).unshard()
+    group_of(module).release(False)
+    assert state_of(module)[0] is Residency.UNSHARDED
+
+
+def test_pieces_are_freed_when_what_they_are_of_is_gathered() -> None:
+    with fake_mesh((4,), ("dp",)) as mesh:
+        module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
+        module(torch.ones(2, 8))
+        pieces = module.weight.to_local().untyped_storage()
+        assert pieces.size() > 0
+        module.unshard()
+        assert pieces.size() == 0 and full_bytes(module) > 0
+
+
 def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:
     """The second leaves what the first shows, and until the last ends nothing else is shown than before."""
     module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, reshard_after_forward=False)

@@ -10,7 +10,8 @@ STAMP := $(VENV)/.installed
 # Options for the program behind a target: make demo ARGS="--text book.txt", make test ARGS="-k layout"
 ARGS ?=
 # Each worker of pytest-xdist has a pool of ranks of its own; one that is done takes over a part of what others have left.
-WORKERS := --numprocesses auto --maxprocesses 8 --dist worksteal
+# One more than processors, since ranks often wait for each other.
+WORKERS := --numprocesses $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))') --dist worksteal
 
 # Types are checked while the tests begin, on one processor of several; both must be right.
 BESIDE_TYPES := $(MAKE) --no-print-directory types & types=$$!;

@@ -60,7 +60,7 @@ def test_what_is_not_elementwise_is_refused(kind: Any, reason: str, elementwise:
 
 def test_what_is_unknown_is_refused_unless_it_is_said_to_be_elementwise() -> None:
     optimizer = OwnAdam(matrix())
-    with pytest.raises(ValueError, match=r"not known whether .*OwnAdam updates every element by itself"):
+    with pytest.raises(ValueError, match=r"not known whether .*OwnAdam is elementwise"):
         use_local_shards(optimizer)
     assert use_local_shards(optimizer, elementwise=True) is optimizer
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):

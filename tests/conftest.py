@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.sampling import ALL_VARIABLE, numbered, sample
 
 settings.register_profile(
-    "ci", derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
+    "ci", derandomize=True, max_examples=24, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.register_profile("all", deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 settings.register_profile("long", deadline=None, max_examples=2000, suppress_health_check=list(HealthCheck))

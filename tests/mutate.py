@@ -215,7 +215,7 @@ def mutants_of(path: Path, root: Path = ROOT) -> Iterator[Mutant]:
     for name, function in functions(ast.parse(text)):
         if SPARED.search(name.rsplit(".", 1)[-1]) or name.endswith("__init__"):
             continue
-        body = ast.get_source_segment(text, function) or ""
+        body = text[slice(*(_offset(lines, *place) for place in _ends(function)))]
         checks = [node for node in ast.walk(function) if isinstance(node, ast.If) and _raises(node)]
         spared = {id(node) for check in checks for node in (check, *ast.walk(check.test))}
         for rule, find in RULES.items():
@@ -227,6 +227,11 @@ def mutants_of(path: Path, root: Path = ROOT) -> Iterator[Mutant]:
                 where = f"{path.relative_to(root).as_posix()} {name} {rule} {index}"
                 key = hashlib.sha1(f"{where} {body}".encode()).hexdigest()[:16]
                 yield Mutant(path.relative_to(root).as_posix(), name, rule, node.lineno, start, was, now, key)
+
+
+def _ends(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (line, column) where the source of ``node`` begins and ends."""
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
 def _offset(lines: list[str], line: int, column: int) -> int:

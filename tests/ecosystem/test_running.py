@@ -46,6 +46,7 @@ def run(folder: Path, *command: str, where: str) -> subprocess.CompletedProcess[
     return subprocess.run(full, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun(folder):
     """Each rank's process is the script: its name, arguments, folder and exit status."""
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fsdp2")

@@ -40,8 +40,14 @@ def test_mixed_precision(rank, world, case, policy):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("policy", ["none", "param", "param_and_reduce"])
-@pytest.mark.parametrize("case", ["wide", "large"])
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        *(("wide", "none"), ("wide", "param"), ("large", "param_and_reduce")),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("large", "none"), ("large", "param"))),
+        pytest.param("wide", "param_and_reduce", marks=pytest.mark.slow),
+    ],
+)
 def test_sizes_at_which_bytes_move_differently(rank, world, case, policy):
     """Units above the sizes at which gathers skip the packing and gradients are sent all to all."""
     policies = {"none": MixedPrecisionPolicy(), **POLICIES}

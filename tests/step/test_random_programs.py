@@ -38,6 +38,7 @@ def test_what_torch_does_as_well(world, program):
     assume(all(POOL.run(world, fuzz.run, {"program": program, "against_torch": True}, LIMIT_SECONDS)))
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 4)
 @given(program=fuzz.programs(ordinary=True))
 def test_what_torch_does_as_well_on_three_ranks(program):

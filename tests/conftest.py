@@ -56,9 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what a usual run leaves out, and run tests of one world size together: the pool makes a new process
     group whenever the size changes.
 
-    Two workers begin with a half of them each: one with the slow ones on more than two ranks and the many quick ones,
-    the other with those on two. So more than two ranks are started, and warmed up, by one of them alone; and the last
-    tests, which one takes from the other, are short and need what both have.
+    Each worker begins with an equal part of them, in this order: the slow ones on more than two ranks come first, then
+    the many quick ones, then those on two. So more than two ranks are started, and warmed up, by the first worker
+    alone; and the last tests, which workers take from each other, are short and need what all of them have.
     """
     named = any("::" in argument for argument in config.args)
     if not config.getoption("--all") and not named:

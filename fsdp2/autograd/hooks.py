@@ -241,8 +241,8 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
     A hook on a view is lost when the view is changed in place afterwards: autograd then goes through its base. So the
     base is watched too, if the module made it, that is if its node is not older than ``since``.
 
-    Inside a transform of ``torch.func`` tensors say that they need no gradient although a backward outside of it may
-    reach them; they are replaced by others that tell.
+    Inside a transform of ``torch.func`` tensors have ``requires_grad`` False although a backward outside of it may
+    reach them; they are replaced by outputs of a node that calls ``starting`` in backward.
     """
     watched = False
     for tensor in find_tensors(output):

@@ -113,16 +113,20 @@ def all_gather(
 
 
 def _start(
-    what: tuple[str, str], axis: Axis, moved: list[torch.Tensor], start: Callable[..., Any], *arguments: Any
+    what: tuple[str, str],
+    axis: Axis,
+    moved: list[torch.Tensor],
+    start: Callable[..., dist.Work | None],
+    *arguments: Any,
 ) -> dist.Work | None:
-    """``start`` a collective on the group of ``axis``; who records learns the bytes of ``moved``."""
+    """Call ``start``, a collective on ``axis``; a recorder is told ``what`` it is and the bytes of ``moved``."""
     recorder = _trace.recorder
     if recorder is None:
-        return start(axis.group, *arguments)  # type: ignore[no-any-return]
+        return start(axis.group, *arguments)
     began = recorder.moment()
     work = start(axis.group, *arguments)
     recorder.launched(what, axis, sum(tensor.nbytes for tensor in moved), began, work)
-    return work  # type: ignore[no-any-return]
+    return work
 
 
 def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:

@@ -20,7 +20,7 @@ __all__ = ["Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encode
 Draw = Callable[[torch.Tensor], torch.Tensor]
 """Returns random numbers for as many elements: float32, in [0, 1), multiples of 2**-16."""
 
-_READS = 16  # how often a CPU reads a table of random numbers
+_READS = 16  # how often a table of random numbers is read on a CPU
 _CPU_PIECE, _PIECE = 1 << 17, 1 << 21  # elements
 _INTEGERS: dict[torch.dtype | str, float] = {torch.int8: 127.0, "int4": 7.0}
 """Largest number."""
@@ -53,15 +53,15 @@ def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat) -> Encoded:
 def encode(values: torch.Tensor, into: Encoded, form: BlockFormat, draw: Draw | None = None) -> None:
     """Write ``values`` (rows, elements) there, rounded to the nearest, or by chance so that the mean is the value."""
     blocks = values.unflatten(1, (-1, form.block))
-    between = None
+    scratch = None
     for first, last in _pieces(blocks):
         target = into.part(first, last)
         numbers = blocks[:, first:last].to(device=target.scales.device, dtype=torch.float32)
-        between = _scratch(between, numbers)
-        scales = torch.abs(numbers, out=between).amax(-1, keepdim=True).div_(_largest(form))
+        scratch = _memory(scratch, numbers)
+        scales = torch.abs(numbers, out=scratch).amax(-1, keepdim=True).div_(_largest(form))
         target.scales.copy_(scales)
-        torch.div(numbers, scales.masked_fill_(scales == 0, 1.0), out=between)
-        _write(_rounded(between, form, draw), target.payload, form)
+        torch.div(numbers, scales.masked_fill_(scales == 0, 1.0), out=scratch)
+        _write(_rounded(scratch, form, draw), target.payload, form)
 
 
 def decode(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
@@ -82,15 +82,15 @@ def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat) -> None
     blocks = total.view(-1, form.block)
     decoded = None
     for first, last in _pieces(blocks.expand(rows, *blocks.shape)):
-        decoded = _scratch(decoded, blocks[first:last].expand(rows, -1, -1))
+        decoded = _memory(decoded, blocks[first:last].expand(rows, -1, -1))
         _read(encoded.part(first, last), decoded, form)
         torch.sum(decoded, 0, out=blocks[first:last])
 
 
-def _scratch(memory: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Memory of that shape, the last piece's again if it fits: fresh memory costs more than what is computed in it."""
-    if memory is not None and memory.shape == like.shape:
-        return memory
+def _memory(last: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A tensor shaped ``like`` this one: the ``last`` piece's if it fits, since new memory costs more than the work."""
+    if last is not None and last.shape == like.shape:
+        return last
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
@@ -154,15 +154,15 @@ class Noise:
     """Random numbers for rounding: a linear congruential generator in every element of a tensor.
 
     On a CPU it costs a fraction of torch's generators, it leaves the state of these alone, and it goes on when a graph
-    is replayed. It belongs to one lane. Seeds differ between ranks: equal errors would add up. A CPU, where generating
-    costs more than rounding, reads some numbers more than once, each time from another place on.
+    is replayed. It belongs to one lane. Seeds differ between ranks: equal errors would add up. On a CPU, where
+    generating a number costs more than rounding by it, a table of them is read several times, from random offsets.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._state = torch.empty(0)
         self._table = torch.empty(0)
-        self._places = random.Random(seed)
+        self._offsets = random.Random(seed)
         self._reads = 0
 
     def __call__(self, like: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class Noise:
         if self._reads % _READS == 0:
             self._table = self._next(like, 2 * _CPU_PIECE)
         self._reads += 1
-        first = self._places.randrange(2 * _CPU_PIECE - numel + 1)
+        first = self._offsets.randrange(2 * _CPU_PIECE - numel + 1)
         return self._table[first : first + numel].view(like.shape)
 
     def _next(self, like: torch.Tensor, numel: int) -> torch.Tensor:

@@ -262,8 +262,7 @@ class HostCopies:
     def _drop_oldest(self) -> None:
         wire, gathered = self._sent.popleft()
         self.lanes.copy.wait(gathered)
-        with self.lanes.copy.after():
-            wire.free()
+        wire.free()
 
     def hold(self, buffers: GatherBuffers, gathered: torch.Event | None) -> None:
         """Keep the copy until ``gathered`` of the gather lane."""

@@ -33,8 +33,8 @@ _RESIDENT: dict[Residency, Which] = {Residency.UNSHARDED: "full", Residency.SUBG
 _M = TypeVar("_M", bound=Callable[..., Any])
 
 
-def _apart(event: str) -> Callable[[_M], _M]:
-    """A method that runs without functorch, which wraps tensors where storages are resized, and as a profiler range."""
+def _profiled(event: str) -> Callable[[_M], _M]:
+    """Run a method as a profiler range, with functorch transforms off: they would wrap tensors that it resizes."""
 
     def decorate(method: _M) -> _M:
         @functools.wraps(method)
@@ -65,7 +65,7 @@ class FSDPParamGroup:
         self.in_root = False
         self.shared = False  # several calls drive it, because they tie its parameter
         self.has_units_below = False
-        self.gradients = GroupGradients(self, store, self.mesh.shard, comm)
+        self.gradients = GroupGradients(store, self.mesh.shard, comm)
         self._norms = [param for param in params if param.has_statistics]
         self.gathering: Gathering | None = None
         self.subgroup: SubgroupShards | None = None
@@ -138,7 +138,7 @@ class FSDPParamGroup:
         elif self._hidden:
             self.show_resident()
 
-    @_apart("all_gather")
+    @_profiled("all_gather")
     def _start_gather(self, admit: Admit | None, in_backward: bool) -> None:
         store, options, lanes = self.store, self.options, self.comm.lanes
         if self.subgroup is None:
@@ -159,7 +159,7 @@ class FSDPParamGroup:
         self.gathering = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
         self.lifecycle.move("start_gather")
 
-    @_apart("all_gather_copy_out")
+    @_profiled("all_gather_copy_out")
     def wait_for_unshard(self) -> None:
         """Wait for the gather and show the full parameters."""
         if self.gathering is None:
@@ -219,7 +219,7 @@ class FSDPParamGroup:
         if self.kept is not None and self.kept.by_evaluation and not self.lifecycle.summoned:
             self.reshard()
 
-    @_apart("reshard")
+    @_profiled("reshard")
     def reshard(self) -> None:
         """Shards on the modules, the full memory freed."""
         if self.gathering is not None:
@@ -285,7 +285,7 @@ class FSDPParamGroup:
         """Give ``param`` up to a group of its own; the group must be sharded."""
         self.params = [p for p in self.params if p is not param]
         self.store = self.store.of(self.params)
-        before, self.gradients = self.gradients, GroupGradients(self, self.store, self.gradients.axis, self.comm)
+        before, self.gradients = self.gradients, GroupGradients(self.store, self.gradients.axis, self.comm)
         self.gradients.noticed = before.noticed
 
     # ---- summoned: for a while somebody else decides what the modules show ----
@@ -459,7 +459,7 @@ class FSDPParamGroup:
         # tensors that are no inputs (kept on the module, say), through frozen weights.
         return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
 
-    @_apart("post_backward")
+    @_profiled("post_backward")
     def post_backward(self, *, keep: bool = False, admit: Admit | None = None) -> None:
         """Free the parameters, unless they are to ``keep``, and reduce the gradients there are, if any."""
         self.lifecycle.enter("post_backward")

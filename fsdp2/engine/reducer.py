@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -71,9 +70,8 @@ class GroupGradients:
     in which autograd finishes the gradients.
     """
 
-    def __init__(self, group: Any, store: ShardStore, axis: Axis, comm: CommContext) -> None:
+    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext) -> None:
         """Gradients travel over ``axis``: the shard axis, or one of the same ranks with a communicator of its own."""
-        self.group = group  # its FSDPParamGroup; that file imports this one
         self.axis = axis
         self.comm = comm
         # Called when a gradient is finished although no backward entered the group.
@@ -281,17 +279,18 @@ class GroupGradients:
     # ---- one chunk ----
 
     def _launch(self, indices: tuple[int, ...], admit: Admit | None) -> None:
-        if admit is not None:
-            admit(Step("reduce", self.group, indices))
         store = self._store
         params = [store.params[i] for i in indices]
+        group = params[0].group
+        if admit is not None:
+            admit(Step("reduce", group, indices))
         taken = take_gradients(params)
         grads = [_zeros(p, store.mesh.device) if grad is None else grad for p, grad in zip(params, taken)]
         del taken
         deliver = partial(accumulate_gradients, params)
         plan = self._reduce_plan(indices, grads)
         if _trace.recording:
-            _trace.emit("reduce", self.group.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
+            _trace.emit("reduce", group.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
         if indices not in self._rows:
             layouts = [param.spec.layout for param in params]
             self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]]))
@@ -303,7 +302,7 @@ class GroupGradients:
         operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce)
         del grads
         if _trace.recorder is not None:
-            operation = _trace.owned(self.group.name, operation)
+            operation = _trace.owned(group.name, operation)
         reductions.add(operation)
 
     def _row_padding(self, dtypes: _Dtypes) -> int:

@@ -205,8 +205,8 @@ class FSDPState(ComposableState):
         """What ends the forward of all members, run or not."""
         in_backward = graph_task_id() != -1
         run = None if call is None or call.run.entered.pop(self, None) is None else call.run
-        # What is there before a pass that leaves no trace stays.
-        afters = [True if run is None else False if g in run.kept else g.after_forward for g in self.groups]
+        # What was gathered before an unobserved pass stays gathered after it.
+        afters = [run is None or (group not in run.kept and group.after_forward) for group in self.groups]
         for group, after in zip(self.groups, afters):
             if call is None or not group.shared or call.run.leave_shared(group, self):
                 group.post_forward(None if in_backward else after)

@@ -285,7 +285,7 @@ class LocalSGD(torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without overloads
         """Step, where gradients lie as their parameters do."""
         for group in self.param_groups:
             for parameter in group["params"]:

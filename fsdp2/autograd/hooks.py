@@ -73,12 +73,13 @@ def hook_error(module: nn.Module, left: Callable[..., None]) -> None:
 
 
 def hook_saving(
-    modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]
+    modules: Iterable[nn.Module], after: Callable[..., None], before: Callable[..., None] | None = None
 ) -> list[RemovableHandle]:
     """Call ``before`` ahead of, and ``after`` behind, what ``state_dict`` does with each module and all below it."""
     handles = []
     for module in modules:
-        handles.append(module.register_state_dict_pre_hook(before))
+        if before is not None:
+            handles.append(module.register_state_dict_pre_hook(before))
         handles.append(module.register_state_dict_post_hook(_Marked(after)))
     return handles
 
@@ -103,7 +104,7 @@ def hook_state_dict(
 ) -> None:
     """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself."""
     for module in modules:
-        hook_saving([module], before_save, after_save)
+        hook_saving([module], after_save, before_save)
         hook_loading([module], before_load, after_load)
 
 

@@ -68,4 +68,4 @@ def _iterate(
 def _source(place: Place, dtype: torch.dtype | None) -> Source:
     piece = place.tensor.detach() if place.param is None else place.param.data
     assert piece is not None  # just checked
-    return Source.of(piece, place.managed, dtype)
+    return Source.of(piece, place.param, dtype)

@@ -45,7 +45,7 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
             place.tensor = _empty_like(place.tensor, device)
             for module, name in place.slots:
                 setattr(module, name, place.tensor)
-    for group in dict.fromkeys(place.group for place in waiting if place.group is not None):
+    for group in dict.fromkeys(place.param.group for place in waiting if place.param is not None):
         group.adopt_shards()
 
 
@@ -62,8 +62,9 @@ def warn_of_meta_buffers(selection: Selection, where: str) -> None:
 
 def _shard_of(place: Place, going: set[object]) -> torch.Tensor:
     """What becomes the shard's memory; where all of its group goes, one number stands for it until it has a buffer."""
-    param, group, local = place.param, place.group, place.local
-    assert param is not None and group is not None
+    param, local = place.param, place.local
+    assert param is not None
+    group = param.group
     device = torch.device("cpu") if group.store.offloads else group.mesh.device
     if type(local) is not torch.Tensor:
         return torch.empty_like(local, device=device)

@@ -25,22 +25,19 @@ from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
 
-__all__ = ["Managed", "Place", "Selection", "ranks_of", "select"]
-
-Managed = tuple[FSDPParam, FSDPParamGroup]
+__all__ = ["Place", "Selection", "ranks_of", "select"]
 
 
 @dataclass(eq=False)
 class Place:
-    """A parameter or buffer by all its names, the slots that show it, and the group that manages it, if one does.
+    """A parameter or buffer by all its names, the slots that show it, and the managed parameter that it may be.
 
-    ``tensor`` is the shard of a managed parameter, whatever the module shows at the moment.
+    ``tensor`` is the shard of a managed one, whatever the module shows at the moment.
     """
 
     names: list[str]
     tensor: torch.Tensor
     param: FSDPParam | None = None
-    group: FSDPParamGroup | None = None
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
     _staged: torch.Tensor | None = field(default=None, repr=False)
 
@@ -48,11 +45,6 @@ class Place:
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
-
-    @property
-    def managed(self) -> Managed | None:
-        """The managed parameter that it is, and its group."""
-        return None if self.param is None or self.group is None else (self.param, self.group)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -150,9 +142,8 @@ class Selection:
     def groups(self) -> dict[FSDPParamGroup, list[FSDPParam]]:
         """The managed parameters of each group."""
         groups: dict[FSDPParamGroup, list[FSDPParam]] = {}
-        for param, place in self.managed.items():
-            assert place.group is not None
-            groups.setdefault(place.group, []).append(param)
+        for param in self.managed:
+            groups.setdefault(param.group, []).append(param)
         return groups
 
     @contextlib.contextmanager
@@ -169,7 +160,7 @@ class Selection:
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows one of the parameters."""
         for param, place in self.managed.items():
-            if place.group is not None and param in place.group.summoned:
+            if param in param.group.summoned:
                 raise RuntimeError(
                     f"{place.name}: {what}, but summon_full_params already shows it; expected parameters that are not "
                     "summoned. Leave that context first"
@@ -238,10 +229,10 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
     for prefix, inner in _modules(module, recurse):
         skipped = non_persistent_buffers(inner)
         for name, tensor, is_buffer in _own_tensors(inner):
-            managed = slots.get(Slot(inner, name)) or shown.get(id(tensor))
-            kept = tensor if managed is None or managed[0].sharded is None else managed[0].sharded
+            param, _ = slots.get(Slot(inner, name)) or shown.get(id(tensor)) or (None, None)
+            kept = tensor if param is None or param.sharded is None else param.sharded
             into = left_out if is_buffer and name in skipped else places
-            place = into.setdefault(id(kept), Place([], kept, *(managed or ())))
+            place = into.setdefault(id(kept), Place([], kept, param))
             place.names.append(clean_name(f"{prefix}.{name}" if prefix else name))
             place.slots.append((inner, name))
         if type(inner).get_extra_state is not nn.Module.get_extra_state:

@@ -112,10 +112,10 @@ def _states(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDP
 def _sources(selection: Selection, *, gradients: bool = False) -> dict[FSDPParam, Source]:
     """What to gather of each parameter: its elements, or its gradient where it has one."""
     sources = {}
-    for param, place in selection.managed.items():
+    for param in selection.managed:
         piece = param.gradient if gradients else param.data
         if piece is not None:
-            sources[param] = Source.of(piece, place.managed)
+            sources[param] = Source.of(piece, param)
     return sources
 
 

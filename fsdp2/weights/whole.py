@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,12 +14,12 @@ from fsdp2._torch.tensors import AsyncCollectiveTensor, dtensor_from_local, dten
 from fsdp2.comm.collectives import all_gather, gather_bytes
 from fsdp2.comm.pieces import piece_pairs
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.sharding.layout import ShardLayout
+from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.mesh import Axis, DataParallelMesh
 from fsdp2.sharding.packing import align
 from fsdp2.sharding.spec import ShardedSpec
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.select import Managed, Selection
+from fsdp2.weights.select import Selection
 
 __all__ = [
     "Source",
@@ -37,35 +36,38 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A tensor to gather: this rank's ``piece``, cut over ``mesh`` as ``spec`` says, or a DTensor of any other kind.
+    """A tensor to gather: this rank's ``piece`` of what is cut like ``param``, or a plain tensor or DTensor by itself.
 
-    It is sent and returned in ``dtype``, by default its own.
+    It is sent and returned in ``dtype``.
     """
 
     piece: torch.Tensor
-    spec: ShardedSpec | None = None
-    mesh: DataParallelMesh | None = None
-    dtype: torch.dtype | None = None
+    param: FSDPParam | None
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, piece: torch.Tensor, managed: Managed | None, dtype: torch.dtype | None = None) -> Source:
-        """``piece`` is cut like the parameter ``managed``, if there is one; a subclass gathers itself."""
-        if managed is None:
-            return cls(piece, dtype=dtype)
-        param, group = managed
-        if type(piece) is not torch.Tensor:
-            return cls(param.spec.shard_as(piece), dtype=dtype)
-        return cls(piece, param.spec, group.mesh, dtype)
+    def of(cls, piece: torch.Tensor, param: FSDPParam | None, dtype: torch.dtype | None = None) -> Source:
+        """``piece`` is cut like ``param``, if there is one; a subclass gathers itself. Default ``dtype``: its own."""
+        if param is not None and type(piece) is not torch.Tensor:
+            piece, param = param.spec.shard_as(piece), None
+        return cls(piece, param, dtype or piece.dtype)
 
     @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype it is sent and returned in."""
-        return self.dtype or self.piece.dtype
+    def spec(self) -> ShardedSpec:
+        """How it is cut."""
+        assert self.param is not None
+        return self.param.spec
+
+    @property
+    def mesh(self) -> DataParallelMesh:
+        """What it is cut over."""
+        assert self.param is not None
+        return self.param.group.mesh  # type: ignore[no-any-return]
 
     @property
     def cut_over(self) -> Axis | None:
-        """The ranks that hold the other pieces; None where this one has all of it, or is a DTensor of another kind."""
-        if self.spec is None or self.mesh is None:
+        """The ranks that hold the other pieces; None where this one has all of it, or it gathers itself."""
+        if self.param is None:
             return None
         layout = self.spec.layout
         return None if layout.dim is None or layout.ranks == 1 or not layout.numel else self.mesh.shard
@@ -76,25 +78,22 @@ class Source:
         return None if self.piece.is_meta else self.cut_over
 
     @property
-    def layout(self) -> ShardLayout:
-        """How it is cut."""
-        assert self.spec is not None
-        return self.spec.layout
-
-    @property
     def slot_bytes(self) -> int:
         """What one rank sends."""
-        return self.layout.slot_numel * self.wire_dtype.itemsize
+        return self.spec.layout.slot_numel * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
         """What a gather of it takes, padding included, and the rest that tensor parallelism holds elsewhere."""
-        if self.spec is None:
-            return self.piece.numel() * self.wire_dtype.itemsize
-        meta = self.spec.dtensor.tensor_meta
-        whole = 0 if self.spec.full is None or meta is None else math.prod(meta.shape)
-        ranks = 1 if self.axis is None else self.layout.ranks
-        return max(ranks * self.slot_bytes, whole * self.wire_dtype.itemsize)
+        if self.param is None:
+            return self.piece.numel() * self.dtype.itemsize
+        whole = 0 if self.spec.full is None else self.spec.dtensor.shape.numel() * self.dtype.itemsize
+        return max((1 if self.axis is None else self.axis.size) * self.slot_bytes, whole)
+
+    def empty(self) -> torch.Tensor:
+        """Memory for the whole of what is cut."""
+        layout = self.spec.layout
+        return torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=self.mesh.device)
 
 
 def check_gatherable(selection: Selection, ranks: Ranks) -> None:
@@ -130,8 +129,8 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
     by_axis: dict[Axis, list[str]] = {group.mesh.shard: [] for group in groups if group.mesh.shard.size > 1}
     for name, source in named.items():
         if source.cut_over is not None:
-            kind = f"{source.wire_dtype}{' on the meta device' if source.piece.is_meta else ''}"
-            by_axis[source.cut_over].append(f"{name} ({kind}, {tuple(source.layout.shape)})")
+            kind = f"{source.dtype}{' on the meta device' if source.piece.is_meta else ''}"
+            by_axis[source.cut_over].append(f"{name} ({kind}, {tuple(source.spec.layout.shape)})")
     problem = None
     for axis, mine in by_axis.items():
         digest = hashlib.sha256("\n".join(mine).encode()).digest()
@@ -189,24 +188,18 @@ def _complete(
     source: Source, full: torch.Tensor | None, keep: bool, device: torch.device | None
 ) -> torch.Tensor | None:
     """``full``, gathered, or what this rank has of ``source`` already, without tensor parallelism; collective."""
-    piece, spec = source.piece, source.spec
+    piece = source.piece
     if isinstance(piece, DTensor):
         full = whole_of(piece)
-    elif spec is None:
+    elif source.param is None:
         full = piece.clone()
     elif piece.is_meta:
-        full = torch.empty(tuple(spec.dtensor.shape), dtype=piece.dtype, device="meta")
-    elif source.axis is None:
-        full = _empty(source).copy_(piece)
-    if full is not None and spec is not None and spec.full is not None and not piece.is_meta:
-        full = _exact(spec.to_plain(full))
-    return full.to(device or full.device, source.wire_dtype) if keep and full is not None else None
-
-
-def _empty(source: Source) -> torch.Tensor:
-    layout, mesh = source.layout, source.mesh
-    assert mesh is not None
-    return torch.empty_strided(layout.shape, layout.stride, dtype=source.wire_dtype, device=mesh.device)
+        full = torch.empty(source.spec.dtensor.shape, dtype=piece.dtype, device="meta")
+    else:
+        full = source.empty().copy_(piece) if source.axis is None else full
+        if full is not None and source.spec.full is not None:
+            full = _exact(source.spec.to_plain(full))
+    return full.to(device or full.device, source.dtype) if keep and full is not None else None
 
 
 @torch.no_grad()
@@ -216,33 +209,27 @@ def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
     Each rank sends one row of bytes, with every tensor's slot in it. The rows of one tensor that is cut along its
     slowest dimension are its memory: only padding costs a copy.
     """
-    axis, mesh = sources[0].axis, sources[0].mesh
-    assert axis is not None and mesh is not None
-    in_place = len(sources) == 1 and sources[0].layout.rank_major
+    axis, layout = sources[0].axis, sources[0].spec.layout
+    assert axis is not None
+    in_place = len(sources) == 1 and layout.rank_major
     offsets, end = [], 0
     for source in sources:
         offsets.append(end)
         end += source.slot_bytes if in_place else align(source.slot_bytes)
-    rows = torch.empty(axis.size, end, dtype=torch.uint8, device=mesh.device)
-    slots = [
-        rows[:, offset : offset + source.slot_bytes].view(source.wire_dtype) for source, offset in zip(sources, offsets)
-    ]
+    rows = torch.empty(axis.size, end, dtype=torch.uint8, device=sources[0].mesh.device)
+    slots = [rows[:, at : at + source.slot_bytes].view(source.dtype) for source, at in zip(sources, offsets)]
     for source, slot in zip(sources, slots):
-        spec = source.spec
-        assert spec is not None  # what a slot has in excess of the piece is never read
+        spec = source.spec  # what a slot has in excess of the piece is never read
         slot[axis.rank, : spec.shard_numel].as_strided(spec.shard_shape, spec.shard_stride).copy_(source.piece)
     all_gather([rows.view(-1)], [rows[axis.rank]], axis, async_op=False)
     if in_place:
-        layout, flat = sources[0].layout, slots[0].view(-1)
+        flat = slots[0].view(-1)
         flat = flat[: layout.numel].clone() if flat.numel() > layout.numel else flat
         return [flat.as_strided(layout.shape, layout.stride)]
-    fulls = [_empty(s) if keep or (s.spec is not None and s.spec.full is not None) else None for s in sources]
-    pairs = [
-        pair
-        for full, slot, source in zip(fulls, slots, sources)
-        if full is not None
-        for pair in piece_pairs(full, slot, source.layout)
-    ]
+    fulls = [source.empty() if keep or source.spec.full is not None else None for source in sources]
+    pairs = []
+    for full, slot, source in zip(fulls, slots, sources):
+        pairs += [] if full is None else piece_pairs(full, slot, source.spec.layout)
     if pairs:
         foreach_copy([target for target, _ in pairs], [piece for _, piece in pairs])
     return fulls

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import local_tensor
-from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import groups_below
+from fsdp2.engine.param import FSDPParam
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.select import Managed
+from fsdp2.weights.select import ranks_of
 from fsdp2.weights.state_dict.pieces import piece_of
 from fsdp2.weights.whole import Source, check_same, gather_whole
 
-__all__ = ["Converter", "Item"]
+__all__ = ["Item", "convert"]
 
 
 class Item(NamedTuple):
@@ -24,60 +26,54 @@ class Item(NamedTuple):
 
     value: Any
     name: str
-    managed: Managed | None = None
+    param: FSDPParam | None = None
     is_parameter: bool = False
 
 
-class Converter:
-    """Makes of the values of one state dict what a setting asks for.
+def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config: Any) -> list[Any] | None:
+    """What ``kind`` and ``config`` make of values of ``model`` or of its optimizer; None on ranks that get nothing.
 
-    A parameter with several names is gathered once and stays shared. Where a rank does not ask for whole tensors
-    (``rank0_only``) none outlives the gather of its bucket, which is no larger than the largest tensor. ``groups`` are
-    those that the values may belong to.
+    A parameter with several names is gathered once and stays shared. Where a rank gets nothing (``rank0_only``) no
+    whole tensor outlives the gather of its bucket, which is no larger than the largest tensor.
     """
+    if kind is not StateDictType.FULL_STATE_DICT:
+        return [_part(item, kind, config.offload_to_cpu) for item in items]
+    ranks = ranks_of(model, managed=True) or Ranks.world()
+    keep = ranks.first or not config.rank0_only
+    keys = [item.param if item.is_parameter and item.param else i for i, item in enumerate(items)]
+    sources: dict[object, Source] = {}
+    names: dict[str, Source] = {}
+    for key, item in zip(keys, items):
+        if isinstance(item.value, DTensor) and key not in sources:
+            piece = item.value if item.param is None else local_tensor(item.value).detach()
+            sources[key] = names[item.name] = Source.of(piece, item.param)
+    check_same(names, groups_below(model), ranks)
+    limit = max((source.nbytes for source in sources.values()), default=0)
+    device = torch.device("cpu") if config.offload_to_cpu else None
+    whole = dict(zip(sources, gather_whole(list(sources.values()), limit, keep=keep, device=device)))
+    if not keep:
+        return None
+    copies: dict[object, torch.Tensor] = {}
+    return [whole[key] if key in sources else _copy(item.value, device, copies) for key, item in zip(keys, items)]
 
-    def __init__(self, kind: StateDictType, config: Any, groups: Collection[FSDPParamGroup], ranks: Ranks) -> None:
-        self.kind = kind
-        self.offload = config.offload_to_cpu
-        self.groups = groups
-        self.ranks = ranks
-        self.keeps = not getattr(config, "rank0_only", False) or ranks.first
-        self._copies: dict[object, torch.Tensor] = {}
 
-    def __call__(self, items: Sequence[Item]) -> list[Any]:
-        """The values of ``items`` as asked for, in order."""
-        if self.kind is not StateDictType.FULL_STATE_DICT:
-            return [self._part(item) for item in items]
-        keys = [item.managed[0] if item.is_parameter and item.managed else i for i, item in enumerate(items)]
-        sources: dict[object, Source] = {}
-        names: dict[str, Source] = {}
-        for key, item in zip(keys, items):
-            if isinstance(item.value, DTensor) and key not in sources:
-                piece = item.value if item.managed is None else local_tensor(item.value).detach()
-                sources[key] = names[item.name] = Source.of(piece, item.managed)
-        check_same(names, self.groups, self.ranks)
-        limit = max((source.nbytes for source in sources.values()), default=0)
-        device = torch.device("cpu") if self.offload else None
-        whole = dict(zip(sources, gather_whole(list(sources.values()), limit, keep=self.keeps, device=device)))
-        return [whole[key] if key in sources else self._copy(item.value) for key, item in zip(keys, items)]
+def _part(item: Item, kind: StateDictType, offload: bool) -> Any:
+    if not isinstance(item.value, torch.Tensor):
+        return item.value
+    value = item.value.cpu() if offload else item.value
+    if kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
+        return piece_of(value, None if item.param is None else item.param.spec, item.name)
+    return value
 
-    def _part(self, item: Item) -> Any:
-        value = item.value
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value.cpu() if self.offload else value
-        if self.kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
-            return piece_of(value, None if item.managed is None else item.managed[0].spec, item.name)
+
+def _copy(value: Any, device: torch.device | None, copies: dict[object, torch.Tensor]) -> Any:
+    """A copy that later training does not change; the same one for tensors that share their memory."""
+    if not isinstance(value, torch.Tensor):
         return value
-
-    def _copy(self, value: Any) -> Any:
-        """A copy that later training does not change; the same one for tensors that share their memory."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value.detach()
-        if value.is_meta or not value.numel():
-            return value
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-        if self.keeps and key not in self._copies:
-            self._copies[key] = value.cpu() if self.offload and value.device.type != "cpu" else value.clone()
-        return self._copies.get(key)
+    value = value.detach()
+    if value.is_meta or not value.numel():
+        return value
+    key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+    if key not in copies:
+        copies[key] = value.to(device or value.device, copy=True)
+    return copies[key]

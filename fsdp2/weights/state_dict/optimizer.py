@@ -14,13 +14,12 @@ from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import pytree
-from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
 from fsdp2.optim.prebuilt import repair
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.select import Managed, Place, ranks_of, select
-from fsdp2.weights.state_dict.convert import Converter, Item
+from fsdp2.weights.select import Place, ranks_of, select
+from fsdp2.weights.state_dict.convert import Item, convert
 from fsdp2.weights.state_dict.from_first_rank import from_first_rank
 from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
 from fsdp2.weights.state_dict.settings import get_state_dict_type
@@ -58,18 +57,13 @@ class _Parameters:
                     )
         return cls(get_state_dict_type(model), ranks_of(model, managed=True) or Ranks.world(), places)
 
-    def managed(self, param: torch.Tensor | None) -> Managed | None:
-        """``param`` as its group manages it."""
-        place = None if param is None else self.places.get(param)
-        return None if place is None else place.managed
-
     def to_load(self, name: str, key: Any, value: Any) -> Any:
         """A copy of ``value``, of the state of the parameter ``name``, as this rank's optimizer keeps it."""
         name = clean_name(name)
         param = self.by_name.get(name)
         if param is None:
             return value.clone()
-        return _value_to_load(value, param, self.managed(param), f"{name}: {key}", key == "step")
+        return _value_to_load(value, param, self.places[param].param, f"{name}: {key}", key == "step")
 
     @cached_property
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -101,8 +95,6 @@ def optim_state_dict(
     """
     known = _Parameters.of("optim_state_dict", model, optim)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    config, groups = known.settings.optim_state_dict_config, groups_below(model)
-    convert = Converter(known.settings.state_dict_type, config, groups, known.ranks)
     by_key = dict(_keys(optim, given))
     names, items, trees = [], [], []
     for key, state in given["state"].items():
@@ -112,7 +104,11 @@ def optim_state_dict(
         names.append(name)
         trees.append(tree)
         items += [Item(leaf, f"{name}: state {i}", _alike(leaf, param, known)) for i, leaf in enumerate(leaves)]
-    values = iter(convert(items))
+    settings = known.settings
+    whole = convert(items, model, settings.state_dict_type, settings.optim_state_dict_config)
+    if whole is None:
+        return {}
+    values = iter(whole)
     converted = [pytree.tree_unflatten([next(values) for _ in range(tree.num_leaves)], tree) for tree in trees]
     result: dict[str, Any] = {"state": dict(zip(names, converted))}
     if "param_groups" in given:
@@ -120,7 +116,7 @@ def optim_state_dict(
             {**saved, "params": known.names_of(group)}
             for group, saved in zip(optim.param_groups, given["param_groups"])
         ]
-    return result if convert.keeps else {}
+    return result
 
 
 def _map(convert: Any, state: Any) -> Any:
@@ -132,11 +128,11 @@ def _map(convert: Any, state: Any) -> Any:
     )
 
 
-def _alike(value: Any, param: torch.Tensor | None, known: _Parameters) -> Managed | None:
+def _alike(value: Any, param: torch.Tensor | None, known: _Parameters) -> FSDPParam | None:
     """The managed parameter that ``value``, of the state of ``param``, is cut like."""
     if not isinstance(value, DTensor) or not isinstance(param, DTensor) or not is_cut_like(value, param):
         return None
-    return known.managed(param)
+    return known.places[param].param
 
 
 def _keys(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -216,7 +212,7 @@ def _of_nobody(states: Mapping[Any, Any], known: _Parameters) -> dict[Any, Any]:
 
 
 @torch.no_grad()
-def _value_to_load(value: Any, param: torch.Tensor, managed: Managed | None, where: str, counter: bool) -> Any:
+def _value_to_load(value: Any, param: torch.Tensor, managed: FSDPParam | None, where: str, counter: bool) -> Any:
     """A copy of ``value`` cut like ``param``; what does not have its shape stays whole."""
     if is_piece(value):
         return _piece_to_load(value, param, managed, where)
@@ -234,7 +230,7 @@ def _value_to_load(value: Any, param: torch.Tensor, managed: Managed | None, whe
         return value.clone()
     if managed is None:
         return distribute_locally(value.to(param.device), param.device_mesh, param.placements).clone()
-    return _shard(cut(value, managed[0].spec), managed[0])
+    return _shard(cut(value, managed.spec), managed)
 
 
 def _shard(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
@@ -242,16 +238,18 @@ def _shard(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
     return param.spec.shard_as(own_memory(local, param.spec, param.local.device))
 
 
-def _piece_to_load(value: Mapping[str, Any], param: torch.Tensor, managed: Managed | None, where: str) -> torch.Tensor:
+def _piece_to_load(
+    value: Mapping[str, Any], param: torch.Tensor, managed: FSDPParam | None, where: str
+) -> torch.Tensor:
     if managed is None:
         raise ValueError(
             f"{where}: got a piece, expected a whole tensor for a parameter that is not sharded; pass "
             "fsdp2.merge_local_state_dicts(the list of all ranks' state dicts)"
         )
-    problem = foreign_piece(value, param.shape, managed[0].spec, where)
+    problem = foreign_piece(value, param.shape, managed.spec, where)
     if problem:
         raise ValueError(problem)
-    return _shard(value["piece"].detach(), managed[0])
+    return _shard(value["piece"].detach(), managed)
 
 
 def _check_shape(value: torch.Tensor, param: torch.Tensor, where: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from fsdp2.autograd.hooks import hook_loading, hook_saving
 from fsdp2.engine.unit import get_state
 from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree
-from fsdp2.weights.state_dict.saving import SETTING, Setting, after_save, before_save, forget_running_call
+from fsdp2.weights.state_dict.saving import SETTING, Setting, after_save
 
 __all__ = ["get_state_dict_type", "set_state_dict_type", "state_dict_type"]
 
@@ -78,7 +78,6 @@ def state_dict_type(
     try:
         yield
     finally:
-        forget_running_call()
         for submodule in module.modules():
             setting = before.get(submodule)
             _put(submodule, None if setting is None else Setting(setting.settings, setting.outermost))
@@ -145,7 +144,7 @@ def _put(module: nn.Module, setting: Setting | None) -> None:
         handle.remove()
     if setting is None:
         return
-    setting.handles = hook_saving([module], before_save, after_save)
+    setting.handles = hook_saving([module], after_save)
     if setting.outermost and get_state(module) is None:  # sharded modules do this at any time
         setting.handles += hook_loading([module], before_load_tree, after_load_tree)
     module.__dict__[SETTING] = setting

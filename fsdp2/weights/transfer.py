@@ -17,14 +17,14 @@ Touch = Callable[[Part, torch.Tensor], None]
 
 
 def bucket_bytes(bucket_mb: float) -> int:
-    """The size of a bucket in bytes, a multiple of 16.
+    """The size of a bucket in bytes.
 
     Raises:
         ValueError: ``bucket_mb`` is not a positive number.
     """
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < 1 << 20:
         raise ValueError(f"bucket_mb must be a positive number of MiB, got {bucket_mb!r}")
-    return max(int(bucket_mb * 2**20) // ALIGN_BYTES, 1) * ALIGN_BYTES
+    return max(int(bucket_mb * 2**20), ALIGN_BYTES)
 
 
 def check_cast(where: str, dtype: object) -> None:
@@ -42,7 +42,7 @@ def transfer(
     changes none of them. The first error of a rank is raised when all blocks have travelled: the others go on.
     """
     problem: Exception | None = None
-    size = min(limit, sum(align(entry.nbytes) for entry in entries))
+    size = align(min(limit, sum(align(entry.nbytes) for entry in entries)))
     buffer = torch.empty(size, dtype=torch.uint8, device=ranks.device)
     for parts in buckets(entries, limit):
         views = [(part, _view(buffer, part, entries[part.index])) for part in parts]

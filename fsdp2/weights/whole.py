@@ -276,8 +276,10 @@ def distribute_locally(full: torch.Tensor, mesh: DeviceMesh, placements: tuple) 
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def is_cut_like(value: DTensor, param: DTensor) -> bool:
-    """Whether the pieces of ``value`` are those of ``param``."""
+def is_cut_like(value: object, param: object) -> bool:
+    """Whether ``value`` and ``param`` are DTensors with the same pieces."""
+    if not isinstance(value, DTensor) or not isinstance(param, DTensor):
+        return False
     mine, other = dtensor_spec(param), dtensor_spec(value)
     same = mine.mesh is other.mesh or mine.mesh == other.mesh
     return same and mine.placements == other.placements and value.shape == param.shape

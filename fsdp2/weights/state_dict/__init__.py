@@ -5,6 +5,5 @@ settings         which kind a module makes
 saving           what state_dict returns for modules with a setting
 convert          what values become under a setting
 loading          what load_state_dict puts into shards
-from_first_rank  an optimizer's state that only the first rank has
 pieces           this rank's part of a tensor, and how the parts of all ranks are joined
 """

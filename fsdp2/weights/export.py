@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.select import Place, Selection, ranks_of, select
+from fsdp2.weights.select import Selection, ranks_of, select
 from fsdp2.weights.transfer import bucket_bytes, check_cast
 from fsdp2.weights.whole import Source, check_gatherable, gather_whole
 
@@ -59,13 +59,11 @@ def _iterate(
     check_gatherable(selection, ranks_of(module, managed=True) or Ranks.alone(torch.device("cpu")))
     shown = {id(owner._parameters.get(name)): place for place in selection.places for owner, name in place.slots}
     named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
-    sources = [_source(place, dtype if place.tensor.is_floating_point() else None) for _, place in named]
+    sources = []
+    for _, place in named:
+        piece = place.tensor.detach() if place.param is None else place.param.data
+        assert piece is not None  # just checked
+        sources.append(Source.of(piece, place.param, dtype if place.tensor.is_floating_point() else None))
     gathered = gather_whole(sources, limit // 2, device=device)  # the other half is what the bucket is received into
     for name, _ in named:
         yield name, next(gathered)  # type: ignore[misc]  # every rank keeps it; no variable does
-
-
-def _source(place: Place, dtype: torch.dtype | None) -> Source:
-    piece = place.tensor.detach() if place.param is None else place.param.data
-    assert piece is not None  # just checked
-    return Source.of(piece, place.param, dtype)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.sharding.boxes import Entry, Part, blocks, narrow, numel, whole
-from fsdp2.weights.matching import Loaded, Match, check_ties, match, partly_loaded
-from fsdp2.weights.materialize import materialize, warn_of_meta_buffers
+from fsdp2.weights.matching import Loaded, check_ties, match, partly_loaded
+from fsdp2.weights.materialize import materialize
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
@@ -28,8 +29,6 @@ _FROM_RANK0 = "broadcast_from_rank0"
 _FROM_FILES = "load_safetensors"
 _BLOCK_BYTES = 64 << 20
 """Read at once, so that what is mapped but no longer needed can be dropped by the system."""
-_Moved = Callable[[int], None]
-"""Called with the bytes that have just moved."""
 
 
 def broadcast_from_rank0(
@@ -67,7 +66,8 @@ def broadcast_from_rank0(
     """
     ranks = ranks_of(model, managed=True) or Ranks.world()
     with ranks.agreed():
-        selection = _selected(model, _FROM_RANK0)
+        selection = select(model, _FROM_RANK0)
+        selection.check(_FROM_RANK0, idle=True)
         made = _FromFirst.of(selection, state_dict, strict, bucket_mb) if ranks.first else None
     return _load(selection, ranks.share(made), ranks, strict, progress, _FROM_RANK0)
 
@@ -105,48 +105,40 @@ def load_safetensors(
     ranks = ranks_of(model) or Ranks.alone(torch.device("cpu") if default.type == "meta" else default)
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
-            selection = _selected(model, _FROM_FILES)
+            selection = select(model, _FROM_FILES)
+            selection.check(_FROM_FILES, idle=True)
             source = _FromFiles(selection, WeightFiles(path, _FROM_FILES, stack))
             if strict:
                 check_ties(selection, source.given, source.files.read, _FROM_FILES)
         return _load(selection, source, ranks, strict, progress, _FROM_FILES)
 
 
-def _selected(model: nn.Module, where: str) -> Selection:
-    selection = select(model, where)
-    selection.check(where, idle=True)
-    return selection
-
-
-class _Source(Protocol):
-    """Where values come from: what it has, tensors by their ``given`` names, and ``unexpected`` ones beside them."""
-
-    given: dict[str, Entry]
-    extras: dict[str, Any]
-    unexpected: list[str]
-
-    def total(self, matched: Match) -> int:
-        """How many bytes will move."""
-
-    def move(self, matched: Match, ranks: Ranks, moved: _Moved) -> None:
-        """Write the values to the places that they match; every rank calls this."""
-
-
-def _load(selection: Selection, source: _Source, ranks: Ranks, strict: bool, progress: Progress, where: str) -> Loaded:
-    """Put what ``source`` has into ``selection``."""
+def _load(
+    selection: Selection, source: _FromFiles | _FromFirst, ranks: Ranks, strict: bool, progress: Progress, where: str
+) -> Loaded:
+    """Put what ``source`` has into ``selection``; every rank calls this, with what there is for it."""
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
-            matched = match(selection, source.given, source.extras, source.unexpected, strict=strict, where=where)
+            matched, loaded = match(
+                selection, source.given, source.extras, source.unexpected, strict=strict, where=where
+            )
             moved = stack.enter_context(showing(progress, where, source.total(matched), here=ranks.first))
         with ranks.agreed():
             stack.enter_context(selection.changing())
-            materialize([place for place, _ in matched.values], ranks.device)
+            materialize(matched, ranks.device)
         with ranks.agreed(partly_loaded(where)), torch.no_grad():
             source.move(matched, ranks, moved)
-            for name in matched.extras:
-                selection.extras[name].set_extra_state(source.extras[name])
-    warn_of_meta_buffers(selection, where)
-    return matched.loaded
+            for name, module in selection.extras.items():
+                if name in source.extras:
+                    module.set_extra_state(source.extras[name])
+    waiting = [place.name for place in selection.left_out if place.local.is_meta]
+    if waiting:
+        warnings.warn(
+            f"{where}: non-persistent buffers are still on the meta device: {waiting}; no checkpoint holds them, "
+            "compute them and set them on their modules",
+            stacklevel=3,
+        )
+    return loaded
 
 
 class _FromFiles:
@@ -155,19 +147,15 @@ class _FromFiles:
     def __init__(self, selection: Selection, files: WeightFiles) -> None:
         self.files = files
         self.given = {name: entry for name, entry in files.given.items() if name not in selection.extras}
+        extras = {name: entry for name, entry in files.given.items() if name in selection.extras}
+        self.extras = {name: files.read(name, whole(entry.shape)).clone() for name, entry in extras.items()}
         self.unexpected: list[str] = []
-        self.extras = {
-            name: files.read(name, whole(entry.shape)).clone()
-            for name, entry in files.given.items()
-            if name in selection.extras
-        }
 
-    def total(self, matched: Match) -> int:
-        return sum(numel(place.box) * self.given[names[-1]].dtype.itemsize for place, names in matched.values)
+    def total(self, matched: dict[Place, str]) -> int:
+        return sum(numel(place.box) * self.given[name].dtype.itemsize for place, name in matched.items())
 
-    def move(self, matched: Match, ranks: Ranks, moved: _Moved) -> None:
-        for place, names in matched.values:
-            name = names[-1]
+    def move(self, matched: dict[Place, str], ranks: Ranks, moved: Callable[[int], None]) -> None:
+        for place, name in matched.items():
             size = self.given[name].dtype.itemsize
             pieces = list(blocks(place.box, max(_BLOCK_BYTES // size, 1)))
             for i, box in enumerate(pieces):
@@ -179,17 +167,17 @@ class _FromFiles:
 class _FromFirst:
     """The first rank sends each tensor once: ``entries`` as they travel, and by name which of them is for it.
 
-    ``keys`` are those of the tensors in ``state_dict``, which the first rank alone has.
+    ``keys`` are those of the tensors in ``state_dict``, which the first rank alone has and reads as it sends.
     """
 
-    given: dict[str, Entry]
+    state_dict: Any
     extras: dict[str, Any]
     unexpected: list[str]
     limit: int
-    entries: list[Entry]
-    sent: dict[str, int]
-    keys: list[str]
-    state_dict: Any
+    given: dict[str, Entry] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """What the other ranks get."""
@@ -209,8 +197,7 @@ class _FromFirst:
         found = {name: _entry(state_dict[key], key) for name, key in keys.items() if name in selection.by_name}
         if strict:
             check_ties(selection, found, lambda name, box: narrow(state_dict[keys[name]].detach(), box), _FROM_RANK0)
-        unexpected = [name for name in keys if name not in found and name not in extras]
-        made = cls({}, extras, unexpected, limit, [], {}, [], state_dict)
+        made = cls(state_dict, extras, [name for name in keys if name not in found and name not in extras], limit)
         for place in selection.places:
             names = [name for name in place.names if name in found]
             if names:  # the last has the say, also for ties that other ranks lack
@@ -222,13 +209,13 @@ class _FromFirst:
                 made.keys.append(keys[names[-1]])
         return made
 
-    def total(self, matched: Match) -> int:
+    def total(self, matched: dict[Place, str]) -> int:
         return sum(entry.nbytes for entry in self.entries)
 
-    def move(self, matched: Match, ranks: Ranks, moved: _Moved) -> None:
+    def move(self, matched: dict[Place, str], ranks: Ranks, moved: Callable[[int], None]) -> None:
         targets: dict[int, list[Place]] = {}
-        for place, names in matched.values:
-            targets.setdefault(self.sent[names[-1]], []).append(place)
+        for place, name in matched.items():
+            targets.setdefault(self.sent[name], []).append(place)
 
         def fill(part: Part, view: torch.Tensor) -> None:
             view.copy_(narrow(self.state_dict[self.keys[part.index]].detach(), part.box))

@@ -10,7 +10,7 @@ import torch
 from fsdp2.sharding.boxes import Entry, blocks, whole
 from fsdp2.weights.select import Place, Selection
 
-__all__ = ["Loaded", "Match", "check_ties", "match", "partly_loaded"]
+__all__ = ["Loaded", "check_ties", "match", "partly_loaded"]
 
 
 class Loaded(NamedTuple):
@@ -18,14 +18,6 @@ class Loaded(NamedTuple):
 
     missing_keys: list[str]
     unexpected_keys: list[str]
-
-
-class Match(NamedTuple):
-    """Each place with the keys that have a value for it (several where it is tied), and each module's extra state."""
-
-    values: list[tuple[Place, list[str]]]
-    extras: list[str]
-    loaded: Loaded
 
 
 def match(
@@ -36,19 +28,16 @@ def match(
     *,
     strict: bool,
     where: str,
-) -> Match:
-    """What ``given`` and ``extras`` (names of extra states) have for ``selection``; ``unexpected`` are further names.
+) -> tuple[dict[Place, str], Loaded]:
+    """Which of ``given`` is for which place of ``selection``, and what does not match.
+
+    ``extras`` are names of extra states, ``unexpected`` further names. Of a tied place's names the last counts.
 
     Raises:
         RuntimeError: a shape or the kind of a dtype differs; with ``strict`` also where names do.
     """
-    values, missing = [], []
-    for place in selection.places:
-        keys = [name for name in place.names if name in given]
-        if keys:
-            values.append((place, keys))
-        else:
-            missing.append(place.name)
+    matched = {place: name for place in selection.places for name in place.names if name in given}
+    missing = [place.name for place in selection.places if place not in matched]
     missing += [name for name in selection.extras if name not in extras]
     known = selection.by_name
     unknown = [key for key in given if key not in known] + [key for key in extras if key not in selection.extras]
@@ -58,17 +47,16 @@ def match(
         problems.append(f"Missing key(s): {', '.join(map(repr, missing))}")
     if strict and unexpected:
         problems.append(f"Unexpected key(s): {', '.join(map(repr, unexpected))}")
-    for place, keys in values:
-        for key in keys:
-            entry = given[key]
-            if entry.shape != place.shape:
-                problems.append(f"size mismatch for {key}: got {entry.shape}, expected {place.shape}")
-            elif not torch.can_cast(entry.dtype, place.dtype):
-                problems.append(f"dtype of {key}: got {entry.dtype}, expected {place.dtype} or one that fits in it")
+    for key, place in known.items():
+        entry = given.get(key)
+        if entry is not None and entry.shape != place.shape:
+            problems.append(f"size mismatch for {key}: got {entry.shape}, expected {place.shape}")
+        elif entry is not None and not torch.can_cast(entry.dtype, place.dtype):
+            problems.append(f"dtype of {key}: got {entry.dtype}, expected {place.dtype} or one that fits in it")
     if problems:
         hint = "; strict=False ignores missing and unexpected keys" if strict and (missing or unexpected) else ""
         raise RuntimeError(f"{where}: " + "\n  ".join([*problems, f"nothing was loaded{hint}"]))
-    return Match(values, [name for name in selection.extras if name in extras], Loaded(missing, unexpected))
+    return matched, Loaded(missing, unexpected)
 
 
 Reader = Callable[[str, tuple[tuple[int, int], ...]], torch.Tensor]

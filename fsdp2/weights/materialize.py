@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 
@@ -12,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor, python_attributes
 from fsdp2.engine.param import Slot
-from fsdp2.weights.select import Place, Selection
+from fsdp2.weights.select import Place
 
-__all__ = ["materialize", "warn_of_meta_buffers"]
+__all__ = ["materialize"]
 
 
 def materialize(places: Iterable[Place], device: torch.device) -> None:
@@ -47,17 +46,6 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
                 setattr(module, name, place.tensor)
     for group in dict.fromkeys(place.param.group for place in waiting if place.param is not None):
         group.adopt_shards()
-
-
-def warn_of_meta_buffers(selection: Selection, where: str) -> None:
-    """Warn of non-persistent buffers on the meta device, which no checkpoint holds."""
-    names = [place.name for place in selection.left_out if place.local.is_meta]
-    if names:
-        warnings.warn(
-            f"{where}: non-persistent buffers are still on the meta device: {names}; no checkpoint holds them, compute "
-            "them and set them on their modules",
-            stacklevel=4,
-        )
 
 
 def _shard_of(place: Place, going: set[object]) -> torch.Tensor:

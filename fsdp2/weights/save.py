@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import uuid
@@ -86,25 +85,20 @@ def save_safetensors(
 
 @dataclass
 class _Plan:
-    """``files`` of places in the order they are written in; every place's ``entries`` alike."""
+    """What goes into which file of ``folder``, in the order it is written in, and how it is written."""
 
-    files: list[list[Place]]
-    entries: list[list[Entry]]
+    files: list[dict[Place, Entry]]
     folder: Path
     stem: str
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as written."""
-        return sum(entry.nbytes for entries in self.entries for entry in entries)
+        return sum(entry.nbytes for file in self.files for entry in file.values())
 
 
 def _make_plan(selection: Selection, path: Path, max_shard_bytes: int | None, dtype: torch.dtype | None) -> _Plan:
-    """Which places go into which file.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, NotImplementedError: see ``save_safetensors``.
-    """
+    """Which places go into which file; raises what ``save_safetensors`` does."""
     one_file = path.suffix == ".safetensors"
     if max_shard_bytes is None:
         max_shard_bytes = 1 << 62 if one_file else _SHARD_BYTES
@@ -112,7 +106,8 @@ def _make_plan(selection: Selection, path: Path, max_shard_bytes: int | None, dt
         raise ValueError(f"{_WHERE}: max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}")
     check_cast(_WHERE, dtype)
     folder, stem = (path.parent, path.name.removesuffix(".safetensors")) if one_file else (path, "model")
-    entries = {}
+    files: list[dict[Place, Entry]] = [{}]
+    size = 0
     for place in _with_extras(selection):
         if place.local.is_meta:
             raise RuntimeError(
@@ -124,18 +119,15 @@ def _make_plan(selection: Selection, path: Path, max_shard_bytes: int | None, dt
             raise NotImplementedError(
                 f"{_WHERE}: {place.name} has the dtype {as_written}, which safetensors files lack; convert it first"
             )
-        entries[place] = Entry(place.shape, as_written)
-    files: list[list[Place]] = [[]]
-    size = 0
-    for place, entry in entries.items():
+        entry = Entry(place.shape, as_written)
         if files[-1] and size + entry.nbytes > max_shard_bytes:
-            files.append([])
+            files.append({})
             size = 0
-        files[-1].append(place)
+        files[-1][place] = entry
         size += entry.nbytes
-    for file in files:  # aligned by their order
-        file.sort(key=lambda place: -entries[place].dtype.itemsize)
-    return _Plan(files, [[entries[place] for place in file] for file in files], folder, stem)
+    # aligned by their order
+    files = [dict(sorted(file.items(), key=lambda item: -item[1].dtype.itemsize)) for file in files]
+    return _Plan(files, folder, stem)
 
 
 def _with_extras(selection: Selection) -> list[Place]:
@@ -154,7 +146,7 @@ def _with_extras(selection: Selection) -> list[Place]:
 
 def _write(plan: _Plan, number: int, written: _Written, ranks: Ranks, limit: int, moved: Callable[[int], None]) -> None:
     """Write a file under another name."""
-    places, entries = plan.files[number], plan.entries[number]
+    places, entries = list(plan.files[number]), list(plan.files[number].values())
     with ranks.agreed():
         file = written.start(number) if ranks.first else None
         if file is not None:
@@ -213,7 +205,9 @@ class _Written:
             names = self._free_names()
             for number, name in enumerate(names):
                 self._rename(number, folder / name)
-            self.start("index").write(self._index(names).encode())
+            files = {place.name: name for places, name in zip(self.plan.files, names) for place in places}
+            content = {"metadata": {"total_size": self.plan.nbytes}, "weight_map": dict(sorted(files.items()))}
+            self.start("index").write(json.dumps(content, indent=2).encode())
             self.finish()
             self._rename(-1, index)
             obsolete = [single, *old]
@@ -228,21 +222,13 @@ class _Written:
 
     def _free_names(self) -> list[str]:
         """HuggingFace's names for the files of a split model; others where an earlier one has these."""
-        count = len(self.plan.files)
-        for tag in itertools.chain([""], (f"-{i}" for i in itertools.count(1))):
-            stem = f"{self.plan.stem}{tag}"
+        stem, count, tried = self.plan.stem, len(self.plan.files), 0
+        while True:
             names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
             if not any((self.plan.folder / name).exists() for name in names):
                 return names
-        raise AssertionError
-
-    def _index(self, names: list[str]) -> str:
-        """The index of a model split over files of these names."""
-        plan = self.plan
-        files = {place.name: name for places, name in zip(plan.files, names) for place in places}
-        return json.dumps(
-            {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(files.items()))}, indent=2
-        )
+            tried += 1
+            stem = f"{self.plan.stem}-{tried}"
 
     def discard(self) -> None:
         """Remove what did not get its name."""

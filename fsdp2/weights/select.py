@@ -54,20 +54,17 @@ class Place:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype it is kept in."""
-        return self.tensor.dtype if self.param is None else self.param.dtype
+        return self.tensor.dtype
 
     @property
     def local(self) -> torch.Tensor:
         """What this rank holds, as a plain tensor."""
-        if self.param is not None:
-            return self.param.local
         return local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh it lies on; None for a plain tensor."""
-        tensor = self.tensor if self.param is None else self.param.sharded
-        return tensor.device_mesh if isinstance(tensor, DTensor) else None
+        return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
 
     @cached_property
     def box(self) -> Box:
@@ -85,9 +82,9 @@ class Place:
     @cached_property
     def copies(self) -> Ranks:
         """The ranks of its mesh that hold the same box."""
-        tensor: Any = self.tensor if self.param is None else self.param.sharded
-        dims = (dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
-        return Ranks.along(tensor.device_mesh, dims)
+        assert isinstance(self.tensor, DTensor)
+        dims = (dim for dim, placement in enumerate(self.tensor.placements) if isinstance(placement, Replicate))
+        return Ranks.along(self.tensor.device_mesh, dims)
 
     def speaks_for_all(self, ranks: Ranks) -> bool:
         """Whether this rank's box is the one to take, of its copies and where it lies on fewer than all ``ranks``."""

@@ -69,14 +69,15 @@ def summon_full_params(
         selection = select(module, "summon_full_params", recurse=recurse)
         _check_outside(selection)
     check_gatherable(selection, ranks)
-    values, gradients = _sources(selection), _sources(selection, gradients=True) if with_grads else {}
+    pieces = ((param, param.gradient) for param in selection.managed if with_grads)
+    gradients = {param: Source.of(piece, param) for param, piece in pieces if piece is not None}
     named = {f"{selection.managed[param].name}.grad": source for param, source in gradients.items()}
     check_same(named, selection.groups, ranks)
     shows = ranks.first or not rank0_only
     summoned = _Summoned(selection, _states(module, selection, recurse), shows, rank0_only, offload_to_cpu)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            summoned.start(values, gradients)
+            summoned.start(gradients)
         yield
         if writeback:
             summoned.read(with_grads)
@@ -109,16 +110,6 @@ def _states(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDP
     ]
 
 
-def _sources(selection: Selection, *, gradients: bool = False) -> dict[FSDPParam, Source]:
-    """What to gather of each parameter: its elements, or its gradient where it has one."""
-    sources = {}
-    for param in selection.managed:
-        piece = param.gradient if gradients else param.data
-        if piece is not None:
-            sources[param] = Source.of(piece, param)
-    return sources
-
-
 class _Summoned:
     """One block: what is shown, what is to be written, and how it ends."""
 
@@ -134,18 +125,20 @@ class _Summoned:
         self.gradients = False  # whether those of values are written as well
         self._before = {state: state.summoned for state in states}
 
-    def start(self, values: dict[FSDPParam, Source], gradients: dict[FSDPParam, Source]) -> None:
+    def start(self, gradients: dict[FSDPParam, Source]) -> None:
         """Gather and show; ranks that show nothing take part and keep nothing."""
         for group, params in self.selection.groups.items():
             group.summon(params)
         for state in self._before:
             state.summoned = self._why_no_forward(state)
-        sources = [found[param] for param in self.selection.managed for found in (values, gradients) if param in found]
-        largest = max((source.nbytes for source in sources), default=0)
-        device = torch.device("cpu") if self.offload else None
-        tensors = gather_whole(sources, largest, keep=self.shows, device=device)
+        sources = []
         for param in self.selection.managed:
-            value = next(tensors) if param in values else None
+            assert param.data is not None  # just checked
+            sources += [Source.of(param.data, param), *([gradients[param]] if param in gradients else [])]
+        device = torch.device("cpu") if self.offload else None
+        tensors = gather_whole(sources, keep=self.shows, device=device)
+        for param in self.selection.managed:
+            value = next(tensors)
             grad = next(tensors) if param in gradients else None
             if value is not None:
                 self.shown[param] = proxy(param, value, grad)

@@ -148,16 +148,17 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
 
 
 def gather_whole(
-    sources: Sequence[Source], bucket_bytes: int, *, keep: bool = True, device: torch.device | None = None
+    sources: Sequence[Source], bucket_bytes: int = 0, *, keep: bool = True, device: torch.device | None = None
 ) -> Iterator[torch.Tensor | None]:
     """The whole, plain tensor of each source, in memory of its own; None where this rank does not ``keep`` it.
 
     It lies on ``device``, by default where it was gathered.
 
-    Those with one axis that are together no larger than ``bucket_bytes`` make one collective. All ranks must iterate in
+    Those with one axis that are together no larger than ``bucket_bytes``, by default than the largest, make one
+    collective. All ranks must iterate in
     step. Nothing is in flight whenever a tensor is handed out, so the iteration may be left at any point.
     """
-    buckets = _plan(sources, bucket_bytes)
+    buckets = _plan(sources, bucket_bytes or max((source.nbytes for source in sources), default=0))
     gathered: dict[int, torch.Tensor | None] = {}
     for i, source in enumerate(sources):
         if i in buckets:

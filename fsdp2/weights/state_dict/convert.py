@@ -48,9 +48,8 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
             piece = item.value if item.param is None else local_tensor(item.value).detach()
             sources[key] = names[item.name] = Source.of(piece, item.param)
     check_same(names, groups_below(model), ranks)
-    limit = max((source.nbytes for source in sources.values()), default=0)
     device = torch.device("cpu") if config.offload_to_cpu else None
-    whole = dict(zip(sources, gather_whole(list(sources.values()), limit, keep=keep, device=device)))
+    whole = dict(zip(sources, gather_whole(list(sources.values()), keep=keep, device=device)))
     if not keep:
         return None
     copies: dict[object, torch.Tensor] = {}

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2._torch.tensors import (
-    AsyncCollectiveTensor,
     DTensorSpec,
     StridedShard,
     TensorMeta,
@@ -163,21 +162,11 @@ class ShardedSpec:
             return tensor
         return dtensor_from_local(tensor, with_dtype(self.full, tensor.dtype))
 
-    def to_plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, which this rank computes with, without tensor parallelism; all its ranks must call this."""
-        wrapped = self.wrap_full(tensor)
-        if not isinstance(wrapped, DTensor):
-            return tensor
-        plain = wrapped.full_tensor()
-        return plain.wait() if isinstance(plain, AsyncCollectiveTensor) else plain
-
     def of_plain(self, plain: torch.Tensor) -> torch.Tensor:
         """What this rank computes with of ``plain``; communicates nothing."""
         if self.full is None:
             return plain
-        mesh = self.full.mesh
-        whole = DTensor.from_local(plain.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return local_tensor(whole.redistribute(placements=self.full.placements))
+        return local_tensor(distribute_tensor(plain.detach(), self.full.mesh, self.full.placements, src_data_rank=None))
 
     def unwrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The plain gradient of the local full tensor; tensor parallelism's own sums and layouts are settled first.

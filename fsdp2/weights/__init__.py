@@ -9,7 +9,7 @@ export       every parameter in full, one after the other
 use          parameters that are used outside forward
 matching     which value goes where, and every disagreement about that
 materialize  memory for tensors on the meta device
-whole        the gather outside a step, and the way back without communication
+whole        the gather outside a step
 transfer     blocks from the ranks that hold them to those that want them, in bounded memory
 select       the tensors of a module: names, groups, boxes, and the ranks that they are spread over
 safetensors  the files' format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -91,10 +92,7 @@ class Ranks:
     @property
     def size(self) -> int:
         """How many they are."""
-        size = 1
-        for axis, _ in self.lines:
-            size *= axis.size
-        return size
+        return math.prod(axis.size for axis, _ in self.lines)
 
     def share(self, value: Any) -> Any:
         """The first rank's ``value``, on every rank.

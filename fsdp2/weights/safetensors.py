@@ -17,37 +17,34 @@ import torch
 from fsdp2.sharding.boxes import Box, Entry
 from fsdp2.weights.names import clean_name
 
-__all__ = ["INDEX", "WeightFiles", "dtype_names", "write_header", "write_tensor"]
+__all__ = ["DTYPE_NAMES", "INDEX", "WeightFiles", "write_header", "write_tensor"]
 
 _DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
-"""The format's names of dtypes and torch's."""
+"""The dtypes that the format knows, by its names."""
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""Its name of each."""
 
 INDEX = ".safetensors.index.json"
-
-
-def dtype_names() -> dict[torch.dtype, str]:
-    """The format's name of each dtype that it knows."""
-    return {getattr(torch, name): code for code, name in _DTYPES.items()}
 
 
 class WeightFiles:
@@ -104,7 +101,7 @@ class WeightFiles:
             if key not in there:
                 raise ValueError(f"{where}: {path} lacks {key}, which the index lists; write both again")
             part, name = handle.get_slice(key), clean_name(key)
-            dtype = getattr(torch, _DTYPES.get(part.get_dtype(), ""), None)
+            dtype = _DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise ValueError(
                     f"{where}: {key} in {path} has the dtype {part.get_dtype()}, expected one of "
@@ -151,10 +148,10 @@ def _weight_map(path: Path, where: str) -> dict[str, str]:
 def write_header(file: Any, tensors: Sequence[tuple[str, Entry]]) -> None:
     """Start a safetensors file whose ``tensors`` follow in this order, widest dtypes first so that all are aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    codes, start = dtype_names(), 0
+    start = 0
     for name, entry in tensors:
         end = start + entry.nbytes
-        header[name] = {"dtype": codes[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

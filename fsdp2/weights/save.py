@@ -17,7 +17,7 @@ from torch import nn
 from fsdp2.sharding.boxes import Entry, Part
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.safetensors import INDEX, dtype_names, write_header, write_tensor
+from fsdp2.weights.safetensors import DTYPE_NAMES, INDEX, write_header, write_tensor
 from fsdp2.weights.select import Place, Selection, ranks_of, select
 from fsdp2.weights.transfer import bucket_bytes, check_cast, transfer
 
@@ -115,7 +115,7 @@ def _make_plan(selection: Selection, path: Path, max_shard_bytes: int | None, dt
                 "first"
             )
         as_written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
-        if as_written not in dtype_names():
+        if as_written not in DTYPE_NAMES:
             raise NotImplementedError(
                 f"{_WHERE}: {place.name} has the dtype {as_written}, which safetensors files lack; convert it first"
             )

@@ -18,7 +18,7 @@ __all__ = ["sync_module_states"]
 
 _WHERE = "sync_module_states"
 _Offer = list[tuple[list[str], Entry, str]]
-"""Every tensor of the first rank: its names, its shape and dtype, and the kind of device of a plain one."""
+"""Every tensor of the first rank: names, shape and dtype, and the kind of device of a plain one, else nothing."""
 
 
 def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
@@ -48,7 +48,10 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
             selection = select(module, _WHERE)
             selection.check(_WHERE, idle=True)
             places = selection.places + selection.left_out
-            mine = [(place.names, Entry(place.shape, place.dtype), _plain_on(place)) for place in places]
+            mine = [
+                (place.names, Entry(place.shape, place.dtype), place.local.device.type if place.mesh is None else "")
+                for place in places
+            ]
         offered: _Offer = ranks.share(mine)
         with ranks.agreed():
             _check(places, mine, offered, ranks)
@@ -59,11 +62,6 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
             for kind in set(on.values()):
                 materialize([place for place in places if on[place] == kind], device_of(kind))
         _move(places, offered, ranks, limit)
-
-
-def _plain_on(place: Place) -> str:
-    """The kind of device of a plain tensor; nothing for a DTensor."""
-    return place.local.device.type if place.mesh is None else ""
 
 
 def _check(places: list[Place], mine: _Offer, offered: _Offer, ranks: Ranks) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import AsyncCollectiveTensor, dtensor_from_local, dtensor_spec, foreach_copy, local_tensor
 from fsdp2.comm.collectives import all_gather, gather_bytes
@@ -25,8 +25,6 @@ __all__ = [
     "Source",
     "check_gatherable",
     "check_same",
-    "cut",
-    "distribute_locally",
     "gather_whole",
     "is_cut_like",
     "own_memory",
@@ -199,7 +197,7 @@ def _complete(
     else:
         full = source.empty().copy_(piece) if source.axis is None else full
         if full is not None and source.spec.full is not None:
-            full = _exact(source.spec.to_plain(full))
+            full = _exact(_full_tensor(source.spec.wrap_full(full)))
     return full.to(device or full.device, source.dtype) if keep and full is not None else None
 
 
@@ -242,10 +240,14 @@ def whole_of(value: DTensor) -> torch.Tensor:
     device, local = value.device_mesh.device_type, local_tensor(value)
     if local.device.type not in (device, "meta"):  # what was offloaded cannot be sent
         local = local.to(device)
-    full = dtensor_from_local(local.detach(), dtensor_spec(value)).full_tensor()
-    full = full.wait() if isinstance(full, AsyncCollectiveTensor) else full
+    full = _full_tensor(dtensor_from_local(local.detach(), dtensor_spec(value)))
     shares = not full.is_meta and full.numel() and full.data_ptr() == local_tensor(value).data_ptr()
     return full.clone() if shares else _exact(full)
+
+
+def _full_tensor(value: Any) -> torch.Tensor:
+    full = value.full_tensor()
+    return full.wait() if isinstance(full, AsyncCollectiveTensor) else full  # type: ignore[no-any-return]
 
 
 def _exact(full: torch.Tensor) -> torch.Tensor:
@@ -255,26 +257,10 @@ def _exact(full: torch.Tensor) -> torch.Tensor:
     return full.clone()
 
 
-# ---- the way back, without communication ----
-
-
-def cut(full: torch.Tensor, spec: ShardedSpec) -> torch.Tensor:
-    """This rank's piece of the whole tensor ``full``: a view where no dimension is cut twice."""
-    full = full.detach()
-    if spec.full is not None:
-        full = local_tensor(distribute_locally(full, spec.full.mesh, spec.full.placements))
-    return spec.cut(full)
-
-
 def own_memory(local: torch.Tensor, spec: ShardedSpec, device: torch.device) -> torch.Tensor:
     """A copy of ``local``, this rank's piece, in memory of its own, strided as shards are."""
     own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=local.dtype, device=device)
     return own if own.is_meta else own.copy_(local)
-
-
-def distribute_locally(full: torch.Tensor, mesh: DeviceMesh, placements: tuple) -> DTensor:
-    """A DTensor of ``full``, which every rank has: each keeps its own piece, nothing is sent."""
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 def is_cut_like(value: object, param: object) -> bool:

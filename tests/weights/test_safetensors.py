@@ -136,7 +136,7 @@ def test_every_dtype(rank, world):
     """All that the format knows, of sizes that would break alignment in another order, and the order of a plain one."""
 
     with shared_folder() as folder:
-        known = list(files.dtype_names())
+        known = list(files.DTYPE_NAMES)
         module = nn.Module()
         for number, dtype in enumerate(reversed(known)):
             value = torch.arange(1, 4).to(torch.float32)

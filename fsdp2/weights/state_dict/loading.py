@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2._torch.modules import loads_as_torch_does
 from fsdp2.autograd.hooks import hook_state_dict
@@ -16,7 +16,7 @@ from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
 from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
-from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, own_memory, whole_of
+from fsdp2.weights.whole import is_cut_like, own_memory, whole_of
 
 __all__ = ["after_load_tree", "before_load_tree", "hook_group"]
 
@@ -58,26 +58,21 @@ class _ShardLoader:
             if problem:
                 raise RuntimeError(f"Error in loading state_dict: {problem}")
             local = value["piece"].detach()
-        elif isinstance(value, DTensor):
-            if is_cut_like(value, sharded) or value.shape != sharded.shape:
-                return value
-            local = cut(whole_of(value), param.spec)
         elif isinstance(value, torch.Tensor):
             if sharded.ndim == 0 and tuple(value.shape) == (1,):  # as torch loads what very old versions saved
                 value = value[0]
-            if value.shape != sharded.shape:
+            if value.shape != sharded.shape or is_cut_like(value, sharded):
                 return value
-            local = cut(value, param.spec)
+            whole = whole_of(value) if isinstance(value, DTensor) else value.detach()
+            local = param.spec.cut(param.spec.of_plain(whole))
         else:
             return value
-        return param.spec.shard_as(self._own(local, param) if assign else local)
-
-    def _own(self, local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
-        """``local`` where the shard belongs, without the rest of a full tensor: it becomes the shard itself."""
-        device = param.local.device
-        if device.type == "meta" and not local.is_meta:
-            device = torch.device("cpu") if self.group.store.offloads else self.group.mesh.device
-        return own_memory(local, param.spec, device)
+        if assign:  # it becomes the shard itself: in its place, without the rest of a full tensor
+            device = param.local.device
+            if device.type == "meta" and not local.is_meta:
+                device = torch.device("cpu") if self.group.store.offloads else self.group.mesh.device
+            local = own_memory(local, param.spec, device)
+        return param.spec.shard_as(local)
 
     def after_load(self, module: nn.Module, *unused: object) -> None:
         """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
@@ -96,10 +91,8 @@ class _ShardLoader:
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:
     """What is wrong with a piece that is loaded into ``param``; nothing if it is this rank's."""
     assert param.sharded is not None
-    shape, expected = tuple(value["shape"]), tuple(param.sharded.shape)
-    if shape != expected:
-        return _mismatch(key, torch.Size(shape), param.sharded.shape)
-    return foreign_piece(value, expected, param.spec, key)
+    shape, expected = torch.Size(value["shape"]), param.sharded.shape
+    return foreign_piece(value, expected, param.spec, key) if shape == expected else _mismatch(key, shape, expected)
 
 
 def _mismatch(key: str, got: torch.Size, expected: torch.Size) -> str:
@@ -121,13 +114,15 @@ def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     Raises:
         RuntimeError: tensors of the wrong shape, all of them, in torch's words; nothing is loaded then.
     """
-    head = f"{CHECKPOINTED}." if _is_wrapper(module) else ""  # a wrapper renames its own keys, and has done so
+    wrapper = CHECKPOINTED in dict(module.named_children())
+    head = f"{CHECKPOINTED}." if wrapper else ""  # it renames its own keys, and has done so
     _reach_compiled(module, state_dict, prefix, head)
     problems = []
     slots = managed_slots(states_below(module))
     for path, owner, name, tensor in _loaded_plainly(module, ""):
         long = f"{path}.{name}" if path else name
-        key = next((k for k in (prefix + head + _unwrapped(long), prefix + long) if k in state_dict), "")
+        short = ".".join(part for part in long.split(".") if part != CHECKPOINTED)
+        key = next((k for k in (prefix + head + short, prefix + long) if k in state_dict), "")
         value = state_dict.get(key)
         managed = slots.get(Slot(owner, name))
         if is_piece(value) and managed is not None:
@@ -139,7 +134,9 @@ def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str,
                 problems.append(_mismatch(clean_name(key), value.shape, tensor.shape))
         elif isinstance(tensor, DTensor) and managed is None and not isinstance(value, DTensor):
             if not is_managed_tensor(tensor):
-                state_dict[key] = distribute_locally(value.detach(), tensor.device_mesh, tensor.placements)
+                state_dict[key] = distribute_tensor(
+                    value.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
+                )
     if any(problems):
         text = "\n\t".join(problem for problem in problems if problem)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}")
@@ -149,14 +146,6 @@ def after_load_tree(module: nn.Module, incompatible: Any) -> None:
     """Report missing and unexpected keys by the names of the plain model."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [clean_name(key) for key in keys]
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return any(name == CHECKPOINTED for name, _ in module.named_children())
-
-
-def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
 
 
 def _reach_compiled(module: nn.Module, state_dict: dict[str, Any], prefix: str, head: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2._torch.tensors import pytree
 from fsdp2.optim.prebuilt import repair
@@ -20,7 +20,7 @@ from fsdp2.weights.state_dict.convert import Item, convert
 from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
 from fsdp2.weights.state_dict.settings import get_state_dict_type
 from fsdp2.weights.transfer import transfer
-from fsdp2.weights.whole import cut, distribute_locally, is_cut_like, own_memory, whole_of
+from fsdp2.weights.whole import is_cut_like, own_memory, whole_of
 
 __all__ = ["optim_state_dict", "optim_state_dict_to_load"]
 
@@ -48,7 +48,10 @@ def optim_state_dict(
     """
     places = _places("optim_state_dict", model, optim)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    by_key = dict(_keys(optim, given))
+    by_key: dict[Any, torch.Tensor] = dict(enumerate(_params(optim)))
+    if "param_groups" in given:
+        pairs = zip(optim.param_groups, given["param_groups"])
+        by_key = {key: param for group, saved in pairs for key, param in zip(saved["params"], group["params"])}
     names, items, trees = [], [], []
     for key, state in given["state"].items():
         place = places.get(by_key.get(key))
@@ -99,14 +102,6 @@ def _params(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
     return list(dict.fromkeys(param for group in optim.param_groups for param in group["params"]))
 
 
-def _keys(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The key and the parameter of each entry of an optimizer's own state dict."""
-    if "param_groups" not in state_dict:
-        yield from enumerate(_params(optim))
-    for group, saved in zip(optim.param_groups, state_dict.get("param_groups", ())):
-        yield from zip(saved["params"], group["params"])
-
-
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
@@ -147,7 +142,15 @@ def optim_state_dict_to_load(
         name = next((name for name in places[param].names if name in states), None)
         if name is not None:
             result["state"][key] = states.pop(name)
-    result["state"].update(_of_nobody(states, by_name))
+    others = {key: value for key, value in states.items() if key not in by_name}
+    lost = [key for key, value in others.items() if isinstance(key, str) and isinstance(value, Mapping)]
+    if lost:
+        warnings.warn(
+            f"optim_state_dict_to_load: no parameters of the model have the names {lost}; their state is passed on "
+            "unchanged and has no effect",
+            stacklevel=2,
+        )
+    result["state"].update(others)
     if "param_groups" in saved:
         homes = _groups_to_load(optim, saved["param_groups"], places)
         result["param_groups"] = [
@@ -157,19 +160,6 @@ def optim_state_dict_to_load(
     if load_directly:
         optim.load_state_dict(result)
     return result
-
-
-def _of_nobody(states: Mapping[Any, Any], by_name: Mapping[str, Place]) -> dict[Any, Any]:
-    """State that belongs to no parameter: it is passed on as it is, with a warning where it may have been meant to."""
-    others = {key: value for key, value in states.items() if key not in by_name}
-    lost = [key for key, value in others.items() if isinstance(key, str) and isinstance(value, Mapping)]
-    if lost:
-        warnings.warn(
-            f"optim_state_dict_to_load: no parameters of the model have the names {lost}; their state is passed on "
-            "unchanged and has no effect",
-            stacklevel=3,
-        )
-    return others
 
 
 def _groups_to_load(
@@ -279,8 +269,9 @@ def _value_to_load(value: Any, place: Place, where: str, *, counter: bool) -> to
             _check_shape(whole, param, where)
             return whole.clone()
         if managed is None:
-            return distribute_locally(whole.to(param.device), param.device_mesh, param.placements).clone()
-        local = cut(whole, managed.spec)
+            whole = whole.to(param.device)
+            return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).clone()
+        local = managed.spec.cut(managed.spec.of_plain(whole))
     return managed.spec.shard_as(own_memory(local, managed.spec, managed.local.device))
 
 

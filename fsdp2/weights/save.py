@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 import torch
@@ -45,7 +45,7 @@ def save_safetensors(
     is replicated (such as one without tensor parallelism in a tensor-parallel model) the copy of rank 0's mesh is
     written.
 
-    Files are written under temporary names and renamed when all are complete, so an interrupted save leaves the old
+    Files are written to a temporary folder and moved when all are complete, so an interrupted save leaves the old
     files. A complete one removes the files of the same name that it replaces.
 
     Args:
@@ -74,13 +74,18 @@ def save_safetensors(
             selection.check(_WHERE, idle=False)
             plan = _make_plan(selection, Path(path), max_shard_bytes, dtype)
             moved = stack.enter_context(showing(progress, _WHERE, plan.nbytes, here=ranks.first))
-        written = _Written(plan)
-        stack.callback(written.discard)
-        for number in range(len(plan.files)):
-            _write(plan, number, written, ranks, limit, moved)
+        partial = None
         with ranks.agreed():
             if ranks.first:
-                written.commit()
+                plan.folder.mkdir(parents=True, exist_ok=True)
+                made = TemporaryDirectory(prefix=f".{plan.stem}-", suffix=".partial", dir=plan.folder)
+                partial = Path(stack.enter_context(made))
+        for number, entries in enumerate(plan.files):
+            _write(entries, partial and partial / str(number), ranks, limit, moved)
+        with ranks.agreed():
+            if partial is not None:
+                _commit(plan, partial)
+                partial.rmdir()  # before other ranks go on
 
 
 @dataclass
@@ -144,13 +149,11 @@ def _with_extras(selection: Selection) -> list[Place]:
     return [*selection.places, *extras]
 
 
-def _write(plan: _Plan, number: int, written: _Written, ranks: Ranks, limit: int, moved: Callable[[int], None]) -> None:
-    """Write a file under another name."""
-    places, entries = list(plan.files[number]), list(plan.files[number].values())
-    with ranks.agreed():
-        file = written.start(number) if ranks.first else None
-        if file is not None:
-            write_header(file, [(place.name, entry) for place, entry in zip(places, entries)])
+def _write(
+    entries: dict[Place, Entry], path: Path | None, ranks: Ranks, limit: int, moved: Callable[[int], None]
+) -> None:
+    """Write a file, on the rank that has a ``path`` for it."""
+    places, file = list(entries), None
 
     def fill(part: Part, view: torch.Tensor) -> None:
         place = places[part.index]
@@ -162,81 +165,62 @@ def _write(plan: _Plan, number: int, written: _Written, ranks: Ranks, limit: int
             write_tensor(file, view)
             moved(part.nbytes)
 
-    with ranks.agreed(), torch.no_grad():
-        transfer(entries, ranks, limit, fill, drain, summed=True)
-        written.finish()
+    with contextlib.ExitStack() as stack:
+        with ranks.agreed():
+            if path is not None:
+                file = stack.enter_context(open(path, "xb"))
+                write_header(file, [(place.name, entry) for place, entry in entries.items()])
+        with ranks.agreed(), torch.no_grad():
+            transfer(list(entries.values()), ranks, limit, fill, drain, summed=True)
+            if file is not None:
+                _to_disk(file)
 
 
-class _Written:
-    """The files of one save, under other names until all are complete."""
+def _to_disk(file: IO[bytes]) -> None:
+    """Close ``file`` when the disk has it."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
 
-    def __init__(self, plan: _Plan) -> None:
-        self.plan = plan
-        self.token = f".{uuid.uuid4().hex[:8]}.partial"
-        self.partial: list[Path] = []
-        self._file: IO[bytes] | None = None
 
-    def start(self, name: object) -> IO[bytes]:
-        """Open the file of this number or name."""
-        self.plan.folder.mkdir(parents=True, exist_ok=True)
-        path = self.plan.folder / f".{self.plan.stem}-{name}{self.token}"
-        self.partial.append(path)
-        self._file = open(path, "xb")  # noqa: SIM115 (closed by finish)
-        return self._file
-
-    def finish(self) -> None:
-        """Bring the file that was started to the disk."""
-        file, self._file = self._file, None
-        if file is not None:
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
-
-    def commit(self) -> None:
-        """Give the files their names, in an order in which either the earlier ones or the new ones can be loaded."""
-        folder, stem = self.plan.folder, self.plan.stem
-        index, single = folder / f"{stem}{INDEX}", folder / f"{stem}.safetensors"
-        old = [folder / name for name in _files_of(index)]
-        if len(self.plan.files) == 1:
-            names = [single.name]
-            self._rename(0, single)
-            obsolete = [index, *old]
-        else:
-            names = self._free_names()
-            for number, name in enumerate(names):
-                self._rename(number, folder / name)
-            files = {place.name: name for places, name in zip(self.plan.files, names) for place in places}
-            content = {"metadata": {"total_size": self.plan.nbytes}, "weight_map": dict(sorted(files.items()))}
-            self.start("index").write(json.dumps(content, indent=2).encode())
-            self.finish()
-            self._rename(-1, index)
-            obsolete = [single, *old]
-        self.partial.clear()
-        for path in obsolete:
-            if path.name not in names:
+def _commit(plan: _Plan, partial: Path) -> None:
+    """Give the files their names, in an order in which either the earlier ones or the new ones can be loaded."""
+    folder, stem = plan.folder, plan.stem
+    index, single = folder / f"{stem}{INDEX}", folder / f"{stem}.safetensors"
+    old = [folder / name for name in _files_of(index)]
+    if len(plan.files) == 1:
+        os.replace(partial / "0", single)
+        obsolete = {index, *old} - {single}
+    else:
+        paths = _free_paths(plan)
+        names = {place.name: path.name for entries, path in zip(plan.files, paths) for place in entries}
+        content = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(names.items()))}
+        with open(partial / "index", "xb") as file:
+            file.write(json.dumps(content, indent=2).encode())
+            _to_disk(file)
+        try:
+            for number, path in enumerate(paths):
+                os.replace(partial / str(number), path)
+            os.replace(partial / "index", index)
+        except BaseException:  # no index names them
+            for path in paths:
                 path.unlink(missing_ok=True)
+            raise
+        obsolete = {single, *old}
+    for path in obsolete:
+        path.unlink(missing_ok=True)
 
-    def _rename(self, number: int, path: Path) -> None:
-        os.replace(self.partial[number], path)
-        self.partial[number] = path  # to be discarded as long as no index names it
 
-    def _free_names(self) -> list[str]:
-        """HuggingFace's names for the files of a split model; others where an earlier one has these."""
-        stem, count, tried = self.plan.stem, len(self.plan.files), 0
-        while True:
-            names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-            if not any((self.plan.folder / name).exists() for name in names):
-                return names
-            tried += 1
-            stem = f"{self.plan.stem}-{tried}"
-
-    def discard(self) -> None:
-        """Remove what did not get its name."""
-        with contextlib.suppress(OSError):
-            self.finish()
-        for path in self.partial:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+def _free_paths(plan: _Plan) -> list[Path]:
+    """HuggingFace's names for the files of a split model; others where an earlier one has these."""
+    stem, count, tried = plan.stem, len(plan.files), 0
+    while True:
+        names = (f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count))
+        paths = [plan.folder / name for name in names]
+        if not any(path.exists() for path in paths):
+            return paths
+        tried += 1
+        stem = f"{plan.stem}-{tried}"
 
 
 def _files_of(index: Path) -> list[str]:

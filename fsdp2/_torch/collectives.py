@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -55,13 +56,8 @@ __all__ = [
 
 # Asked of the group itself, not of its class: a group written in Python (torch's threaded one, fault-tolerant ones)
 # overrides these methods, and the class's own would pass it by. torch 2.13 renamed all but the last.
-def _group_method(name: str, before: str) -> Callable[..., Any]:
-    name = name if hasattr(dist.ProcessGroup, name) else before
-
-    def call(group: dist.ProcessGroup, *args: Any) -> Any:
-        return getattr(group, name)(*args)
-
-    return call
+def _group_method(name: str, before: str) -> Callable[[dist.ProcessGroup | None], Callable[..., Any]]:
+    return operator.attrgetter(name if hasattr(dist.ProcessGroup, name) else before)
 
 
 group_all_gather = _group_method("all_gather_single", "_allgather_base")

@@ -4,9 +4,9 @@ context      what groups communicate on: the lanes, the chunks in flight, random
 gather       from shards to full parameters
 reduce       from full gradients to shards of their mean
 formats      numbers in blocks of few bits, with a scale for each block
-pieces       copies between full tensors and the pieces of ranks
 scaling      where a sum is divided
 collectives  the only place that calls a collective
 streams      lanes: the only place where one waits for another
 host_work    waiting for gloo in slices
+pieces       copies between full tensors and the pieces of ranks
 """

@@ -22,8 +22,8 @@ from fsdp2._torch.collectives import (
     group_all_to_all,
     group_reduce_scatter,
 )
-from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.host_work import HostWork
+from fsdp2.comm.pieces import copy_all
 from fsdp2.policies import AllGather, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 
@@ -89,8 +89,7 @@ def all_gather(
 ) -> list[Work]:
     """Fill each 1D output with the inputs of all ranks in rank order; outputs are valid after the works' ``wait``."""
     if axis.size == 1:
-        if outputs:  # a group of empty parameters has none
-            foreach_copy([out.view(-1) for out in outputs], inputs)
+        copy_all([out.view(-1) for out in outputs], inputs)
         return []
     assert axis.group is not None
     if custom is not None:
@@ -116,15 +115,15 @@ def _start(
     what: tuple[str, str],
     axis: Axis,
     moved: list[torch.Tensor],
-    start: Callable[..., dist.Work | None],
+    method: Callable[[dist.ProcessGroup | None], Callable[..., dist.Work | None]],
     *arguments: Any,
 ) -> dist.Work | None:
-    """Call ``start``, a collective on ``axis``; a recorder is told ``what`` it is and the bytes of ``moved``."""
+    """Call this method of the group of ``axis``; a recorder is told ``what`` it is and the bytes of ``moved``."""
     recorder = _trace.recorder
     if recorder is None:
-        return start(axis.group, *arguments)
+        return method(axis.group)(*arguments)
     began = recorder.moment()
-    work = start(axis.group, *arguments)
+    work = method(axis.group)(*arguments)
     recorder.launched(what, axis, sum(tensor.nbytes for tensor in moved), began, work)
     return work
 
@@ -228,7 +227,7 @@ def exchange_bytes(
         return []
     assert axis.group is not None
     options = _exchange_options(async_op)
-    return _works(group_all_to_all(axis.group, output, sent, output_sizes, sent_sizes, options), axis, async_op)
+    return _works(group_all_to_all(axis.group)(output, sent, output_sizes, sent_sizes, options), axis, async_op)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[Work]:
@@ -307,4 +306,4 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:
     assert axis.group is not None
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # as torch's own functions set it
-    _works(group_all_reduce(axis.group, [tensor], options), axis, async_op=False)
+    _works(group_all_reduce(axis.group)([tensor], options), axis, async_op=False)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import Work, all_gather, wire_view
 from fsdp2.comm.formats import Encoded, decode, encode, encoded_views
-from fsdp2.comm.pieces import piece_pairs
+from fsdp2.comm.pieces import copy_all, piece_pairs
 from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.policies import AllGather
 from fsdp2.sharding.layout import ShardLayout
@@ -147,7 +146,7 @@ class GatherBuffers:
             return
         copies = self.copies if rows is None else self.unpack_copies(rows)
         if copies[0]:
-            foreach_copy(*copies)
+            copy_all(*copies)
         if self.encodes:
             for decoding in self.decodes if rows is None else self.decodings(rows):
                 _decode(*decoding)

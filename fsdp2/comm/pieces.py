@@ -1,14 +1,31 @@
-"""Where the pieces of a tensor lie in rows, one row per rank: the pairs of views that gathering and reducing copy."""
+"""Where the pieces of a tensor lie in rows, one row per rank; the copies that gathering and reducing make of them."""
 
 from __future__ import annotations
 
 import torch
 
+from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["Pair", "piece_pairs", "zero_gaps"]
+__all__ = ["Pair", "copy_all", "pack_rows", "piece_pairs", "zero_gaps"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
+    """Copy each of ``pieces`` to its target, in the target's dtype; all by one kernel, where there are any."""
+    if targets:
+        foreach_copy(targets, pieces)
+
+
+def pack_rows(tensors: list[torch.Tensor], rows: torch.Tensor, padding: int) -> None:
+    """Chunk each of the contiguous ``tensors`` along its first dimension; chunk i fills its part of row i of ``rows``.
+
+    They are cast to the dtype of ``rows``; short chunks, and the last ``padding`` elements of each row, become zero.
+    """
+    # Not kept for the next time: memory that a graph captured holds nothing until the graph is replayed.
+    zeros = [tensors[0].new_zeros(len(rows), padding)] if padding else []
+    chunk_cat([*tensors, *zeros], 0, len(rows), out=rows)
 
 
 def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> list[Pair]:

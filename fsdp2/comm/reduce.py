@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.comm.collectives import Work, all_gather, all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
 from fsdp2.comm.formats import Draw, decode, decode_sum, encode, encoded_views
-from fsdp2.comm.pieces import piece_pairs, zero_gaps
+from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
 from fsdp2.comm.scaling import Scaling
 from fsdp2.comm.streams import Lane, Retained
 from fsdp2.policies import ReduceScatter
@@ -78,13 +77,11 @@ def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) 
     dtypes = [grad.dtype for grad in grads]
     in_order = row.chunk_cat and all([grad.is_contiguous() for grad in grads])
     if in_order and dtypes.count(dtypes[0]) == len(dtypes):
-        # Not kept for the next time: memory that a graph captured holds nothing until the graph is replayed.
-        padding = [grads[0].new_zeros(ranks, row.padding)] if row.padding else []
-        chunk_cat([*grads, *padding], 0, ranks, out=table)
+        pack_rows(grads, table, row.padding)
         return
     if in_order and row.even:  # gradients of norms come in float32 beside others
         slots = table.split(row.sizes, 1)
-        foreach_copy(list(slots[: len(grads)]), [grad.view(ranks, -1) for grad in grads])
+        copy_all(list(slots[: len(grads)]), [grad.view(ranks, -1) for grad in grads])
         if row.padding:
             slots[-1].zero_()
         return
@@ -102,8 +99,7 @@ def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) 
         for piece, slot in pairs:
             targets.append(slot)
             sources.append(piece)
-    if targets:
-        foreach_copy(targets, sources)
+    copy_all(targets, sources)
 
 
 def reduce_chunk(

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp2._torch.tensors import foreach_copy, set_local_tensor
+from fsdp2._torch.tensors import set_local_tensor
 from fsdp2.comm.gather import Buffer, GatherBuffers
+from fsdp2.comm.pieces import copy_all
 from fsdp2.engine.param import FSDPParam, show
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
 from fsdp2.sharding.packing import TransferSizes, plan_flat
@@ -61,7 +62,7 @@ class SubgroupShards:
         """Copy this rank's pieces out of the full parameters and show them."""
         self._flat.allocate()
         with torch.no_grad():
-            foreach_copy(self._pieces, self._sources)
+            copy_all(self._pieces, self._sources)
         show(self.params, "subgroup")
 
     def write(self, values: Mapping[FSDPParam, torch.Tensor]) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2._torch.tensors import foreach_copy
 from fsdp2.comm.collectives import Work, exchange_bytes
+from fsdp2.comm.pieces import copy_all
 from fsdp2.optim.owners import Route
 from fsdp2.sharding.boxes import Box, narrow, numel
 from fsdp2.sharding.mesh import Axis
@@ -80,7 +80,7 @@ class Layout:
         for slot in self.sent:
             targets.append(self._view(sent, slot))
             pieces.append(_part(sources[slot.index], slot.box, origins[slot.index]))
-        _copy_all(targets, pieces)
+        copy_all(targets, pieces)
         received = torch.empty(sum(self.receive_sizes), dtype=torch.uint8, device=self.device)
         works = exchange_bytes(received, sent, self.receive_sizes, self.send_sizes, self.axis, async_op=True)
         kept = [(index, box, _part(sources[index], box, origins[index])) for index, box in self.own]
@@ -118,15 +118,10 @@ class Arriving:
         for index, box, values in self.wait():
             targets.append(_part(into[index], box, origins[index]))
             pieces.append(values)
-        _copy_all(targets, pieces)
+        copy_all(targets, pieces)
 
 
 def _part(tensor: torch.Tensor | None, box: Box, origin: Box) -> torch.Tensor:
     """The view of ``box`` in a tensor that is the part ``origin`` of the whole."""
     assert tensor is not None
     return narrow(tensor, tuple((start - first, length) for (start, length), (first, _) in zip(box, origin)))
-
-
-def _copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
-    if targets:
-        foreach_copy(targets, pieces)

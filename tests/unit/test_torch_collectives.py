@@ -56,12 +56,12 @@ def test_a_groups_own_collectives_fill_their_first_tensor(async_op: bool) -> Non
         group, sent = mesh.get_group(), torch.arange(4.0)
         outputs = [torch.zeros(4) for _ in range(3)] + [sent.clone()]
         works = [
-            _torch.group_all_gather(group, outputs[0], sent, options(_torch.AllgatherOptions)),
-            _torch.group_reduce_scatter(
-                group, outputs[1], sent, options(_torch.ReduceScatterOptions, dist.ReduceOp.AVG)
+            _torch.group_all_gather(group)(outputs[0], sent, options(_torch.AllgatherOptions)),
+            _torch.group_reduce_scatter(group)(
+                outputs[1], sent, options(_torch.ReduceScatterOptions, dist.ReduceOp.AVG)
             ),
-            _torch.group_all_to_all(group, outputs[2], sent, [], [], options(_torch.AllToAllOptions)),
-            _torch.group_all_reduce(group, [outputs[3]], options(_torch.AllreduceOptions, dist.ReduceOp.SUM)),
+            _torch.group_all_to_all(group)(outputs[2], sent, [], [], options(_torch.AllToAllOptions)),
+            _torch.group_all_reduce(group)([outputs[3]], options(_torch.AllreduceOptions, dist.ReduceOp.SUM)),
         ]
         for work in works:
             work.wait()
@@ -73,7 +73,7 @@ def test_several_gathers_can_be_one_call() -> None:
     with gloo_mesh() as mesh:
         outputs, options = [torch.zeros(2), torch.zeros(3)], _torch.AllgatherOptions()
         inputs = [torch.ones(2), torch.full((3,), 2.0)]
-        _torch.group_all_gather_coalesced(mesh.get_group(), outputs, inputs, options).wait()
+        _torch.group_all_gather_coalesced(mesh.get_group())(outputs, inputs, options).wait()
     assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
 
 
@@ -127,9 +127,9 @@ def test_modes_do_not_see_what_is_outside_of_them() -> None:
     with gloo_mesh() as mesh, CommDebugMode() as mode:
         options = _torch.AllreduceOptions()
         with _torch.without_modes():
-            _torch.group_all_reduce(mesh.get_group(), [torch.ones(2)], options)
+            _torch.group_all_reduce(mesh.get_group())([torch.ones(2)], options)
         assert mode.get_total_counts() == 0
-        _torch.group_all_reduce(mesh.get_group(), [torch.ones(2)], options)
+        _torch.group_all_reduce(mesh.get_group())([torch.ones(2)], options)
         assert mode.get_total_counts() == 1
 
 

@@ -152,7 +152,7 @@ def test_two_ranks_on_gloo_swap_large_pieces(backend: str, ranks: int, nbytes: i
     assert (swap.call_count, gather.call_count) == (swaps, 1 - swaps)
     if swaps:
         assert output.view(2, -1).sum(1).tolist() == [0, nbytes // 2]  # its own piece is there at once
-        _, half, sent, received_sizes, sent_sizes, _ = swap.call_args.args
+        half, sent, received_sizes, sent_sizes, _ = swap.return_value.call_args.args
         assert half.data_ptr() == output.data_ptr() and sent is piece
         assert received_sizes == sent_sizes == [nbytes // 2, 0]
 
@@ -177,10 +177,11 @@ def test_a_mean_is_the_backends(async_op: bool, average: bool, op: Any) -> None:
         works = reduce_scatter(torch.zeros(2), torch.zeros(4), axis, average=average, async_op=async_op)
         works += all_reduce(torch.zeros(2), axis, average=average, async_op=async_op)
     for call in (scatter, reduce):
-        options = call.call_args.args[-1]
+        options = call.return_value.call_args.args[-1]
         assert call.call_args.args[0] == "group" and options.reduceOp == op and options.asyncOp == async_op
-        assert call.return_value.wait.called == (not async_op)  # what is not asynchronous is waited for here
-    assert works == ([scatter.return_value, reduce.return_value] if async_op else [])
+        assert call.return_value.return_value.wait.called == (not async_op)  # synchronous: waited for here
+    started = [call.return_value.return_value for call in (scatter, reduce)]
+    assert works == (started if async_op else [])
 
 
 def test_an_exchange_is_one_work() -> None:

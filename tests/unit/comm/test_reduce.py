@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2.comm import reduce
 from fsdp2.comm.formats import Noise
 from fsdp2.comm.reduce import Compression, ReducePlan, pack_gradients, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
@@ -239,7 +238,7 @@ def test_a_single_gradient_is_sent_with_the_padding_of_its_row() -> None:
 def test_the_copies_that_pack_do_not_grow_with_the_ranks(ranks: int, padded: bool, monkeypatch) -> None:
     """One kernel packs what is cut along the slowest dimension; any other parameter takes one copy, two if uneven."""
     copied: list[int] = []
-    monkeypatch.setattr(reduce, "foreach_copy", lambda targets, sources: copied.append(len(targets)))
+    monkeypatch.setattr("fsdp2.comm.pieces.foreach_copy", lambda targets, sources: copied.append(len(targets)))
     rows = [weight(ranks + 1, columns=3, ranks=ranks), weight(2 * ranks, columns=3, ranks=ranks)]
     columns = [weight(3, columns=2 * ranks, ranks=ranks, dim=1), weight(3, columns=2 * ranks + 1, ranks=ranks, dim=1)]
     for some, most in ((rows, 0), (columns, 3)):

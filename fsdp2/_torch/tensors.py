@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,10 +45,10 @@ __all__ = [
     "mesh_order",
     "python_attributes",
     "pytree",
-    "ranks_in",
     "set_local_tensor",
     "version_of",
     "versions_of",
+    "without_dispatch",
 ]
 
 # One kernel packs gradients into one row per rank, padded and cast.
@@ -97,10 +98,8 @@ def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:
     return {"preserve_rank_order": True} if getattr(mesh, "_preserve_rank_order", False) else {}
 
 
-def ranks_in(mesh: DeviceMesh) -> list[int]:
-    """The ranks of a mesh in the order of its elements, also where a mode makes fake tensors of everything."""
-    with torch._C._DisableTorchDispatch():
-        return mesh.mesh.flatten().tolist()
+# Modes do not see what happens in a block of this, not even those that make fake tensors of everything.
+without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 
 
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

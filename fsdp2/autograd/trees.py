@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fsdp2._torch.tensors import pytree
 
-__all__ = ["find_tensors", "map_arguments", "map_tensors"]
+__all__ = ["find_tensors", "keys_in", "map_arguments", "map_leaves", "map_tensors", "take_apart"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LEAVES = (*_PLAIN, type, ModuleType, nn.Module, torch.dtype, torch.device, torch.Size)
@@ -63,6 +63,29 @@ def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:
 
     map_tensors(note, tree, objects=objects)
     return found
+
+
+def take_apart(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """The leaves of ``tree``, and a function from others in their order to the same tree of them.
+
+    For what is saved rather than computed with: containers are those that torch knows, anything else is a leaf.
+    """
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=is_leaf)
+    return leaves, lambda others: pytree.tree_unflatten(list(others), structure)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """``tree`` with every leaf of ``take_apart`` replaced by ``function(leaf)``."""
+    leaves, rebuild = take_apart(tree, is_leaf)
+    return rebuild(map(function, leaves))
+
+
+def keys_in(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[list[str]]:
+    """The keys that lead to each leaf of ``take_apart``, outermost first; "" for a place in what is no dictionary."""
+    found, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [[str(getattr(step, "key", "")) for step in path] for path, _ in found]
 
 
 class _Mapper:

@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch.fsdp import TorchShardPlacementResult
-from fsdp2._torch.tensors import local_tensor
 from fsdp2.build.collect import Found
 from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.extension import has_extension
 from fsdp2.policies import MixedPrecisionPolicy, ShardPlacementResult, policy_for
-from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
+from fsdp2.sharding.spec import ShardedSpec, on_this_rank
 
 __all__ = ["Placed", "PlacementFn", "place"]
 
@@ -95,9 +94,9 @@ def _shares_ranks(param: DTensor, mesh: DataParallelMesh) -> bool:
     On one rank they are the same mesh, or not.
     """
     theirs, ours = param.device_mesh, mesh.mesh
-    both = set(theirs.mesh.flatten().tolist()) & set(ours.mesh.flatten().tolist())
+    both = set(listed_ranks(theirs)) & set(listed_ranks(ours))
     return len(both) > 1 or (ours.size() == 1 and theirs == ours)
 
 
 def _plain(param: nn.Parameter) -> torch.Tensor:
-    return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
+    return on_this_rank(param).detach()

@@ -16,7 +16,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import param_of
 from fsdp2.engine.param import FSDPParam, show
 from fsdp2.engine.unit import FSDPState, get_state
-from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
 __all__ = ["Tie", "find_ties", "join_ties"]
 
@@ -74,7 +74,7 @@ def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, state: FSDPSt
 
 def _ranks(mesh: DataParallelMesh) -> list[int]:
     """The ranks gradients are the mean of, however parameters are spread over them."""
-    return sorted(mesh.mesh.mesh.flatten().tolist())
+    return sorted(listed_ranks(mesh.mesh))
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.autograd import explicit_grad_dtype, gradient_hooks, have_gradient_hooks
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
-    AsyncCollectiveTensor,
     dtensor_spec,
     local_tensor,
     python_attributes,
@@ -22,7 +21,7 @@ from fsdp2.autograd.hooks import carry_hooks
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
 from fsdp2.engine.compression import Formats, choose_formats
 from fsdp2.policies import CompressionPolicy, MixedPrecisionPolicy
-from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.sharding.spec import ShardedSpec, arrived
 
 __all__ = [
     "FSDPParam",
@@ -31,6 +30,7 @@ __all__ = [
     "is_managed_tensor",
     "is_temporary",
     "lend_gradient",
+    "parameter_like",
     "proxy",
     "show",
     "take_gradients",
@@ -69,6 +69,13 @@ def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
     lent.grad = grad
 
 
+def parameter_like(param: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    """A parameter of ``value`` itself, with what users stored on ``param`` and its ``requires_grad``."""
+    made = nn.Parameter(value, requires_grad=param.requires_grad)
+    made.__dict__.update(python_attributes(param))
+    return made
+
+
 def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:
     """Make the modules show one of the tensors of each parameter; whether requires_grad of any changed since."""
     changed = False
@@ -103,8 +110,7 @@ def take_gradients(params: list[FSDPParam]) -> list[torch.Tensor | None]:
         if full is not None and grad is not None:
             full.grad = None
             if type(grad) is not torch.Tensor:
-                grad = param.spec.unwrap_gradient(grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad)
-                grad = grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+                grad = arrived(param.spec.unwrap_gradient(arrived(grad)))
             if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
                 grad = grad.detach()
             if grad.layout is not torch.strided:

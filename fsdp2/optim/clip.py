@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch.optimizers import foreach_mul, foreach_norm
-from fsdp2._torch.tensors import DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.param import is_temporary
-from fsdp2.optim.alike import agreeing_local, same_placement
-from fsdp2.optim.runs import joined, split_for_norms
-from fsdp2.sharding.mesh import Axis
+from fsdp2.optim.runs import joined, norms_of, scale
+from fsdp2.sharding.mesh import Axis, listed_ranks
+from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
 __all__ = ["clip_grad_norm_"]
 
@@ -68,10 +66,9 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm_type = _check(params, float(norm_type), pp_mesh)
-    specs, locals_ = dtensor_specs(params), local_tensors(params)
-    cuts = _cuts(specs)
-    measured, scaled = _collect(params, specs, cuts)
-    device = locals_[0].device if params else torch.device("cpu")
+    cuts = _cuts(params)
+    measured, scaled = _collect(params, cuts)
+    device = on_this_rank(params[0]).device if params else torch.device("cpu")
     meshes = _Meshes({_PLAIN if cut is None else cut for cut in cuts})
     powers = _Powers(norm_type, foreach, device)
     parts: dict[DeviceMesh | None, torch.Tensor] = {}
@@ -81,7 +78,7 @@ def clip_grad_norm_(
     total = meshes.reduce(parts, powers)
     if pp_mesh is not None:
         total = powers.reduced(total, Axis.of(pp_mesh, 0), pp_mesh.device_type)
-    double = not {tensor.dtype for tensor in locals_}.isdisjoint((torch.float64, torch.complex128))
+    double = not {param.dtype for param in params}.isdisjoint((torch.float64, torch.complex128))
     total = powers.norm(total).to(torch.float64 if double else torch.float32)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
@@ -108,9 +105,9 @@ def _check(params: list[Any], norm_type: float, pp_mesh: DeviceMesh | None) -> f
     return norm_type
 
 
-def _cuts(specs: list[DTensorSpec | None]) -> list[_Cut | None]:
+def _cuts(params: list[torch.Tensor]) -> list[_Cut | None]:
     """How each parameter is cut; None for one that is itself a partial sum and so is nowhere cut."""
-    keys = [None if spec is None else (spec.mesh, spec.placements) for spec in specs]
+    keys = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in params]
     found: dict[Any, _Cut | None] = {}
     for key in dict.fromkeys(keys):
         if key is None or key[0].get_coordinate() is None:
@@ -122,20 +119,18 @@ def _cuts(specs: list[DTensorSpec | None]) -> list[_Cut | None]:
     return [found[key] for key in keys]
 
 
-def _collect(
-    params: list[torch.Tensor], specs: list[DTensorSpec | None], cuts: list[_Cut | None]
-) -> tuple[_Buckets, _Buckets]:
+def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buckets, _Buckets]:
     """(What norms are taken of, what is to be scaled): plain tensors by device, dtype and how they are cut."""
     buckets: _Buckets = {}
     odd: list[tuple[torch.Tensor, torch.Tensor, _Cut]] = []
-    grads = [param.grad for param in params]
-    for grad, local, own, spec, cut in zip(grads, local_tensors(grads), dtensor_specs(grads), specs, cuts):
-        if grad is None:
+    for param, cut in zip(params, cuts):
+        if (grad := param.grad) is None:
             continue
-        alike = own is spec or (own is not None and spec is not None and same_placement(own, spec))
+        local, sharded = on_this_rank(grad), isinstance(grad, DTensor)
+        alike = placed_alike(grad, param) or not (sharded or isinstance(param, DTensor))
         if cut is None or not alike or type(local) is not torch.Tensor:
-            whole = agreeing_local(grad, None) if own is None else _settle(grad, None if cut is None else spec)
-            odd.append((whole, agreeing_local(local, None), cut or _PLAIN))
+            whole = _settle(grad, None if cut is None else param) if sharded else arrived(grad)
+            odd.append((whole, arrived(local), cut or _PLAIN))
         elif local.numel():
             buckets.setdefault((local.device, local.dtype, cut), []).append(local)
     measured = {kind: joined(tensors) for kind, tensors in buckets.items()}
@@ -147,10 +142,10 @@ def _collect(
     return measured, scaled
 
 
-def _settle(grad: Any, spec: DTensorSpec | None) -> torch.Tensor:
-    """A gradient placed otherwise than its parameter, placed like it: whole on every rank for None."""
-    places = [Replicate()] * grad.device_mesh.ndim if spec is None else spec.placements
-    return agreeing_local(grad.redistribute(placements=places), None)
+def _settle(grad: Any, param: torch.Tensor | None) -> torch.Tensor:
+    """A gradient placed otherwise than its parameter, placed like it: whole on every rank for None or a plain one."""
+    places = param.placements if isinstance(param, DTensor) else [Replicate()] * grad.device_mesh.ndim
+    return arrived(on_this_rank(grad.redistribute(placements=places)))
 
 
 class _Powers:
@@ -163,13 +158,7 @@ class _Powers:
 
     def of(self, tensors: list[torch.Tensor], copies: int) -> torch.Tensor:
         """What ``tensors`` (of one device and dtype) contribute, if as many ranks as ``copies`` contribute the same."""
-        tensors = split_for_norms(tensors)
-        dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
-        if self._foreach is False:
-            norms = [torch.linalg.vector_norm(tensor, self._order, dtype=dtype) for tensor in tensors]
-        else:
-            norms = list(foreach_norm(tensors, self._order, dtype=dtype))
-        found = torch.stack(norms).to(self._device, torch.float64)
+        found = norms_of(tensors, self._order, at_once=self._foreach is not False).to(self._device, torch.float64)
         return found.max() if math.isinf(self._order) else found.pow(self._order).sum() / copies
 
     def zero(self) -> torch.Tensor:
@@ -212,7 +201,7 @@ class _Meshes:
         self._last: DeviceMesh | None = None
         if order and (len(order) > 1 or _PLAIN in cuts):
             largest = [mesh for mesh in order if mesh.size() == order[-1].size()]
-            if len({tuple(sorted(_ranks(mesh))) for mesh in largest}) == 1:
+            if len({tuple(sorted(listed_ranks(mesh))) for mesh in largest}) == 1:
                 self._last = order[-1]
                 dims[order[-1]].update(range(order[-1].ndim))
         self._dims = {mesh: sorted(dims[mesh]) for mesh in order}
@@ -234,21 +223,13 @@ class _Meshes:
         return total
 
 
-def _ranks(mesh: DeviceMesh) -> list[int]:
-    return mesh.mesh.flatten().tolist()
-
-
 def _size_and_ranks(mesh: DeviceMesh) -> Any:
     """The place of a mesh in the order: largest last, those of one dimension after others of that size."""
-    return mesh.size(), -mesh.ndim, _ranks(mesh), tuple(mesh.shape), str(mesh.mesh_dim_names)
+    return mesh.size(), -mesh.ndim, listed_ranks(mesh), tuple(mesh.shape), str(mesh.mesh_dim_names)
 
 
 def _scale(grads: _Buckets, max_norm: float, total: torch.Tensor, foreach: bool | None) -> None:
     """Scale gradients of norm ``total`` to at most ``max_norm``, by torch's formula, without waiting for a device."""
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (device, _, _), tensors in grads.items():
-        if foreach is False:
-            for tensor in tensors:
-                tensor.mul_(factor.to(device))
-        else:
-            foreach_mul(tensors, factor.to(device))
+    for tensors in grads.values():
+        scale(tensors, factor, at_once=foreach is not False)

@@ -18,14 +18,14 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.hooks import outside_dynamo
-from fsdp2._torch.tensors import dtensor_spec, local_tensor, python_attributes
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
-from fsdp2.engine.param import lend_gradient
+from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import agreeing_local
 from fsdp2.optim.exchange import Arriving, Layout
 from fsdp2.optim.full_state import OwnedState, keep_owned, shown_at_holders
 from fsdp2.optim.owners import default_cost
 from fsdp2.optim.ownership import Owned, Ownership, RankSet
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["use_full_params"]
 
@@ -215,9 +215,9 @@ class _FullParams:
 
     def _send(self, bucket: _Bucket) -> None:
         params = [owned.param for owned in bucket.owned]
-        grads = [None if p.grad is None else agreeing_local(p.grad, dtensor_spec(p)) for p in params]
+        grads = [None if p.grad is None else agreeing_local(p.grad, p) for p in params]
         here = [owned.here for owned in bucket.owned]
-        bucket.arriving = bucket.inward.start([*grads, *map(local_tensor, params)], [*here, *here])
+        bucket.arriving = bucket.inward.start([*grads, *map(on_this_rank, params)], [*here, *here])
 
     def _assemble(self, bucket: _Bucket) -> None:
         """Wait for a bucket's pieces; whole gradients and parameters of what this rank owns."""
@@ -250,9 +250,7 @@ class _FullParams:
     def _stand_in(self, param: torch.Tensor) -> nn.Parameter:
         """The plain parameter that the optimizer sees in place of ``param``, the same object in each step."""
         if param not in self._stand_ins:
-            empty = local_tensor(param).new_empty(0)
-            self._stand_ins[param] = stand_in = nn.Parameter(empty, requires_grad=param.requires_grad)
-            stand_in.__dict__.update(python_attributes(param))
+            self._stand_ins[param] = parameter_like(param, on_this_rank(param).new_empty(0))
         return self._stand_ins[param]
 
     def _return(self, bucket: _Bucket) -> None:
@@ -261,7 +259,7 @@ class _FullParams:
 
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.leaving is not None
-        shards: list[torch.Tensor | None] = [local_tensor(owned.param) for owned in bucket.owned]
+        shards: list[torch.Tensor | None] = [on_this_rank(owned.param) for owned in bucket.owned]
         bucket.leaving.deliver(shards, [owned.here for owned in bucket.owned])
         bucket.leaving = None
 

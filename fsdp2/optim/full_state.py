@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor, pytree
+from fsdp2.autograd.trees import map_leaves, take_apart
 from fsdp2.comm.collectives import exchange_objects
-from fsdp2.optim.alike import same_placement
 from fsdp2.optim.exchange import Layout
 from fsdp2.optim.owners import Route
 from fsdp2.optim.ownership import Owned, Ownership, RankSet
 from fsdp2.sharding.boxes import whole
-from fsdp2.sharding.spec import with_dtype
+from fsdp2.sharding.spec import dtensor_like, on_this_rank, placed_alike
 
 __all__ = ["OwnedState", "keep_owned", "shown_at_holders"]
 
@@ -74,11 +74,9 @@ def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultd
         for pieces in _pieces(described, ranks):
             _receive(pieces, state, ranks, found)
         for i in sorted(described):
-            leaves, structure = pytree.tree_flatten(described[i])
+            leaves, rebuild = take_apart(described[i])
             owned = ranks.owned[i]
-            shown[owned.param] = pytree.tree_unflatten(
-                [_shown(leaf, owned, found[i].get(k)) for k, leaf in enumerate(leaves)], structure
-            )
+            shown[owned.param] = rebuild(_shown(leaf, owned, found[i].get(k)) for k, leaf in enumerate(leaves))
     return shown
 
 
@@ -90,8 +88,8 @@ def _describe(entry: Any, owned: Owned) -> Any:
         return _Leaf(tuple(value.shape), value.dtype, value.item() if single else None)
 
     if isinstance(entry, dict):
-        return {key: pytree.tree_map(lambda value, key=key: leaf(key, value), part) for key, part in entry.items()}
-    return pytree.tree_map(lambda value: leaf(None, value), entry)
+        return {key: map_leaves(partial(leaf, key), part) for key, part in entry.items()}
+    return map_leaves(partial(leaf, None), entry)
 
 
 _Piece = tuple[int, int, Route, _Leaf]  # parameter, leaf, how it travels, what it is
@@ -103,7 +101,7 @@ def _pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[list[_Piec
     nbytes = 0
     for i in sorted(described):
         route = ranks.owned[i].route
-        for k, leaf in enumerate(pytree.tree_leaves(described[i])):
+        for k, leaf in enumerate(take_apart(described[i])[0]):
             if not isinstance(leaf, _Leaf) or leaf.value is not None:
                 continue
             way = route if leaf.shape == route.shape else route.everywhere(leaf.shape)
@@ -125,8 +123,8 @@ def _receive(
     targets: list[torch.Tensor | None] = []
     for i, k, way, leaf in pieces:
         owned = ranks.owned[i]
-        sources.append(pytree.tree_leaves(state[owned.param])[k] if owned.mine else None)
-        local = local_tensor(owned.param)
+        sources.append(take_apart(state[owned.param])[0][k] if owned.mine else None)
+        local = on_this_rank(owned.param)
         if way is owned.route:
             target = torch.empty_like(local, dtype=leaf.dtype, requires_grad=False)
         else:
@@ -145,7 +143,7 @@ def _shown(leaf: Any, owned: Owned, tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return torch.full(leaf.shape, leaf.value, dtype=leaf.dtype)
     if leaf.shape == owned.route.shape:
-        return dtensor_from_local(tensor, with_dtype(dtensor_spec(owned.param), leaf.dtype))
+        return dtensor_like(owned.param, tensor)
     mesh = owned.param.device_mesh
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -160,30 +158,29 @@ def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
         for owned in ranks.owned:
             if owned.param not in state:
                 continue
-            entry = state[owned.param]
-            leaves, structure = pytree.tree_flatten(entry)
+            leaves, rebuild = take_apart(state[owned.param])
             found = _bring(leaves, owned, ranks)
             if owned.mine:
-                kept[owned.param] = pytree.tree_unflatten(found, structure)
+                kept[owned.param] = rebuild(found)
     return kept
 
 
 def _bring(leaves: list[Any], owned: Owned, ranks: RankSet) -> list[Any]:
     """The leaves of one parameter's state, whole at its owner: those cut like the parameter travel together."""
-    spec, found = dtensor_spec(owned.param), list(leaves)
+    found = list(leaves)
     cut: list[int] = []
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, DTensor):
             continue
-        if tuple(leaf.shape) == owned.route.shape and same_placement(dtensor_spec(leaf), spec):
+        if tuple(leaf.shape) == owned.route.shape and placed_alike(leaf, owned.param):
             cut.append(k)
         elif all(isinstance(p, Replicate) for p in leaf.placements):
-            found[k] = local_tensor(leaf)
+            found[k] = on_this_rank(leaf)
         else:
             found[k] = leaf.full_tensor()
     dtypes = [leaves[k].dtype for k in cut]
     layout = Layout([owned.route] * len(cut), dtypes, ranks.axis, ranks.device, to_owner=True)
-    arriving = layout.start([local_tensor(leaves[k]) for k in cut], [owned.here] * len(cut))
+    arriving = layout.start([on_this_rank(leaves[k]) for k in cut], [owned.here] * len(cut))
     wholes = [owned.empty(dtype) if owned.mine else None for dtype in dtypes]
     arriving.deliver(wholes, [owned.whole] * len(cut))
     for k, full in zip(cut, wholes):

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.optimizers import check_finite_and_unscale
-from fsdp2._torch.tensors import local_tensor
 from fsdp2.comm.collectives import all_reduce
+from fsdp2.optim.runs import unscale
 from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["ShardedGradScaler"]
 
@@ -49,20 +48,17 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale gradients in place; by device, whether any rank found one that is not finite (more than 0)."""
-        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        grads: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for param in group["params"]:
                 grad: Any = param.grad
                 if grad is None:
                     continue
-                values = local_tensor(grad) if isinstance(grad, DTensor) else grad
+                values = on_this_rank(grad)
                 if values.is_sparse:  # of an ignored parameter; a copy of its values is only looked at
                     values = values.mul_(inv_scale.to(values.device)).coalesce().values().clone()
-                alike.setdefault((values.device, values.dtype), []).append(values)
-        found = {found_inf.device: found_inf}
-        for (device, _), grads in alike.items():
-            here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
-            check_finite_and_unscale(grads, here, inv_scale.to(device))
+                grads.append(values)
+        found = unscale(grads, found_inf, inv_scale)
         total = sum((one.to(found_inf.device) for one in found.values()), torch.zeros_like(found_inf)).view(1)
         if dist.is_initialized():
             ranks = self.process_group or dist.group.WORLD

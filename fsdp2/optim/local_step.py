@@ -8,6 +8,7 @@ gradients and state that anybody else sees stay what they were. Other optimizers
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,12 @@ from torch import optim
 
 from fsdp2._torch.hooks import dynamo_is_tracing, outside_dynamo
 from fsdp2._torch.optimizers import around_init_group
-from fsdp2._torch.tensors import AsyncCollectiveTensor, DTensorSpec, dtensor_specs, local_tensors
+from fsdp2._torch.tensors import DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.autograd.hooks import settle_optimizer
-from fsdp2.optim.alike import agreeing_local, local_state, same_placement, shown_state
+from fsdp2.optim.alike import agreeing_local, local_state, shown_state
 from fsdp2.optim.collecting import Collecting
 from fsdp2.optim.proxies import step_on_proxies
+from fsdp2.sharding.spec import arrived, placed_alike
 
 __all__ = ["use_local_shards"]
 
@@ -140,15 +142,16 @@ class _LocalLists:
                 tensors[:] = local_tensors(tensors)
                 continue
             if i == 1:
-                tensors[:] = [agreeing_local(grad, spec) for grad, spec in zip(tensors, specs, strict=True)]
-                settled = all(a is b or (a and b and same_placement(a, b)) for a, b in zip(specs, own))
+                plain = [a is b is None for a, b in zip(specs, own)]
+                settled = all(map(operator.or_, plain, map(placed_alike, params, tensors)))
+                tensors[:] = [agreeing_local(grad, param) for grad, param in zip(tensors, params, strict=True)]
             else:
                 names = [functools.partial(_name, group, param) for param in params]
-                tensors[:] = [local_state(*entry) for entry in zip(tensors, specs, names, strict=True)]
+                tensors[:] = [local_state(*entry) for entry in zip(tensors, params, names, strict=True)]
                 settled = True
             if settled:
                 self._agreed[key] = (specs, own)
-        lists[1][:] = [g.wait() if isinstance(g, AsyncCollectiveTensor) else g for g in lists[1]]
+        lists[1][:] = map(arrived, lists[1])
         shown, params[:] = list(params), local_tensors(params)
         if isinstance(self._optimizer(), optim.SGD) and group["momentum"] != 0:
             self._lent.append((list(params), shown))

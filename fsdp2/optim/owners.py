@@ -17,8 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2._torch.tensors import StridedShard, local_tensor, ranks_in
 from fsdp2.sharding.boxes import Box, numel, whole
+from fsdp2.sharding.mesh import listed_ranks
+from fsdp2.sharding.spec import cut_dim, on_this_rank
 
 __all__ = ["Route", "assign_owners", "boxes_of", "default_cost", "mesh_ranks"]
 
@@ -56,7 +57,7 @@ class Route:
 
 def mesh_ranks(param: DTensor) -> tuple[int, ...]:
     """The global ranks that a parameter lies on, in ascending order."""
-    return tuple(sorted(ranks_in(param.device_mesh)))
+    return tuple(sorted(listed_ranks(param.device_mesh)))
 
 
 def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
@@ -66,15 +67,15 @@ def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
         NotImplementedError: parts are not boxes (a partial sum, or pieces that interleave).
     """
     mesh, placements = param.device_mesh, param.placements
-    known = all(isinstance(p, (Shard, StridedShard, Replicate)) for p in placements)
+    known = all(isinstance(p, Replicate) or cut_dim(p) is not None for p in placements)
     found: dict[int, Box] = {}
     if known:
         sizes = tuple(mesh.shape)
         coordinates = itertools.product(*map(range, sizes))  # in the order of the mesh's elements
-        for rank, coordinate in zip(ranks_in(mesh), coordinates):
+        for rank, coordinate in zip(listed_ranks(mesh), coordinates):
             found[rank] = _box(tuple(param.shape), placements, sizes, coordinate)
     mine = found.get(mesh.get_rank())
-    if mine is None or tuple(length for _, length in mine) != tuple(local_tensor(param).shape):
+    if mine is None or tuple(length for _, length in mine) != tuple(on_this_rank(param).shape):
         raise NotImplementedError(
             f"{where}: its pieces are not known here; got a DTensor placed as {placements} on {mesh}, expected pieces "
             "cut by Shard and Replicate on a mesh with this rank; redistribute it, or leave it to another optimizer"
@@ -87,13 +88,12 @@ def _box(
 ) -> Box:
     box = list(whole(shape))
     # A strided dimension cuts what the others of its tensor dimension have cut before, wherever it stands in the mesh.
-    for i in sorted(range(len(sizes)), key=lambda i: isinstance(placements[i], StridedShard)):
-        placement = placements[i]
-        if isinstance(placement, (Shard, StridedShard)):
-            start, size = box[placement.dim]
+    for i in sorted(range(len(sizes)), key=lambda i: type(placements[i]) is not Shard):
+        if (dim := cut_dim(placements[i])) is not None:
+            start, size = box[dim]
             chunk = -(-size // sizes[i])
             first = min(coordinate[i] * chunk, size)
-            box[placement.dim] = (start + first, min(chunk, size - first))
+            box[dim] = (start + first, min(chunk, size - first))
     return tuple(box)
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import local_tensor
 from fsdp2.optim.owners import Route, assign_owners, boxes_of, mesh_ranks
 from fsdp2.sharding.boxes import Box, numel, whole
 from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["Owned", "Ownership", "RankSet"]
 
@@ -48,7 +48,7 @@ class Owned:
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the whole tensor, as the parameter lay before it was sharded."""
-        device = local_tensor(self.param).device
+        device = on_this_rank(self.param).device
         return torch.empty_strided(self.route.shape, self.param.stride(), dtype=dtype, device=device)
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.hooks import outside_dynamo
-from fsdp2._torch.tensors import local_tensor
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.index import originals_remembered, param_of, remember_originals
 from fsdp2.engine.kept import note_optimizer_step
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["follow_parameters", "repair"]
 
@@ -71,8 +70,7 @@ def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam
         if not tensor or (value.numel() == 1 and value.shape != original.shape):
             cut[key] = value
         elif value.shape == original.shape:
-            plain = local_tensor(value) if isinstance(value, DTensor) else value
-            local = spec.cut(plain.detach()).clone()
+            local = spec.cut(on_this_rank(value).detach()).clone()
             cut[key] = spec.shard(local) if value.dtype == managed.dtype else spec.shard_as(local)
         else:
             raise RuntimeError(

@@ -13,10 +13,11 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.hooks import dynamo_is_tracing
-from fsdp2._torch.tensors import dtensor_spec, local_tensor, python_attributes, pytree
 from fsdp2.autograd.hooks import hook_next_step, settle_optimizer
-from fsdp2.engine.param import lend_gradient
+from fsdp2.autograd.trees import map_leaves
+from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import agreeing_local, local_state, shown_state
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["step_on_proxies"]
 
@@ -88,7 +89,7 @@ class _Loan:
                 state[key] = entry
         gradients = []
         for param, (_, proxy) in self._proxies.items():
-            grad = None if param.grad is None else agreeing_local(param.grad, dtensor_spec(param))
+            grad = None if param.grad is None else agreeing_local(param.grad, param)
             gradients.append((proxy, grad))
         for proxy, grad in gradients:
             lend_gradient(proxy, grad)
@@ -130,30 +131,25 @@ class _Loan:
             return shown_state(value, param) if known is None else known
 
         if not isinstance(entry, dict):
-            return pytree.tree_map(shown, entry)
-        return {
-            k: v if k == "step" and id(v) not in self._shown else pytree.tree_map(shown, v) for k, v in entry.items()
-        }
+            return map_leaves(shown, entry)
+        return {k: v if k == "step" and id(v) not in self._shown else map_leaves(shown, v) for k, v in entry.items()}
 
 
 def _proxy(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
     """The local tensor of ``param`` and a plain parameter on the same memory, the one there was if it still is that."""
-    local = local_tensor(param)
+    local = on_this_rank(param)
     if known is not None and known[0] is local and known[1].requires_grad == param.requires_grad:
         return known
-    proxy = nn.Parameter(local, requires_grad=param.requires_grad)
-    proxy.__dict__.update(python_attributes(param))
-    return local, proxy
+    return local, parameter_like(param, local)
 
 
 def _localize(entry: Any, param: Any, shown: dict[int, DTensor]) -> Any:
     """``entry``, the state of ``param``, in local tensors; ``shown`` gets the DTensor of each by the local's id."""
-    spec = dtensor_spec(param)
 
     def localize(value: Any) -> Any:
-        local = local_state(value, spec, lambda: f"a parameter of shape {tuple(param.shape)}")
+        local = local_state(value, param, lambda: f"a parameter of shape {tuple(param.shape)}")
         if isinstance(value, DTensor):
             shown[id(local)] = value
         return local
 
-    return pytree.tree_map(localize, entry)
+    return map_leaves(localize, entry)

@@ -1,10 +1,12 @@
-"""Lists of tensors regrouped for operators that read every element: few calls, and no rounding that adds up."""
+"""Operators that read every element of a list of tensors: few calls, and no rounding that adds up."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["joined", "split_for_norms"]
+from fsdp2._torch.optimizers import check_finite_and_unscale, foreach_mul, foreach_norm
+
+__all__ = ["joined", "norms_of", "scale", "split_for_norms", "unscale"]
 
 # On a CPU torch sums a whole tensor in a handful of float32 lanes: a norm of 10 million elements is wrong in the fourth
 # digit, one of 64 Ki in the seventh. A call for that many costs no more than two percent.
@@ -48,4 +50,37 @@ def split_for_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             found += tensor.view(-1).split(_ELEMENTS)
         else:
             found.append(tensor)
+    return found
+
+
+def norms_of(tensors: list[torch.Tensor], order: float, *, at_once: bool) -> torch.Tensor:
+    """The norms of ``tensors`` (of one device and dtype) or of pieces of them, 1D; of half precision in float32."""
+    tensors = split_for_norms(tensors)
+    dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    if at_once:
+        return torch.stack(list(foreach_norm(tensors, order, dtype=dtype)))
+    return torch.stack([torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors])
+
+
+def scale(tensors: list[torch.Tensor], factor: torch.Tensor, *, at_once: bool) -> None:
+    """Multiply ``tensors``, which lie on one device, by ``factor``, a single number on any."""
+    factor = factor.to(tensors[0].device)
+    if at_once:
+        foreach_mul(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def unscale(
+    tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    """Multiply by ``factor`` in place; by device, 1.0 added to ``found_inf`` where an element is not finite."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    found = {found_inf.device: found_inf}
+    for (device, _), same in alike.items():
+        here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+        check_finite_and_unscale(same, here, factor.to(device))
     return found

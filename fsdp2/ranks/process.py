@@ -25,7 +25,7 @@ from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.saving import conflicting_save
 from fsdp2.ranks.start import compare
-from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
 __all__ = ["monitor_ranks", "set_rank_checks"]
 
@@ -152,9 +152,9 @@ def monitor_ranks(root: RootContext, kind: str, error: RuntimeError | None) -> R
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.mesh.size(), default=None)
     if process is None or mesh is None or mesh.mesh.size() == 1:
         return None
-    ranks = tuple(mesh.mesh.mesh.flatten().tolist())
+    ranks = tuple(listed_ranks(mesh.mesh))
     # What lies on a smaller mesh (experts) is another thing elsewhere, in number, shape and values.
-    shared = [group for group in groups if set(group.mesh.mesh.mesh.flatten().tolist()) == set(ranks)]
+    shared = [group for group in groups if set(listed_ranks(group.mesh.mesh)) == set(ranks)]
     board = process.board(ranks, mesh)
     met = compare(board, root, shared, kind, error)
     if mesh.first.backend == "gloo":

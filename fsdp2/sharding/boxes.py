@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2._torch.tensors import DTensorSpec
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import align
 from fsdp2.sharding.spec import ShardedSpec
@@ -112,30 +113,30 @@ def box_of(spec: ShardedSpec, name: str) -> Box:
     if spec.full is None or meta is None:
         box = whole(layout.shape)
     else:
-        box = box_on_mesh(spec.full, tuple(meta.shape), name)
+        box = box_on_mesh(tuple(meta.shape), spec.full.mesh, spec.full.placements, name)
     if layout.dim is None:
         return box
     start, length = layout.bounds(spec.rank)
     return (*box[: layout.dim], (box[layout.dim][0] + start, length), *box[layout.dim + 1 :])
 
 
-def box_on_mesh(spec: DTensorSpec, shape: tuple[int, ...], name: str) -> Box:
+def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> Box:
     """What this rank holds of a DTensor of ``shape``.
 
     Raises:
         NotImplementedError: that is no box, or this rank is not on the mesh.
     """
-    here, box = spec.mesh.get_coordinate(), list(whole(shape))
-    for i, placement in enumerate(spec.placements):
+    here, box = mesh.get_coordinate(), list(whole(shape))
+    for i, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
         if type(placement) is not Shard or here is None:
             raise NotImplementedError(
-                f"{name}: its pieces are no boxes; got a DTensor placed as {spec.placements} on {spec.mesh}, expected "
+                f"{name}: its pieces are no boxes; got a DTensor placed as {placements} on {mesh}, expected "
                 "Shard and Replicate alone, on a mesh with this rank; redistribute it first"
             )
         start, length = box[placement.dim]
-        first, held = ShardLayout((length,), (1,), 0, spec.mesh.size(i)).bounds(here[i])
+        first, held = ShardLayout((length,), (1,), 0, mesh.size(i)).bounds(here[i])
         box[placement.dim] = (start + first, held)
     return tuple(box)
 

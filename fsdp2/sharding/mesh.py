@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order
+from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order, without_dispatch
 from fsdp2.policies import DataParallelMeshDims
 
-__all__ = ["Axis", "DataParallelMesh", "default_mesh", "regroup", "simulated_backend"]
+__all__ = ["Axis", "DataParallelMesh", "default_mesh", "listed_ranks", "regroup", "simulated_backend"]
 
 
 # A group sorts its ranks unless this says otherwise; gradients cut for one order must not be sent in another.
@@ -25,6 +25,12 @@ _IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(d
 
 
 _NCCL = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
+
+
+def listed_ranks(mesh: DeviceMesh) -> list[int]:
+    """The ranks of ``mesh`` in the order of its elements, also where a mode makes fake tensors of everything."""
+    with without_dispatch():
+        return mesh.mesh.flatten().tolist()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2._torch.tensors import (
+    AsyncCollectiveTensor,
     DTensorSpec,
     StridedShard,
     TensorMeta,
@@ -24,7 +26,37 @@ from fsdp2._torch.tensors import (
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
 
-__all__ = ["ShardedSpec", "dense_strides", "with_dtype"]
+__all__ = ["ShardedSpec", "arrived", "cut_dim", "dense_strides", "dtensor_like", "on_this_rank", "placed_alike"]
+
+
+def on_this_rank(tensor: Any) -> Any:
+    """The part of ``tensor`` on this rank: the very tensor that a DTensor holds, any other itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def dtensor_like(shard: Any, local: torch.Tensor) -> DTensor:
+    """The DTensor whose part on this rank is ``local``, in its own dtype, and which lies like ``shard`` otherwise."""
+    return dtensor_from_local(local, _with_dtype(dtensor_spec(shard), local.dtype))
+
+
+def placed_alike(one: Any, other: Any) -> bool:
+    """Whether both are DTensors, with the same elements on each rank; their dtypes may differ."""
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return False
+    mine, theirs = dtensor_spec(one), dtensor_spec(other)
+    if mine is theirs:
+        return True
+    return mine.placements == theirs.placements and mine.shape == theirs.shape and mine.mesh == theirs.mesh
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, waited for where a collective of tensor parallelism still fills it."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """The dimension that ``placement`` cuts, be it into pieces that interleave; None if it cuts none."""
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -63,7 +95,7 @@ class ShardedSpec:
             ValueError: with ``dp_mesh_dims``, ``param`` does not lie on the mesh as it must.
         """
         is_dtensor = isinstance(param, DTensor)
-        local = local_tensor(param) if is_dtensor else param
+        local = on_this_rank(param)
         dim = _shard_dim(local, placement, name)
         layout = ShardLayout(tuple(local.shape), dense_strides(local), dim, mesh.shard.size)
         if mesh.spmd is not None:
@@ -101,12 +133,12 @@ class ShardedSpec:
         """The placement of ``param`` that pads least, the same on every rank; None for a scalar."""
         local, shape = param, list(param.shape)
         if isinstance(param, DTensor):  # whose local tensors may differ in size: the first rank's counts
-            local, placed = local_tensor(param), dtensor_spec(param)
-            for i, placement in enumerate(placed.placements):
-                if isinstance(placement, (Shard, StridedShard)):
-                    shape[placement.dim] = -(-shape[placement.dim] // placed.mesh.size(i))
-        dim = ShardLayout.least_padded(tuple(shape), dense_strides(local), mesh.shard.size).dim
-        return None if dim is None else Shard(dim)
+            local = local_tensor(param)
+            for i, placement in enumerate(param.placements):
+                if (dim := cut_dim(placement)) is not None:
+                    shape[dim] = -(-shape[dim] // param.device_mesh.size(i))
+        best = ShardLayout.least_padded(tuple(shape), dense_strides(local), mesh.shard.size).dim
+        return None if best is None else Shard(best)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -146,21 +178,21 @@ class ShardedSpec:
 
     def shard_as(self, local: torch.Tensor) -> DTensor:
         """Like ``shard``, for a piece of another dtype than the parameter's."""
-        return dtensor_from_local(local, with_dtype(self.dtensor, local.dtype))
+        return dtensor_from_local(local, _with_dtype(self.dtensor, local.dtype))
 
     @staticmethod
     def shards_as(specs: Sequence[ShardedSpec], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
         """``shard_as`` of each; one pass in Python over what may be thousands."""
         placed = [spec.dtensor for spec in specs]
         if any([spec.tensor_meta.dtype != local.dtype for spec, local in zip(placed, locals_)]):  # type: ignore[union-attr]  # a shard's has one
-            placed = [with_dtype(spec, local.dtype) for spec, local in zip(placed, locals_)]
+            placed = [_with_dtype(spec, local.dtype) for spec, local in zip(placed, locals_)]
         return dtensors_from_locals(locals_, placed)
 
     def wrap_full(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as forward must see it: a DTensor again where the original was one."""
         if self.full is None:
             return tensor
-        return dtensor_from_local(tensor, with_dtype(self.full, tensor.dtype))
+        return dtensor_from_local(tensor, _with_dtype(self.full, tensor.dtype))
 
     def of_plain(self, plain: torch.Tensor) -> torch.Tensor:
         """What this rank computes with of ``plain``; communicates nothing."""
@@ -196,7 +228,7 @@ class ShardedSpec:
         return ShardedSpec(layout, Axis.of(grouped, 1).rank, spec, self.full, self.dp_dims)
 
 
-def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """``spec`` for values of ``dtype``, the same object where it is that already."""
     meta = spec.tensor_meta
     if meta is None or meta.dtype == dtype:

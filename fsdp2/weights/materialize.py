@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import dtensor_from_local, dtensor_spec, local_tensor, python_attributes
-from fsdp2.engine.param import Slot
+from fsdp2.engine.param import Slot, parameter_like
+from fsdp2.sharding.spec import dtensor_like, on_this_rank
 from fsdp2.weights.select import Place
 
 __all__ = ["materialize"]
@@ -35,7 +35,7 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
         elif isinstance(place.tensor, nn.Parameter):
             new = _empty_like(place.tensor, device)
             if weakref.getweakrefs(place.tensor):  # an LSTM's: torch cannot swap these
-                place.tensor = _parameter_like(place.tensor, new)
+                place.tensor = parameter_like(place.tensor, new)
                 for module, name in place.slots:
                     Slot(module, name).show(place.tensor)
             else:
@@ -64,16 +64,10 @@ def _shard_of(place: Place, going: set[object]) -> torch.Tensor:
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        return dtensor_from_local(torch.empty_like(local_tensor(tensor), device=device), dtensor_spec(tensor))
+        return dtensor_like(tensor, torch.empty_like(on_this_rank(tensor), device=device))
     return torch.empty_like(tensor, device=device)
 
 
 def _swap(param: torch.Tensor, new: torch.Tensor) -> None:
     """Let the object ``param``, its attributes and hooks stay, and its memory be that of ``new``."""
-    torch.utils.swap_tensors(param, _parameter_like(param, new))
-
-
-def _parameter_like(param: torch.Tensor, new: torch.Tensor) -> nn.Parameter:
-    made = nn.Parameter(new, requires_grad=param.requires_grad)
-    made.__dict__.update(python_attributes(param))
-    return made
+    torch.utils.swap_tensors(param, parameter_like(param, new))

@@ -16,12 +16,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.modules import non_persistent_buffers
-from fsdp2._torch.tensors import dtensor_spec, local_tensor
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below, managed_slots
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.engine.unit import get_state, live_states
 from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
+from fsdp2.sharding.spec import on_this_rank
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
 
@@ -59,7 +59,7 @@ class Place:
     @property
     def local(self) -> torch.Tensor:
         """What this rank holds, as a plain tensor."""
-        return local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor
+        return on_this_rank(self.tensor)
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -76,7 +76,7 @@ class Place:
         if self.param is not None:
             return box_of(self.param.spec, self.name)
         if isinstance(self.tensor, DTensor):
-            return box_on_mesh(dtensor_spec(self.tensor), self.shape, self.name)
+            return box_on_mesh(self.shape, self.tensor.device_mesh, self.tensor.placements, self.name)
         return whole(self.shape)
 
     @cached_property

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import local_tensor
 from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
 from fsdp2.engine.unit import FSDPState
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["use_weights"]
 
@@ -75,4 +74,4 @@ def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
 
 def _memory(tensor: Any) -> torch.UntypedStorage:
     """What tells whether two tensors share memory, whether it exists now or not."""
-    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    return on_this_rank(tensor).untyped_storage()

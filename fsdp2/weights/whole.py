@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import AsyncCollectiveTensor, dtensor_from_local, dtensor_spec, foreach_copy, local_tensor
 from fsdp2.comm.collectives import all_gather, gather_bytes
-from fsdp2.comm.pieces import piece_pairs
+from fsdp2.comm.pieces import copy_all, piece_pairs
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.mesh import Axis, DataParallelMesh
 from fsdp2.sharding.packing import align
-from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.sharding.spec import ShardedSpec, arrived, dtensor_like, on_this_rank
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Selection
 
@@ -26,7 +25,6 @@ __all__ = [
     "check_gatherable",
     "check_same",
     "gather_whole",
-    "is_cut_like",
     "own_memory",
     "whole_of",
 ]
@@ -197,7 +195,8 @@ def _complete(
     else:
         full = source.empty().copy_(piece) if source.axis is None else full
         if full is not None and source.spec.full is not None:
-            full = _exact(_full_tensor(source.spec.wrap_full(full)))
+            wrapped: Any = source.spec.wrap_full(full)
+            full = _exact(arrived(wrapped.full_tensor()))
     return full.to(device or full.device, source.dtype) if keep and full is not None else None
 
 
@@ -229,25 +228,19 @@ def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
     pairs = []
     for full, slot, source in zip(fulls, slots, sources):
         pairs += [] if full is None else piece_pairs(full, slot, source.spec.layout)
-    if pairs:
-        foreach_copy([target for target, _ in pairs], [piece for _, piece in pairs])
+    copy_all([target for target, _ in pairs], [piece for _, piece in pairs])
     return fulls
 
 
 @torch.no_grad()
 def whole_of(value: DTensor) -> torch.Tensor:
     """The whole tensor of any DTensor, in memory of its own; every rank of its mesh must call it."""
-    device, local = value.device_mesh.device_type, local_tensor(value)
+    device, local = value.device_mesh.device_type, on_this_rank(value)
     if local.device.type not in (device, "meta"):  # what was offloaded cannot be sent
         local = local.to(device)
-    full = _full_tensor(dtensor_from_local(local.detach(), dtensor_spec(value)))
-    shares = not full.is_meta and full.numel() and full.data_ptr() == local_tensor(value).data_ptr()
+    full = arrived(dtensor_like(value, local.detach()).full_tensor())
+    shares = not full.is_meta and full.numel() and full.data_ptr() == on_this_rank(value).data_ptr()
     return full.clone() if shares else _exact(full)
-
-
-def _full_tensor(value: Any) -> torch.Tensor:
-    full = value.full_tensor()
-    return full.wait() if isinstance(full, AsyncCollectiveTensor) else full  # type: ignore[no-any-return]
 
 
 def _exact(full: torch.Tensor) -> torch.Tensor:
@@ -261,12 +254,3 @@ def own_memory(local: torch.Tensor, spec: ShardedSpec, device: torch.device) -> 
     """A copy of ``local``, this rank's piece, in memory of its own, strided as shards are."""
     own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=local.dtype, device=device)
     return own if own.is_meta else own.copy_(local)
-
-
-def is_cut_like(value: object, param: object) -> bool:
-    """Whether ``value`` and ``param`` are DTensors with the same pieces."""
-    if not isinstance(value, DTensor) or not isinstance(param, DTensor):
-        return False
-    mine, other = dtensor_spec(param), dtensor_spec(value)
-    same = mine.mesh is other.mesh or mine.mesh == other.mesh
-    return same and mine.placements == other.placements and value.shape == param.shape

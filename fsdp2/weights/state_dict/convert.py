@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import local_tensor
 from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
+from fsdp2.sharding.spec import on_this_rank
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import ranks_of
 from fsdp2.weights.state_dict.pieces import piece_of
@@ -45,7 +45,7 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
     names: dict[str, Source] = {}
     for key, item in zip(keys, items):
         if isinstance(item.value, DTensor) and key not in sources:
-            piece = item.value if item.param is None else local_tensor(item.value).detach()
+            piece = item.value if item.param is None else on_this_rank(item.value).detach()
             sources[key] = names[item.name] = Source.of(piece, item.param)
     check_same(names, groups_below(model), ranks)
     device = torch.device("cpu") if config.offload_to_cpu else None

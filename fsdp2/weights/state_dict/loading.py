@@ -14,9 +14,10 @@ from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.sharding.spec import placed_alike
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
 from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
-from fsdp2.weights.whole import is_cut_like, own_memory, whole_of
+from fsdp2.weights.whole import own_memory, whole_of
 
 __all__ = ["after_load_tree", "before_load_tree", "hook_group"]
 
@@ -61,7 +62,7 @@ class _ShardLoader:
         elif isinstance(value, torch.Tensor):
             if sharded.ndim == 0 and tuple(value.shape) == (1,):  # as torch loads what very old versions saved
                 value = value[0]
-            if value.shape != sharded.shape or is_cut_like(value, sharded):
+            if value.shape != sharded.shape or placed_alike(value, sharded):
                 return value
             whole = whole_of(value) if isinstance(value, DTensor) else value.detach()
             local = param.spec.cut(param.spec.of_plain(whole))

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2._torch.tensors import pytree
+from fsdp2.autograd.trees import keys_in, map_leaves, take_apart
 from fsdp2.optim.prebuilt import repair
 from fsdp2.sharding.boxes import Entry, Part
+from fsdp2.sharding.spec import placed_alike
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, ranks_of, select
@@ -20,7 +21,7 @@ from fsdp2.weights.state_dict.convert import Item, convert
 from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
 from fsdp2.weights.state_dict.settings import get_state_dict_type
 from fsdp2.weights.transfer import transfer
-from fsdp2.weights.whole import is_cut_like, own_memory, whole_of
+from fsdp2.weights.whole import own_memory, whole_of
 
 __all__ = ["optim_state_dict", "optim_state_dict_to_load"]
 
@@ -56,17 +57,17 @@ def optim_state_dict(
     for key, state in given["state"].items():
         place = places.get(by_key.get(key))
         names.append(key if place is None else place.name)
-        leaves, tree = pytree.tree_flatten(state, is_leaf=is_piece)
-        trees.append(tree)
+        leaves, rebuild = take_apart(state, is_piece)
+        trees.append((rebuild, len(leaves)))
         for i, leaf in enumerate(leaves):
-            param = place.param if place is not None and is_cut_like(leaf, place.tensor) else None
+            param = place.param if place is not None and placed_alike(leaf, place.tensor) else None
             items.append(Item(leaf, f"{names[-1]}: state {i}", param))
     settings = get_state_dict_type(model)
     converted = convert(items, model, settings.state_dict_type, settings.optim_state_dict_config)
     if converted is None:
         return {}
     values = iter(converted)
-    states = [pytree.tree_unflatten([next(values) for _ in range(tree.num_leaves)], tree) for tree in trees]
+    states = [rebuild([next(values) for _ in range(count)]) for rebuild, count in trees]
     result: dict[str, Any] = {"state": dict(zip(names, states))}
     if "param_groups" in given:
         result["param_groups"] = [
@@ -204,13 +205,13 @@ def _convert_state(state_dict: Any, by_name: Mapping[str, Place], ranks: Ranks) 
     if received:
         with ranks.agreed():
             if ranks.first:
-                state_dict = pytree.tree_map(lambda value: _announce(value, sent), state_dict, is_leaf=is_piece)
+                state_dict = map_leaves(lambda value: _announce(value, sent), state_dict, is_piece)
         state_dict = ranks.share(state_dict)
-    leaves, tree = pytree.tree_flatten_with_path(state_dict, is_leaf=is_piece)
-    result = [leaf for _, leaf in leaves]
+    result, rebuild = take_apart(state_dict, is_piece)
+    keys = keys_in(state_dict, is_piece)
 
     def take(index: int, value: Any) -> None:
-        part, name, key, *_ = [str(getattr(step, "key", "")) for step in leaves[index][0]] + [""] * 3
+        part, name, key, *_ = *keys[index], "", "", ""
         place = by_name.get(clean_name(name)) if part == "state" else None
         if place is not None:
             result[index] = _value_to_load(value, place, f"{clean_name(name)}: {key}", counter=key == "step")
@@ -230,7 +231,7 @@ def _convert_state(state_dict: Any, by_name: Mapping[str, Place], ranks: Ranks) 
 
     with ranks.agreed():
         transfer(entries, ranks, largest, fill, lambda part, view: take(coming[part.index][0], view))
-    return pytree.tree_unflatten(result, tree)
+    return rebuild(result)
 
 
 def _announce(value: Any, sent: list[torch.Tensor]) -> Any:
@@ -261,7 +262,7 @@ def _value_to_load(value: Any, place: Place, where: str, *, counter: bool) -> to
         if problem:
             raise ValueError(problem)
         local = value["piece"].detach()
-    elif is_cut_like(value, param):
+    elif placed_alike(value, param):
         return value.detach().clone()
     else:
         whole = whole_of(value) if isinstance(value, DTensor) else value.detach()

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import dtensor_spec, local_tensor
 from fsdp2.sharding.boxes import box_of, box_on_mesh, narrow
-from fsdp2.sharding.spec import ShardedSpec
+from fsdp2.sharding.spec import ShardedSpec, on_this_rank
 
 __all__ = ["foreign_piece", "is_piece", "merge_local_state_dicts", "piece_of"]
 
@@ -31,9 +30,9 @@ def is_piece(value: object) -> bool:
 
 def piece_of(value: DTensor, spec: ShardedSpec | None, name: str) -> dict[str, Any]:
     """The piece of ``value``, whose local tensor it shares; ``spec`` is that of a managed parameter cut alike."""
-    box = box_on_mesh(dtensor_spec(value), tuple(value.shape), name) if spec is None else box_of(spec, name)
+    box = box_of(spec, name) if spec else box_on_mesh(tuple(value.shape), value.device_mesh, value.placements, name)
     offset = tuple(start for start, _ in box)
-    return {"piece": local_tensor(value).detach(), "shape": tuple(value.shape), "offset": offset}
+    return {"piece": on_this_rank(value).detach(), "shape": tuple(value.shape), "offset": offset}
 
 
 def foreign_piece(value: Mapping[str, Any], shape: Sequence[int], spec: ShardedSpec, name: str) -> str:

@@ -46,10 +46,10 @@ def states_below(module: nn.Module) -> list[FSDPState]:
     return list(dict.fromkeys(state for state in map(get_state, module.modules()) if state is not None))
 
 
-def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, tuple[FSDPParam, FSDPParamGroup]]:
-    """The managed parameter, and its group, that each place of a module shows, of the groups that ``states`` drive."""
+def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, FSDPParam]:
+    """The managed parameter that each place of a module shows, of the groups that ``states`` drive."""
     groups = dict.fromkeys(group for state in states for group in state.groups)
-    return {slot: (param, group) for group in groups for param in group.params for slot in param.slots}
+    return {slot: param for group in groups for param in group.params for slot in param.slots}
 
 
 def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGroup, FSDPState]:
@@ -61,10 +61,10 @@ def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGrou
     found: dict[FSDPParamGroup, FSDPState] = {}
     for inner in module.modules():
         for name in inner._parameters:
-            _, group = slots.get(Slot(inner, name), (None, None))
-            state = None if group is None else get_state(group.modules[0])
-            if group is not None and state is not None:
-                found.setdefault(group, state)
+            param = slots.get(Slot(inner, name))
+            state = None if param is None else get_state(param.group.modules[0])
+            if param is not None and state is not None:
+                found.setdefault(param.group, state)
     if required_by and not found:
         what = f"no parameter of {type(module).__name__} is managed by fsdp2.fully_shard"
         raise ValueError(f"{required_by}: {what}; shard it, or a module around it, first")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.engine.param import Slot, parameter_like
+from fsdp2.engine.param import parameter_like
 from fsdp2.sharding.spec import dtensor_like, on_this_rank
 from fsdp2.weights.select import Place
 
@@ -36,14 +36,14 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
             new = _empty_like(place.tensor, device)
             if weakref.getweakrefs(place.tensor):  # an LSTM's: torch cannot swap these
                 place.tensor = parameter_like(place.tensor, new)
-                for module, name in place.slots:
-                    Slot(module, name).show(place.tensor)
+                for slot in place.slots:
+                    slot.show(place.tensor)
             else:
                 _swap(place.tensor, new)
         else:
             place.tensor = _empty_like(place.tensor, device)
-            for module, name in place.slots:
-                setattr(module, name, place.tensor)
+            for slot in place.slots:
+                setattr(slot.module, slot.name, place.tensor)
     for group in dict.fromkeys(place.param.group for place in waiting if place.param is not None):
         group.adopt_shards()
 

@@ -38,7 +38,7 @@ class Place:
     names: list[str]
     tensor: torch.Tensor
     param: FSDPParam | None = None
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
     _staged: torch.Tensor | None = field(default=None, repr=False)
 
     @property
@@ -219,19 +219,20 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
     for group in groups_below(module):
         group.adopt_shards()
     slots = managed_slots(live_states())
-    shown = {id(t): own for own in slots.values() for t in (own[0].sharded, own[0].full, own[0].subgroup)}
+    shown = {id(t): param for param in slots.values() for t in (param.sharded, param.full, param.subgroup)}
     places: dict[int, Place] = {}
     left_out: dict[int, Place] = {}
     extras: dict[str, nn.Module] = {}
     for prefix, inner in _modules(module, recurse):
         skipped = non_persistent_buffers(inner)
         for name, tensor, is_buffer in _own_tensors(inner):
-            param, _ = slots.get(Slot(inner, name)) or shown.get(id(tensor)) or (None, None)
+            slot = Slot(inner, name)
+            param = slots.get(slot) or shown.get(id(tensor))
             kept = tensor if param is None or param.sharded is None else param.sharded
             into = left_out if is_buffer and name in skipped else places
             place = into.setdefault(id(kept), Place([], kept, param))
             place.names.append(clean_name(f"{prefix}.{name}" if prefix else name))
-            place.slots.append((inner, name))
+            place.slots.append(slot)
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             extras[clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")] = inner
     return Selection(list(places.values()), list(left_out.values()), extras)

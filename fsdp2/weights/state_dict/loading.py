@@ -127,7 +127,7 @@ def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str,
         value = state_dict.get(key)
         managed = slots.get(Slot(owner, name))
         if is_piece(value) and managed is not None:
-            problems.append(_wrong_piece(value, managed[0], clean_name(key)))  # type: ignore[arg-type]  # a piece is
+            problems.append(_wrong_piece(value, managed, clean_name(key)))  # type: ignore[arg-type]  # a piece is
         elif not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(tensor):
             continue
         elif value.shape != tensor.shape:

@@ -90,7 +90,7 @@ def _params_by_name(module: nn.Module, own: Setting) -> dict[str, tuple[FSDPPara
     found: dict[str, tuple[FSDPParam | None, StateDictSettings]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         for name in inner._parameters:
-            param, _ = slots.get(Slot(inner, name), (None, None))
+            param = slots.get(Slot(inner, name))
             if param is not None:
                 setting = inner.__dict__.get(SETTING) or own  # own for modules that came later
                 found[clean_name(f"{path}.{name}" if path else name)] = (param, setting.settings)

@@ -234,6 +234,28 @@ def _fail(*unused: object) -> None:
     raise KeyError("the user's own")
 
 
+class Handing(nn.Module):
+    """Has the state dict of the module inside it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def state_dict(self, *args, **kwargs):
+        return self.inner.state_dict(*args, **kwargs)
+
+
+@on_ranks(2)
+def test_a_state_dict_inside_another(rank, world):
+    """One that a module hands on to the module inside it, or that a hook makes on the way, is whole as well."""
+    outer = Handing(shard(build()))
+    assert_equal(save(outer, "full"), build().state_dict())
+    inside = []
+    outer.inner.last.register_state_dict_post_hook(lambda *unused: inside.append(outer.inner.first.state_dict()))
+    assert_equal(save(outer.inner, "full"), build().state_dict())
+    assert_equal(inside[0], build().first.state_dict())
+
+
 @on_ranks(2)
 def test_hooks_and_extra_state(rank, world):
     """Hooks of the user's see shards, may rename, and what is no tensor passes as it is."""

@@ -7,8 +7,7 @@ import ctypes
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +61,14 @@ class WeightFiles:
             FileNotFoundError: a file is.
             ValueError: a file is no complete safetensors file, an index is wrong, or a folder does not tell which.
         """
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"{where}: reading needs the package safetensors, which is not installed; pip install 'fsdp2[weights]'"
-            ) from error
         self._found: dict[str, tuple[Any, str]] = {}
         self.given: dict[str, Entry] = {}
         file = _locate(Path(path), where)
-        indexed: dict[Path, list[str]] = {}
-        for key, name in _weight_map(file, where).items() if file.suffix == ".json" else ():
-            indexed.setdefault(file.parent / name, []).append(key)
-        opened = partial(safe_open, framework="pt", device="cpu")
-        for path, keys in indexed.items() if file.suffix == ".json" else [(file, None)]:
-            self._add(path, keys, where, lambda name: stack.enter_context(opened(name)))
+        listed: Mapping[Path, list[str] | None] = {file: None}
+        if file.suffix == ".json":
+            listed = _index(file, where)
+        for file, keys in listed.items():
+            self._add(file, keys, where, stack.enter_context(_open(file, where)))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in ``box`` of a tensor, mapped from its file."""
@@ -84,18 +76,8 @@ class WeightFiles:
         part = handle.get_slice(key)
         return part[tuple(slice(start, start + length) for start, length in box)] if box else part[...]
 
-    def _add(self, path: Path, keys: list[str] | None, where: str, opened: Callable[[str], Any]) -> None:
-        if not path.is_file():
-            raise FileNotFoundError(f"{where}: {path} is missing; its index names it; copy it there as well")
-        try:
-            handle = opened(str(path))
-        except OSError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"{where}: {path} is not a complete safetensors file; got {error}, expected a header and all the "
-                "bytes that it lists; copy or write it again"
-            ) from error
+    def _add(self, path: Path, keys: list[str] | None, where: str, handle: Any) -> None:
+        """Take in what a file has: the tensors that its index lists, or all."""
         there = set(handle.keys())
         for key in there if keys is None else keys:
             if key not in there:
@@ -130,11 +112,12 @@ def _locate(path: Path, where: str) -> Path:
     return path
 
 
-def _weight_map(path: Path, where: str) -> dict[str, str]:
+def _index(path: Path, where: str) -> dict[Path, list[str]]:
+    """The files that an index names, each with its tensors."""
+    files: dict[Path, list[str]] = {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(key, str) and isinstance(file, str) for key, file in found.items()):
-            raise TypeError("weight_map does not map names to files")
+        for key, name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items():
+            files.setdefault(path.parent / name, []).append(key)
     except OSError:
         raise
     except Exception as error:
@@ -142,7 +125,27 @@ def _weight_map(path: Path, where: str) -> dict[str, str]:
             f"{where}: {path} is not an index of safetensors files; got {type(error).__name__}: {error}; expected JSON "
             "with a weight_map from names to files; write it again"
         ) from error
-    return found
+    return files
+
+
+def _open(path: Path, where: str) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"{where}: reading needs the package safetensors, which is not installed; pip install 'fsdp2[weights]'"
+        ) from error
+    if not path.is_file():
+        raise FileNotFoundError(f"{where}: {path} is missing; its index names it; copy it there as well")
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{where}: {path} is not a complete safetensors file; got {error}, expected a header and all the bytes "
+            "that it lists; copy or write it again"
+        ) from error
 
 
 def write_header(file: Any, tensors: Sequence[tuple[str, Entry]]) -> None:

@@ -131,13 +131,18 @@ def _start(
 def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:
     """A gather between two ranks: each keeps its own piece and gets the other's."""
     assert axis.group is not None
-    halves, other = output.view(2, -1), 1 - axis.rank
+    halves = output.view(2, -1)
     halves[axis.rank].copy_(piece)
-    sizes = [0, 0]
-    sizes[other] = piece.numel()
-    what, target, options = ("gather", "all_to_all"), halves[other], _exchange_options(async_op)
-    work = _start(what, axis, [target], group_all_to_all, target, piece, sizes, sizes, options)
+    target, sizes, options = halves[1 - axis.rank], _sizes_of_others(piece, axis), _exchange_options(async_op)
+    work = _start(("gather", "all_to_all"), axis, [target], group_all_to_all, target, piece, sizes, sizes, options)
     return _works(work, axis, async_op)
+
+
+def _sizes_of_others(rows: torch.Tensor, axis: Axis) -> list[int]:
+    """Elements for each rank where ``rows`` (1D) has a row for each other rank, and none for this one."""
+    sizes = [rows.numel() // (axis.size - 1)] * axis.size
+    sizes[axis.rank] = 0
+    return sizes
 
 
 def _works(work: dist.Work | None, axis: Axis, async_op: bool, *, takes_limit: bool = True) -> list[Work]:
@@ -204,12 +209,18 @@ def reduce_scatter(
     return _works(work, axis, async_op, takes_limit=False)  # gloo's reduce-scatter waits on, whatever the limit
 
 
-def all_to_all(output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:
-    """Fill ``output`` with this rank's row of every rank's ``rows``, in rank order (both 1D)."""
+def all_to_all(
+    output: torch.Tensor, rows: torch.Tensor, axis: Axis, *, async_op: bool, with_own: bool = True
+) -> list[Work]:
+    """Fill ``output`` with this rank's row of every rank's ``rows``, in rank order (both 1D).
+
+    Neither has a row of this rank's own for itself unless ``with_own``.
+    """
     assert axis.group is not None
     output, rows = _real(output), _real(rows)
+    sizes: list[int] = [] if with_own else _sizes_of_others(rows, axis)
     what, options = ("reduce", "all_to_all"), _exchange_options(async_op)
-    work = _start(what, axis, [output], group_all_to_all, output, rows, [], [], options)
+    work = _start(what, axis, [output], group_all_to_all, output, rows, sizes, sizes, options)
     return _works(work, axis, async_op)
 
 

@@ -76,15 +76,17 @@ def decode(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
         values[:, whole * form.block :].copy_(tail[:, 0, :rest])
 
 
-def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat) -> None:
-    """Write the sum over rows of what was encoded to ``total`` (elements, float32)."""
+def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat, divisor: int = 1) -> None:
+    """Add the rows of what was encoded to ``total`` (elements, float32), and divide it by ``divisor``."""
     rows = encoded.scales.shape[0]
     blocks = total.view(-1, form.block)
     decoded = None
     for first, last in _pieces(blocks.expand(rows, *blocks.shape)):
         decoded = _memory(decoded, blocks[first:last].expand(rows, -1, -1))
         _read(encoded.part(first, last), decoded, form)
-        torch.sum(decoded, 0, out=blocks[first:last])
+        piece = blocks[first:last].add_(decoded[0] if rows == 1 else decoded.sum(0))
+        if divisor != 1:
+            piece.div_(divisor)
 
 
 def _memory(last: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

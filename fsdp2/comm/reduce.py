@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp2.comm.collectives import Work, all_gather, all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
-from fsdp2.comm.formats import Draw, decode, decode_sum, encode, encoded_views
+from fsdp2.comm.formats import Draw, Encoded, decode, decode_sum, encode, encoded_views
 from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
 from fsdp2.comm.scaling import Scaling
 from fsdp2.comm.streams import Lane, Retained
@@ -125,12 +125,12 @@ def reduce_chunk(
             yield
         finally:  # also when abandoned: memory must not be used again before communication is through with it
             _wait(scatter.works)
-    out, exchanged, event = scatter.out, scatter.exchanged, scatter.event
+    out, own, exchanged, event = scatter.out, scatter.own, scatter.exchanged, scatter.event
     del scatter
     if exchanged or defer_or_reduce is not None:
         with lane.after() as done:
             if exchanged:
-                out = _sum_rows(out, row.numel, plan)
+                out = _sum_rows(out, own, plan)
             go_on = defer_or_reduce is None or defer_or_reduce(_slots(out, row))
         event = done.event
         if not go_on:
@@ -166,7 +166,8 @@ def reduce_chunk(
 class _Scatter:
     """A reduction in flight: ``out`` is this rank's row of every rank (``exchanged``), or their sum already.
 
-    The host waits for ``works``, with the ``inputs`` that must live until then; ``event`` is its end on a lane.
+    What travels encoded has no row of this rank's for itself, which is ``own``, in float32. The host waits for
+    ``works``, with the ``inputs`` that must live until then; ``event`` is its end on a lane.
     """
 
     out: torch.Tensor
@@ -174,6 +175,7 @@ class _Scatter:
     works: Sequence[Work]
     inputs: torch.Tensor | None
     event: torch.Event | None
+    own: torch.Tensor | None = None
 
 
 def _wait(works: Sequence[Work]) -> None:
@@ -225,7 +227,7 @@ def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, re
 def _start_exchange(
     grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, form: BlockFormat, reductions: Retained
 ) -> _Scatter:
-    """Send each rank its row, encoded."""
+    """Send each other rank its row, encoded; this rank's own is added as it is."""
     lanes, lane, ranks = reductions.lanes, reductions.lanes.reduce, plan.shard.size
     with lanes.pack.after(lanes.compute) as packed:
         if _sends_as_it_is(grads, row, grads[0].dtype):
@@ -233,32 +235,38 @@ def _start_exchange(
         else:
             rows = torch.empty(row.numel * ranks, dtype=plan.reduce_dtype, device=grads[0].device)
             pack_gradients(grads, row, rows)
-        sent = _encode(rows, ranks, form, plan.compression.draw)
+        sent, own = _encode_for_others(rows, plan.shard, form, plan.compression.draw)
         del rows
     reductions.hold(packed.event, grads)
     grads.clear()
     with lane.after(packed.event) as done:
         out = torch.empty_like(sent)
-        works = all_to_all(out, sent, plan.shard, async_op=lane.async_op)
-    reductions.hold_rows(done.event, sent)
-    return _Scatter(out, True, works, sent if works else None, done.event)
+        works = all_to_all(out, sent, plan.shard, async_op=lane.async_op, with_own=False)
+        mine = own if lane.async_op else own.clone()  # in this lane's memory, since it becomes the sum
+    reductions.hold_rows(done.event, sent, own)
+    return _Scatter(out, True, works, sent if works else None, done.event, mine)
 
 
-def _encode(values: torch.Tensor, rows: int, form: BlockFormat, draw: Draw | None) -> torch.Tensor:
-    """``values`` (1D, rows one behind the other) as bytes, likewise."""
-    table = values.view(rows, -1)
-    sent = torch.empty(rows, form.nbytes(table.shape[1]), dtype=torch.uint8, device=values.device)
-    encode(table, encoded_views(sent, table.shape[1], form), form, draw)
-    return sent.view(-1)
+def _encode_for_others(
+    values: torch.Tensor, axis: Axis, form: BlockFormat, draw: Draw | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of ``values`` (1D, one per rank) for other ranks, as bytes, and a copy of this rank's own in float32."""
+    table, rank = values.view(axis.size, -1), axis.rank
+    sent = torch.empty(axis.size - 1, form.nbytes(table.shape[1]), dtype=torch.uint8, device=values.device)
+    into = encoded_views(sent, table.shape[1], form)
+    for rows, part in ((table[:rank], slice(rank)), (table[rank + 1 :], slice(rank, None))):
+        if len(rows):
+            encode(rows, Encoded(into.payload[part], into.scales[part]), form, draw)
+    return sent.view(-1), table[rank].to(torch.float32, copy=True)
 
 
-def _decoded_sum(received: torch.Tensor, numel: int, form: BlockFormat, axis: Axis, scaling: Scaling) -> torch.Tensor:
-    """The sum (or mean), in float32, of one encoded row of ``numel`` elements per rank of ``axis``."""
-    total = torch.empty(numel, dtype=torch.float32, device=received.device)
-    decode_sum(encoded_views(received.view(axis.size, -1), numel, form), total, form)
-    if scaling.average:
-        total /= axis.size
-    return total
+def _add_decoded(
+    received: torch.Tensor, own: torch.Tensor, axis: Axis, form: BlockFormat, scaling: Scaling
+) -> torch.Tensor:
+    """``own``, this rank's row in float32, made the sum (or mean) of it and the encoded rows of others."""
+    rows = encoded_views(received.view(axis.size - 1, -1), own.numel(), form)
+    decode_sum(rows, own, form, axis.size if scaling.average else 1)
+    return own
 
 
 def _reduce_over_copies(
@@ -266,22 +274,26 @@ def _reduce_over_copies(
 ) -> Generator[None, None, torch.Event | None]:
     """Replace ``out`` by its sum (or mean) over the replicate axis: each rank sums a part of it, and all get the sums.
 
-    Both travel encoded. A rank decodes its own part too, so that copies stay equal bit by bit.
+    Both travel encoded. A rank decodes its own part of the sums too, so that copies stay equal bit by bit.
     """
     axis, form, draw = plan.replicate, plan.compression.replicate, plan.compression.draw_again
     assert form is not None
     with lane.after(event):
-        sent = _encode(out, axis.size, form, draw)
+        sent, own = _encode_for_others(out, axis, form, draw)
         received = torch.empty_like(sent)
-        works = all_to_all(received, sent, axis, async_op=lane.async_op)
+        works = all_to_all(received, sent, axis, async_op=lane.async_op, with_own=False)
     yield from _until(works)
-    numel = out.numel() // axis.size
     with lane.after():
-        mine = _encode(_decoded_sum(received, numel, form, axis, plan.scaling), 1, form, draw)
-        works = all_gather([received], [mine], axis, async_op=lane.async_op)
+        total = _add_decoded(received, own, axis, form, plan.scaling)
+        mine = torch.empty(1, form.nbytes(total.numel()), dtype=torch.uint8, device=out.device)
+        encode(total.unsqueeze(0), encoded_views(mine, total.numel(), form), form, draw)
+        del sent, received, own, total
+        gathered = mine.new_empty(axis.size * mine.numel())
+        works = all_gather([gathered], [mine.view(-1)], axis, async_op=lane.async_op)
     yield from _until(works)
     with lane.after() as done:
-        decode(encoded_views(received.view(axis.size, -1), numel, form), out.view(axis.size, -1), form)
+        rows = out.view(axis.size, -1)
+        decode(encoded_views(gathered.view(axis.size, -1), rows.shape[1], form), rows, form)
     return done.event
 
 
@@ -300,10 +312,11 @@ def _allocate(numel: int, dtype: torch.dtype, device: torch.device, custom: Redu
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _sum_rows(rows: torch.Tensor, numel: int, plan: ReducePlan) -> torch.Tensor:
-    """The sum (or mean) of one row of ``numel`` elements per rank, in float32 at least."""
-    if plan.compression.reduce is not None:
-        return _decoded_sum(rows, numel, plan.compression.reduce, plan.shard, plan.scaling)
+def _sum_rows(rows: torch.Tensor, own: torch.Tensor | None, plan: ReducePlan) -> torch.Tensor:
+    """The sum (or mean) of one row per rank, in float32 at least; others' alone are encoded, where there is an own."""
+    form = plan.compression.reduce
+    if own is not None and form is not None:
+        return _add_decoded(rows, own, plan.shard, form, plan.scaling)
     wide = torch.float32 if plan.reduce_dtype.itemsize < 4 else plan.reduce_dtype
     first, second, *rest = rows.view(plan.shard.size, -1).unbind(0)
     # Adding row by row is up to twice as fast as a sum over the first dimension, and gives the same bits.

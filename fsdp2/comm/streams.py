@@ -287,10 +287,10 @@ class Retained:
         if event is not None:
             self._inputs.append(_Held(event, list(tensors)))
 
-    def hold_rows(self, event: torch.Event | None, rows: torch.Tensor) -> None:
+    def hold_rows(self, event: torch.Event | None, *rows: torch.Tensor) -> None:
         """Keep ``rows``, of the pack lane, until ``event`` of the reduce lane."""
         if event is not None:
-            self._rows.append(_Held(event, [rows]))
+            self._rows.append(_Held(event, list(rows)))
 
     def end(self, lane: Lane, event: torch.Event | None, *sums: torch.Tensor) -> None:
         """Let the end wait for ``event`` of ``lane``, and keep ``sums``, of the reduce lane, until then."""

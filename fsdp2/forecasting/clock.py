@@ -209,10 +209,16 @@ class Clock(TorchDispatchMode):
         if seconds:
             self.spans.append(Span(stream.name, kind, begin, stream.time, self.unit))
 
-    def _communicate(self, kind: str, nbytes: int, group: dist.ProcessGroup, lane: str, ready: float) -> float:
-        """Put one collective behind the others of ``group``, by default on a lane of its own; when it ends."""
+    def _communicate(
+        self, kind: str, nbytes: int, group: dist.ProcessGroup, lane: str, ready: float, *, with_own: bool = True
+    ) -> float:
+        """Put one collective behind the others of ``group``, by default on a lane of its own; when it ends.
+
+        The ``nbytes`` include this rank's part for itself, unless they are not ``with_own``.
+        """
         factor = 2 if kind == "all_reduce" else 1
-        seconds = self.hardware.collective_seconds(factor * nbytes, dist.get_process_group_ranks(group))
+        counted = factor * nbytes if with_own else nbytes * group.size() / max(group.size() - 1, 1)
+        seconds = self.hardware.collective_seconds(counted, dist.get_process_group_ranks(group))
         name = group.group_name
         axis = self.axes.get(name) or axis_name(group)
         begin = max(ready, self.host, self._free.get(name, 0.0))
@@ -230,7 +236,9 @@ class Clock(TorchDispatchMode):
         whole = args[1] if kind == "reduce_scatter" else args[0]
         stream = self._current[-1]
         nbytes = sum(map(nbytes_of, tensors_in(whole)))
-        stream.time = self._communicate(kind, nbytes, group, stream.name, stream.time)
+        sizes = named.get("output_split_sizes")
+        with_own = not sizes or sizes[group.rank()] > 0
+        stream.time = self._communicate(kind, nbytes, group, stream.name, stream.time, with_own=with_own)
         outputs = [finished_work() if "Work" in str(value.type) else args[0] for value in operator_returns(func)]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

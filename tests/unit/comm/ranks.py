@@ -79,6 +79,12 @@ def _exchanged(sent: list[Tensor], average: bool) -> list[Tensor]:
     return [torch.cat([row[rank] for row in rows]) for rank in range(len(sent))]
 
 
+def _swapped(sent: list[Tensor], average: bool) -> list[Tensor]:
+    ranks = range(len(sent))
+    rows = [tensor.reshape(len(sent) - 1, -1) for tensor in sent]
+    return [torch.cat([rows[other][rank - (rank > other)] for other in ranks if other != rank]) for rank in ranks]
+
+
 def _reduced(sent: list[Tensor], average: bool) -> list[Tensor]:
     total = torch.stack(sent).sum(0, dtype=sent[0].dtype)
     return [total / len(sent) if average else total] * len(sent)
@@ -89,7 +95,13 @@ def _scattered(sent: list[Tensor], average: bool) -> list[Tensor]:
     return list(total)
 
 
-_ANSWERS = {"all_gather": _gathered, "all_to_all": _exchanged, "all_reduce": _reduced, "reduce_scatter": _scattered}
+_ANSWERS = {
+    "all_gather": _gathered,
+    "all_to_all": _exchanged,
+    "swap": _swapped,
+    "all_reduce": _reduced,
+    "reduce_scatter": _scattered,
+}
 
 
 def axes(size: int, backend: str = "simulated") -> list[Axis]:
@@ -111,8 +123,8 @@ def _all_gather(outputs: list[Tensor], inputs: list[Tensor], axis: Axis, *, cust
     return [work for out, one in pairs for work in axis.group.post(axis.rank, Message("all_gather", out, one))]
 
 
-def _all_to_all(output: Tensor, rows: Tensor, axis: Axis, *, async_op: bool) -> Any:
-    return axis.group.post(axis.rank, Message("all_to_all", output, rows))
+def _all_to_all(output: Tensor, rows: Tensor, axis: Axis, *, async_op: bool, with_own: bool = True) -> Any:
+    return axis.group.post(axis.rank, Message("all_to_all" if with_own else "swap", output, rows))
 
 
 def _reduce_scatter(output: Tensor, rows: Tensor, axis: Axis, *, average: bool, **rest: Any) -> Any:

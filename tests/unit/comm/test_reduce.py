@@ -446,7 +446,20 @@ def test_encoded_gradients_become_means_within_a_step(cuts, replicas, formats, b
             assert not error.numel() or error.max() <= 3 * 8 / 127 * 1.1 * (1 if by_chance else 0.5)
             assert torch.equal(pieces[i], made.delivered[rank % ranks][i])
     if formats[0] is not None:
-        assert made.sent().sent.nbytes == ranks * INT8.nbytes(made.row.numel)
+        assert made.sent().sent.nbytes == (ranks - 1) * INT8.nbytes(made.row.numel)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_adds_its_own_row_as_it_is(ranks: int) -> None:
+    """What does not travel is not rounded: where the others have zeros, the mean is exact."""
+    layout = ShardLayout((6, 64), (64, 1), 0, ranks)
+    for rank in range(ranks):
+        made = Chunk([layout], pad_to=16, options={"compression": Compression(BlockFormat("int4", 16), None, Noise(1))})
+        grads = [[torch.zeros(6, 64)] for _ in range(ranks)]
+        grads[rank][0].copy_(torch.randn(6, 64, generator=torch.Generator().manual_seed(rank)))
+        with simulated():
+            delivered = made.run(grads)
+        assert torch.equal(delivered[rank][0], chunk(grads[rank][0], layout, rank) / ranks)
 
 
 def test_encoded_sums_are_unbiased() -> None:

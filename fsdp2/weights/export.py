@@ -56,7 +56,7 @@ def iter_full_params(
 def _iterate(
     module: nn.Module, selection: Selection, limit: int, dtype: torch.dtype | None, device: torch.device | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    check_gatherable(selection, ranks_of(module, managed=True) or Ranks.alone(torch.device("cpu")))
+    check_gatherable(selection, ranks_of(module, managed=True) or Ranks.alone())
     shown = {id(slot.module._parameters.get(slot.name)): place for place in selection.places for slot in place.slots}
     named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
     sources = []

@@ -102,7 +102,7 @@ def load_safetensors(
     A failure on one rank is raised on all, and names the rank. All headers are checked before anything is changed.
     """
     default = torch.get_default_device()
-    ranks = ranks_of(model) or Ranks.alone(torch.device("cpu") if default.type == "meta" else default)
+    ranks = ranks_of(model) or Ranks.alone(None if default.type == "meta" else default)
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
             selection = select(model, _FROM_FILES)

@@ -41,15 +41,15 @@ class Ranks:
     first_rank: int
 
     @classmethod
-    def alone(cls, device: torch.device) -> Ranks:
-        """This process, which communicates with nobody."""
-        return cls((), device, dist.get_rank() if dist.is_initialized() else 0)
+    def alone(cls, device: torch.device | None = None) -> Ranks:
+        """This process, which communicates with nobody; ``device`` is by default the CPU."""
+        return cls((), device or torch.device("cpu"), dist.get_rank() if dist.is_initialized() else 0)
 
     @classmethod
     def world(cls, device: torch.device | None = None) -> Ranks:
         """Every rank of the default process group; ``device`` is one its backend serves (default: found out)."""
         if not dist.is_initialized():
-            return cls.alone(device or torch.device("cpu"))
+            return cls.alone(device)
         config = dist.get_backend_config()
         if device is None:
             accelerator = torch.accelerator.current_accelerator(check_available=True)

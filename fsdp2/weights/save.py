@@ -66,7 +66,7 @@ def save_safetensors(
 
     Errors are raised on every rank.
     """
-    ranks = ranks_of(model) or Ranks.alone(torch.device("cpu"))
+    ranks = ranks_of(model) or Ranks.alone()
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
             limit = bucket_bytes(bucket_mb)

@@ -225,11 +225,14 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
     extras: dict[str, nn.Module] = {}
     for prefix, inner in _modules(module, recurse):
         skipped = non_persistent_buffers(inner)
-        for name, tensor, is_buffer in _own_tensors(inner):
+        buffers = inner.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in [*inner._parameters.items(), *buffers]:
+            if tensor is None:
+                continue
             slot = Slot(inner, name)
             param = slots.get(slot) or shown.get(id(tensor))
             kept = tensor if param is None or param.sharded is None else param.sharded
-            into = left_out if is_buffer and name in skipped else places
+            into = left_out if name in skipped else places
             place = into.setdefault(id(kept), Place([], kept, param))
             place.names.append(clean_name(f"{prefix}.{name}" if prefix else name))
             place.slots.append(slot)
@@ -251,14 +254,6 @@ def _modules(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Module]
                 yield from visit(child, f"{name}.{key}" if name else key)
 
     return visit(module, "")
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for name, param in module._parameters.items():
-        if param is not None:
-            yield name, param, False
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        yield name, buffer, True
 
 
 def ranks_of(model: object, *, managed: bool = False) -> Ranks | None:

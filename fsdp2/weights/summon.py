@@ -64,7 +64,7 @@ def summon_full_params(
             "summon_full_params: writeback=True with rank0_only=True is not supported: other ranks would not see the "
             "changes; pass writeback=False, or leave rank0_only out"
         )
-    ranks = ranks_of(module, managed=True) or Ranks.alone(torch.device("cpu"))
+    ranks = ranks_of(module, managed=True) or Ranks.alone()
     with ranks.agreed():
         selection = select(module, "summon_full_params", recurse=recurse)
         _check_outside(selection)

@@ -130,7 +130,7 @@ def optim_state_dict_to_load(
     """
     places = _places("optim_state_dict_to_load", model, optim)
     by_name = {name: place for place in places.values() for name in place.names}
-    ranks = Ranks.alone(torch.device("cpu"))
+    ranks = Ranks.alone()
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         ranks = ranks_of(model, managed=True) or Ranks.world()
     saved = _convert_state(optim_state_dict, by_name, ranks)

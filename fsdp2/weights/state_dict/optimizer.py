@@ -133,7 +133,7 @@ def optim_state_dict_to_load(
     ranks = Ranks.alone()
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         ranks = ranks_of(model, managed=True) or Ranks.world()
-    saved = _convert_state(optim_state_dict, by_name, ranks)
+    saved = _convert_state(_as_dictionaries(optim_state_dict), by_name, ranks)
     if not isinstance(saved, Mapping) or "state" not in saved:
         raise TypeError(f"optim_state_dict_to_load: expected a dictionary with 'state', got {type(saved).__name__}")
     states = {clean_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()}
@@ -188,6 +188,13 @@ def _groups_to_load(
 
 
 # ---- the values of a state, cut like parameters ----
+
+
+def _as_dictionaries(value: Any) -> Any:
+    """``value`` with mappings of any kind as what trees are made of."""
+    if is_piece(value) or not isinstance(value, Mapping):
+        return value
+    return {key: _as_dictionaries(inner) for key, inner in value.items()}
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,21 @@ def test_only_the_first_rank_has_it(rank, world, hybrid):
     sharded = saved(module, optimizer, "sharded")
     with pytest.raises(TypeError, match="the first rank must give whole tensors, got a DTensor"):
         load(other, other_optimizer, sharded, "full_on_rank0")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["full", "full_on_rank0", "sharded", "local"])
+def test_mappings_of_other_kinds(rank, world, kind):
+    """What is given need not be dictionaries, at any level: whatever maps is looked into."""
+    module, optimizer = trained()
+    state = UserDict(saved(module, optimizer, kind))
+    if "state" in state:
+        state["state"] = UserDict({name: UserDict(values) for name, values in state["state"].items()})
+    other = shard(build(seed=9))
+    other.load_state_dict(save(module, "full"))
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
+    load(other, other_optimizer, state, kind)
+    assert train(module, optimizer, range(2, 4)) == train(other, other_optimizer, range(2, 4))
 
 
 @on_ranks(2)

@@ -13,12 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from typing_extensions import deprecated
 
-from fsdp2._torch.collectives import (
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
-)
+from fsdp2.comm.collectives import in_memory_of_groups, in_symmetric_memory
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
@@ -313,9 +308,8 @@ class FSDPModule(TorchFSDPModule):
 
         def change(group: FSDPParamGroup) -> GroupOptions:
             shard, reduce = group.mesh.shard.group, group.gradients.axis.group
-            gather = None if shard is None or not enable else ProcessGroupAllocAllGather(shard)
-            scatter = None if reduce is None or not enable else ProcessGroupAllocReduceScatter(reduce)
-            return group.options.with_comms("set_allocate_memory_from_process_group", gather, scatter)
+            comms = in_memory_of_groups(shard, reduce) if enable else (None, None)
+            return group.options.with_comms("set_allocate_memory_from_process_group", *comms)
 
         self._change("set_allocate_memory_from_process_group_for_comm", False, change)
 
@@ -334,9 +328,8 @@ class FSDPModule(TorchFSDPModule):
                     f"{group.name or 'the root'}: set_symm_mem_for_comm needs NCCL, got the backend {shard.backend!r} "
                     f"and {backend!r}; leave it out, or use set_custom_all_gather"
                 )
-            scatter = SymmMemReduceScatter(reduce, backend) if group.options.force_sum else None
-            gather = SymmMemAllGather(shard.group, backend)
-            return group.options.with_comms("set_symm_mem", gather, scatter)
+            comms = in_symmetric_memory(shard.group, reduce if group.options.force_sum else None, backend)
+            return group.options.with_comms("set_symm_mem", *comms)
 
         self._change("set_symm_mem_for_comm", False, change)
 

@@ -12,10 +12,15 @@ import torch.distributed as dist
 
 from fsdp2 import _trace
 from fsdp2._torch.collectives import (
+    TORCH_COMMS,
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
     ReduceScatterOptions,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
     group_all_gather,
     group_all_gather_coalesced,
     group_all_reduce,
@@ -38,7 +43,11 @@ __all__ = [
     "exchange_bytes",
     "exchange_objects",
     "gather_bytes",
+    "in_memory_of_groups",
+    "in_symmetric_memory",
+    "is_torchs_own",
     "max_over_ranks",
+    "needs_one_buffer",
     "prefers_all_to_all",
     "reduce_scatter",
     "share_bytes",
@@ -318,3 +327,33 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # as torch's own functions set it
     _works(group_all_reduce(axis.group)([tensor], options), axis, async_op=False)
+
+
+# ---- torch's own custom collectives, which bring memory of their own ----
+
+
+def in_memory_of_groups(
+    gathers: dist.ProcessGroup | None, scatters: dist.ProcessGroup | None
+) -> tuple[AllGather | None, ReduceScatter | None]:
+    """Those in memory that the allocators of these groups give."""
+    return (
+        None if gathers is None else ProcessGroupAllocAllGather(gathers),
+        None if scatters is None else ProcessGroupAllocReduceScatter(scatters),
+    )
+
+
+def in_symmetric_memory(
+    gathers: dist.ProcessGroup, scatters: dist.ProcessGroup | None, backend: str
+) -> tuple[AllGather, ReduceScatter | None]:
+    """Those in symmetric memory of these groups."""
+    return SymmMemAllGather(gathers, backend), None if scatters is None else SymmMemReduceScatter(scatters, backend)
+
+
+def is_torchs_own(custom: object) -> bool:
+    """Whether this is one of torch's own, so that it may be replaced by another of them."""
+    return isinstance(custom, TORCH_COMMS)
+
+
+def needs_one_buffer(custom: object) -> bool:
+    """Whether all ranks set memory up anew for each address that this reduces from."""
+    return SymmMemReduceScatter is not None and isinstance(custom, SymmMemReduceScatter)

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from fsdp2._torch.collectives import TORCH_COMMS, SymmMemReduceScatter
+from fsdp2.comm.collectives import is_torchs_own, needs_one_buffer
 from fsdp2.comm.streams import Lane
 from fsdp2.policies import (
     AllGather,
@@ -88,7 +88,7 @@ class GroupOptions:
 
     @property
     def _symmetric(self) -> bool:
-        return SymmMemReduceScatter is not None and isinstance(self.reduce_scatter, SymmMemReduceScatter)
+        return needs_one_buffer(self.reduce_scatter)
 
     def with_comms(self, method: str, gather: AllGather | None, scatter: ReduceScatter | None) -> GroupOptions:
         """The same with these collectives of torch's, or the default ones for None, on behalf of ``method``.
@@ -97,7 +97,7 @@ class GroupOptions:
             AssertionError: the user set a custom one.
         """
         for kind, comm in (("all gather", self.all_gather), ("reduce scatter", self.reduce_scatter)):
-            if comm is not None and not isinstance(comm, TORCH_COMMS):
+            if comm is not None and not is_torchs_own(comm):
                 raise AssertionError(f"cannot call {method}() when {kind} comm is custom: {type(comm).__name__}")
         return replace(self, all_gather=gather, reduce_scatter=scatter)
 

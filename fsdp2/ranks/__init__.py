@@ -2,9 +2,8 @@
 
 From the top down; a file imports only what stands below it.
 
-process  this process among those of its process group
+process  this process among those of its process group; checkpoints that it saves meanwhile
 monitor  the ranks under one root agree on what they communicate
-saving   checkpoints that are saved in the background meanwhile
 start    the comparison before the first forward
 steps    the steps of this rank, and those that all ranks know
 board    where ranks write to each other

@@ -12,10 +12,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp2._torch.checkpoint import async_saves
 from fsdp2._torch.collectives import default_store, without_modes
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import observe_waits
@@ -23,7 +25,6 @@ from fsdp2.engine.observer import observe_with
 from fsdp2.engine.passes import RootContext
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
-from fsdp2.ranks.saving import conflicting_save
 from fsdp2.ranks.start import compare
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
@@ -32,6 +33,11 @@ __all__ = ["monitor_ranks", "set_rank_checks"]
 logger = logging.getLogger("fsdp2")
 
 _LOOK_SECONDS = 2.0  # how often a rank whose host never waits looks whether others have parted from it
+_SAVING = (
+    "torch.distributed.checkpoint.async_save is still saving on a process group that the model trains on, and its "
+    "collectives could be matched with those of the step. Expected: a gloo group of its own, made once on all ranks "
+    "(process_group=torch.distributed.new_group(backend='gloo')), or a call of its result() before the next step"
+)
 _enabled = True
 
 
@@ -158,7 +164,7 @@ def monitor_ranks(root: RootContext, kind: str, error: RuntimeError | None) -> R
     board = process.board(ranks, mesh)
     met = compare(board, root, shared, kind, error)
     if mesh.first.backend == "gloo":
-        monitor = RankMonitor(board, root, _now, conflicting_save)  # torch saves on gloo
+        monitor = RankMonitor(board, root, _now, _conflicting_save)  # torch saves on gloo
     else:
         monitor = RankMonitor(board, root, process.run)
     monitor.log.epoch = met
@@ -197,3 +203,17 @@ def _monitors() -> list[RankMonitor]:
 
 observe_with(monitor_ranks)
 observe_waits(_Waits())
+
+
+def _conflicting_save(root: RootContext[Any]) -> str:
+    """Why no pass may start under ``root`` while a thread saves a checkpoint; empty if one may.
+
+    The collectives of two threads would pair on a process group that both use.
+    """
+    for save in async_saves():
+        if save.get("no_dist") or not save.get("use_collectives", True):
+            continue
+        axes = [axis for g in root.groups for axis in (g.mesh.shard, g.mesh.replicate, g.gradients.axis)]
+        if (save.get("process_group") or dist.group.WORLD) in [axis.group for axis in axes]:
+            return _SAVING
+    return ""

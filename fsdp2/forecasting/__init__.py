@@ -9,8 +9,7 @@ recording  steps of a real run as timelines
 saving     files that show timelines
 page       timelines as an HTML page
 pictures   timelines as pictures
-errors     what code that a forecast cannot run should do instead
-rank       one rank of a job that is not there
+rank       one rank of a job that is not there, and what code should do that cannot run there
 memory     the storages that are alive, and what they are for
 clock      streams whose kernels take time
 timeline   what ran when, what waited, what was in memory

@@ -16,9 +16,8 @@ from fsdp2._trace import listening, recording_with
 from fsdp2.build.modules import fsdp_modules
 from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import H100, Hardware, tensors_in
-from fsdp2.forecasting.errors import built_model, check_mesh, explained
 from fsdp2.forecasting.memory import Memory, Peak
-from fsdp2.forecasting.rank import simulated_rank
+from fsdp2.forecasting.rank import built_model, check_mesh, explained, simulated_rank
 from fsdp2.forecasting.saving import save
 from fsdp2.forecasting.timeline import COMPUTE, Mark, Timeline, lane_names, unit_spans
 

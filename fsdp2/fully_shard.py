@@ -15,8 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp2._torch.fsdp import torch_fully_shard
-from fsdp2._torch.modules import REGISTRY_KEY, STATE_KEY, RegistryItem, insert_composable_state, root_modules
 from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.build.arguments import merge_arguments
 from fsdp2.build.collect import collect
@@ -28,7 +26,7 @@ from fsdp2.build.policy import Policy, choose_units
 from fsdp2.build.strategy import follow_strategy
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
-from fsdp2.engine.unit import FSDPState, get_state
+from fsdp2.engine.unit import FSDPState, apis_of, get_state, keep_state, register_as_managed
 from fsdp2.fsdp1 import FSDP1Methods, names_remedies
 from fsdp2.module import FSDPModule
 from fsdp2.policies import (
@@ -203,9 +201,10 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
                 f"fully_shard does not support containers that do not implement forward: {m}\n"
                 "Call fully_shard on each module in it, or pass them as a list to make one unit of them"
             )
-    modules = tuple(given) if isinstance(module, nn.Module) else tuple(root_modules(list(given)))
+    inside = {child for m in given for child in m.modules() if child is not m}
+    modules = tuple(m for m in given if m not in inside)
     for m in modules:
-        if get_state(m) is not None or "fully_shard" in (m.__dict__.get(REGISTRY_KEY) or {}):
+        if get_state(m) is not None or "fully_shard" in apis_of(m):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
                 f"already been applied to the following module:\n{m}"
@@ -339,11 +338,8 @@ def _refuse_fsdp1(frame: FrameType | None) -> None:
 def _attach(state: FSDPState) -> None:
     """Make the state findable from its modules, by us and by torch, and register the hooks that drive it."""
     for module in state.modules:
-        insert_composable_state(module, state)
-        module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard] = state
-        registry = _Registry(module.__dict__.get(REGISTRY_KEY) or {})
-        registry["fully_shard"] = RegistryItem()
-        module.__dict__[REGISTRY_KEY] = registry
+        keep_state(module, state)
+        register_as_managed(module, _Registry(apis_of(module)))
     handles = hook_forward(state.modules, state.pre_forward, state.post_forward)
     state._pre_forward_hook_handle, state._post_forward_hook_handle = handles[0]
     hook_loading(state.modules, before_load_tree, after_load_tree)

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fsdp2._torch.collectives import AllGather, ReduceScatter
-from fsdp2._torch.fsdp import TorchDataParallelMeshDims
 
 __all__ = [
     "AllGather",
@@ -83,7 +82,7 @@ if TYPE_CHECKING:
 
     GradientReductionHandle = _GradientReductionHandle
 else:
-    DataParallelMeshDims = TorchDataParallelMeshDims or _DataParallelMeshDims
+    DataParallelMeshDims = getattr(torch_fsdp, "DataParallelMeshDims", _DataParallelMeshDims)
     GradientReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", _GradientReductionHandle)
 
 

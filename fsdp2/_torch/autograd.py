@@ -11,11 +11,9 @@ import torch
 from torch.autograd import Variable
 
 __all__ = [
-    "accumulate_grad_node",
     "autograd_sequence_number",
     "explicit_grad_dtype",
     "functorch_active",
-    "grad_dtype_is_flagged",
     "gradient_hooks",
     "graph_task_id",
     "have_gradient_hooks",
@@ -23,7 +21,7 @@ __all__ = [
     "profiler_running",
     "queue_end_of_backward",
     "view_base",
-    "will_execute",
+    "will_accumulate",
     "without_functorch",
 ]
 
@@ -39,24 +37,23 @@ def node_sequence_number(node: Any) -> int:
     return node._sequence_nr()
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward is done (torch's engine has no public way to ask for it)."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]  # its C class has no stub
+# Runs a function when the running backward is done (torch's engine has no public way to ask for it).
+queue_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]  # its C class has no stub
 
 
-def will_execute(node: Any) -> bool:
-    """Whether the running backward will accumulate into the leaf of ``node``, whose hooks then run.
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the running backward will add to ``leaf.grad``; its hooks run then.
 
     The engine refuses to say so of a leaf that ``torch.autograd.grad`` was asked for: nothing is accumulated there.
     """
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch._C._will_engine_execute_node(_accumulate_grad_node(leaf))
     except RuntimeError:
         return False
 
 
-# Whether torch knows that a gradient's dtype was chosen (2.15), which then is the default of ``reduce_dtype`` too.
-grad_dtype_is_flagged: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
+# Whether torch knows that a gradient's dtype was chosen (2.15).
+_FLAGGED: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 
 def explicit_grad_dtype(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
@@ -66,12 +63,12 @@ def explicit_grad_dtype(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
     """
     with torch._C.DisableTorchFunctionSubclass():  # not every subclass knows what it is asked
         dtype = param.grad_dtype
-        chosen = param._has_grad_dtype_override if grad_dtype_is_flagged else dtype != param.dtype  # type: ignore[attr-defined]  # since torch 2.15
+        chosen = param._has_grad_dtype_override if _FLAGGED else dtype != param.dtype  # type: ignore[attr-defined]  # since torch 2.15
     return (dtype,) if chosen else ()
 
 
-def accumulate_grad_node(leaf: torch.Tensor) -> Any:
-    """The autograd node that adds to ``leaf.grad``."""
+def _accumulate_grad_node(leaf: torch.Tensor) -> Any:
+    """The autograd node that adds to ``leaf.grad``; it runs on the stream that it was made on, so it is not kept."""
     with torch.enable_grad():
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has one
 

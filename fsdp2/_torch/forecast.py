@@ -31,8 +31,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "CPU_ATTENTION",
-    "CPU_ATTENTION_BACKWARD",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeStore",
@@ -49,10 +47,6 @@ __all__ = [
     "unboxed_group",
     "unset_fake_temporarily",
 ]
-
-# torch's counter of floating-point operations leaves a CPU's attention out, which fake tensors come to.
-CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CPU_ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @contextmanager

@@ -15,9 +15,6 @@ from torch.distributed._composable_state import _get_module_state as composable_
 from torch.distributed._composable_state import _insert_module_state as insert_composable_state
 from torch.distributed._composable_state import _State as ComposableState
 
-# Grouped calls manage the root-most modules of the list, by torch's definition of root-most.
-from torch.distributed.utils import _get_root_modules as root_modules
-
 __all__ = [
     "REGISTRY_KEY",
     "STATE_KEY",
@@ -28,7 +25,6 @@ __all__ = [
     "loads_as_torch_does",
     "non_persistent_buffers",
     "overrides_setattr",
-    "root_modules",
     "run_policy",
 ]
 

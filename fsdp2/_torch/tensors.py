@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -37,7 +38,6 @@ __all__ = [
     "dtensor_from_local",
     "dtensor_spec",
     "dtensor_specs",
-    "dtensors_from_locals",
     "flatten_mesh",
     "foreach_copy",
     "local_tensor",
@@ -46,7 +46,6 @@ __all__ = [
     "python_attributes",
     "pytree",
     "set_local_tensor",
-    "version_of",
     "versions_of",
     "without_dispatch",
 ]
@@ -58,13 +57,8 @@ chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
-def version_of(tensor: Any) -> int:
-    """How often ``tensor`` was changed in place; -1 for inference tensors, which do not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def versions_of(tensors: Iterable[Any]) -> list[int]:
-    """``version_of`` each; one pass in Python over what may be thousands."""
+    """How often each was changed in place; -1 for inference tensors, which do not count. One pass in Python."""
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
@@ -102,14 +96,10 @@ def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:
 without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 
 
-def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around ``local`` itself; ``DTensor.from_local`` would make a view and check it on every call."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
-
-
-def dtensors_from_locals(locals_: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[DTensor]:
-    """``dtensor_from_local`` each; one pass in Python over what may be thousands."""
-    return [DTensor.__new__(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs)]
+# A DTensor around a local tensor itself; ``DTensor.from_local`` would make a view and check it on every call.
+dtensor_from_local: Callable[[torch.Tensor, DTensorSpec], DTensor] = functools.partial(
+    DTensor.__new__, DTensor, requires_grad=False
+)
 
 
 # The local tensor object of a DTensor; ``to_local`` would go through autograd and make a view.

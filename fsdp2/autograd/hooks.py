@@ -35,6 +35,7 @@ __all__ = [
     "hook_registrations",
     "hook_saving",
     "hook_state_dict",
+    "is_made_since",
     "registrations",
     "settle_optimizer",
     "watch_inputs",
@@ -236,6 +237,11 @@ class _InputsDone(torch.autograd.Function):
         return tangents
 
 
+def is_made_since(node: Any, since: int) -> bool:
+    """Whether there is a ``node`` of autograd, and none older than the one with the number ``since``."""
+    return node is not None and node_sequence_number(node) >= since
+
+
 def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> tuple[bool, Any]:
     """(Whether ``output`` takes part in autograd, ``output``); ``starting`` runs before its backward enters the module.
 
@@ -254,8 +260,9 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
             continue
         tensor.register_hook(starting)
         base = view_base(tensor)
-        if base is not None and base.grad_fn is not None and node_sequence_number(base.grad_fn) >= since:
-            base.grad_fn.register_prehook(lambda grads: starting(grads[0]))
+        node: Any = None if base is None else base.grad_fn
+        if is_made_since(node, since):
+            node.register_prehook(lambda grads: starting(grads[0]))
     if functorch_active():
         output = map_tensors(
             lambda t: _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t,

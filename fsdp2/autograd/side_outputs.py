@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch.autograd import node_sequence_number
-from fsdp2._torch.modules import REGISTRY_KEY, STATE_KEY
 from fsdp2.autograd import hooks
 
 __all__ = ["SideOutputs"]
 
-_NOT_OWN = frozenset({*nn.Module().__dict__, STATE_KEY, REGISTRY_KEY})
+_NOT_OWN = frozenset(nn.Module().__dict__)
 _PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
 _MOST_ITEMS = 64  # longer containers are vocabularies and the like, which must not be searched in each forward
 
@@ -27,8 +25,12 @@ _MOST_ITEMS = 64  # longer containers are vocabularies and the like, which must 
 class SideOutputs:
     """Finds what a forward left on the modules of one unit: a look at the few attributes that are not torch's own."""
 
-    def __init__(self, tops: tuple[nn.Module, ...], ends: Callable[[nn.Module], bool]) -> None:
-        """All modules below ``tops`` are searched, without those below a module for which ``ends``."""
+    def __init__(self, tops: tuple[nn.Module, ...], ends: Callable[[nn.Module], bool], ours: set[str]) -> None:
+        """All modules below ``tops`` are searched, without those below a module for which ``ends``.
+
+        The attributes that are named in ``ours`` are no user's.
+        """
+        self._not_own = _NOT_OWN | ours
         self._tops = tops
         self._ends = ends
         self._attributes: list[dict[str, Any]] = []
@@ -40,7 +42,7 @@ class SideOutputs:
 
         If so, what ``starting`` returns is called before backward enters by any of them.
         """
-        left = [t for t in self._find() if t.grad_fn is not None and node_sequence_number(t.grad_fn) >= since]
+        left = [t for t in self._find() if hooks.is_made_since(t.grad_fn, since)]
         if not left:
             return False
         # By weak references: a module that holds a tensor that holds the module is a cycle Python cannot see through.
@@ -64,7 +66,7 @@ class SideOutputs:
     def _look_through(self) -> None:
         modules = list(self._modules())
         self._attributes = [module.__dict__ for module in modules]
-        self._places = [(module.__dict__, name) for module in modules for name in _own_names(module)]
+        self._places = [(module.__dict__, name) for module in modules for name in self._own_names(module)]
         self._size, self._registrations = sum(map(len, self._attributes)), hooks.registrations
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -77,12 +79,11 @@ class SideOutputs:
                 yield module
                 waiting += [child for child in module.children() if not self._ends(child)]
 
-
-def _own_names(module: nn.Module) -> list[str]:
-    names = [name for name in module.__dict__ if name not in _NOT_OWN]
-    if type(module).__module__.startswith("torch.nn."):  # its numbers are sizes, no losses yet to come
-        names = [name for name in names if not _is_size(module.__dict__[name])]
-    return names
+    def _own_names(self, module: nn.Module) -> list[str]:
+        names = [name for name in module.__dict__ if name not in self._not_own]
+        if type(module).__module__.startswith("torch.nn."):  # its numbers are sizes, no losses yet to come
+            names = [name for name in names if not _is_size(module.__dict__[name])]
+        return names
 
 
 def _is_size(value: object) -> bool:

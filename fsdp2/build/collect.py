@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.fsdp import TorchFSDPState
-from fsdp2._torch.modules import REGISTRY_KEY, composable_state
 from fsdp2.engine.param import Slot
-from fsdp2.engine.unit import get_state
+from fsdp2.engine.unit import apis_of, get_state, is_managed_by_torch
 
 __all__ = ["Found", "Managed", "collect", "move_to"]
 
@@ -75,9 +73,9 @@ def _managed_modules(roots: tuple[nn.Module, ...], ignored: Collection[nn.Module
 
     def visit(module: nn.Module) -> None:
         visited.add(module)
-        if "replicate" in (module.__dict__.get(REGISTRY_KEY) or {}):
+        if "replicate" in apis_of(module):
             return
-        if isinstance(composable_state(module), TorchFSDPState):
+        if is_managed_by_torch(module):
             raise ValueError(
                 f"fully_shard: {type(module).__name__} below {type(roots[0]).__name__} is managed by "
                 "torch.distributed.fsdp.fully_shard; one module tree cannot mix it with fsdp2.fully_shard. Use one of "

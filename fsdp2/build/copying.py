@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch.modules import insert_composable_state
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import states_below
 from fsdp2.engine.param import FSDPParam, Slot
-from fsdp2.engine.unit import FSDPState, get_state
+from fsdp2.engine.unit import FSDPState, get_state, keep_state
 
 __all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
 
@@ -51,7 +50,7 @@ def copy_module(module: nn.Module) -> nn.Module:
     clone.__dict__.update(module.__dict__)
     state = get_state(module)
     if state is not None:
-        insert_composable_state(clone, state)
+        keep_state(clone, state)
     return clone
 
 
@@ -83,7 +82,7 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
     modules = tuple(copy.deepcopy(module, memo) for module in state.modules)
     clone.__init__(modules, state.device, state.mp_policy)  # type: ignore[misc]  # made bare above
     for module in modules:
-        insert_composable_state(module, clone)
+        keep_state(module, clone)
     for group in state.groups:
         new: FSDPParamGroup = memo[id(group)]
         if not new.__dict__:

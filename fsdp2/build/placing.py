@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._torch.fsdp import TorchShardPlacementResult
 from fsdp2.build.collect import Found
 from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.extension import has_extension
@@ -57,11 +57,9 @@ def place(
         result = placement_fn(found.param)
     if result is None or isinstance(result, Shard):
         placement = result
-    elif isinstance(result, ShardPlacementResult) or (
-        TorchShardPlacementResult is not None and isinstance(result, TorchShardPlacementResult)
-    ):
-        placement = result.placement
-        own = result.mesh_info if isinstance(result, ShardPlacementResult) else result.mesh_info.mesh
+    elif hasattr(result, "placement") and hasattr(result, "mesh_info"):  # ours or torch's, which holds a mesh inside
+        placement, info = result.placement, result.mesh_info
+        own = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info)
         if own is not mesh.mesh and own != mesh.mesh:
             mesh = DataParallelMesh.from_mesh(own)
     else:

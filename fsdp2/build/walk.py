@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fsdp2._torch.modules import REGISTRY_KEY
+from fsdp2.engine.unit import apis_of
 
 __all__ = ["children_to_plan", "has_forward", "has_parameters"]
 
@@ -16,7 +16,7 @@ def children_to_plan(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     ``nn.MultiheadAttention`` reads the weights of its parts without calling them, and ``replicate`` keeps its own.
     """
-    if isinstance(module, nn.MultiheadAttention) or "replicate" in (module.__dict__.get(REGISTRY_KEY) or {}):
+    if isinstance(module, nn.MultiheadAttention) or "replicate" in apis_of(module):
         return iter(())
     return module.named_children()
 

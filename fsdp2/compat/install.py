@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 
-from fsdp2._torch.fsdp import torch_group_module
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
@@ -33,7 +32,6 @@ _THEIRS = {name: getattr(torch_fsdp, name) for name in _OURS}
 _PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 # Helpers of torch that patch the class of groups by name; torch's own replicate goes on using torch's class.
 _GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
-_TORCH_GROUP = torch_group_module.FSDPParamGroup
 
 
 class Installation:
@@ -66,7 +64,8 @@ class Installation:
         for name, theirs in _THEIRS.items():
             if getattr(module, name, None) is theirs:
                 self.set(module, name, _OURS[name])
-        if module.__name__ in _GROUP_USERS and getattr(module, "FSDPParamGroup", None) is _TORCH_GROUP:
+        group = getattr(module, "FSDPParamGroup", None) if module.__name__ in _GROUP_USERS else None
+        if getattr(group, "__module__", "").startswith("torch."):
             self.set(module, "FSDPParamGroup", FSDPParamGroup)
 
     def undo(self) -> None:

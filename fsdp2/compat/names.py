@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.fsdp import ShardedState, TrainingState
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase, Residency
 from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.passes import backward_runs
 from fsdp2.engine.unit import FSDPState, get_state
 
 __all__ = ["give_names"]
@@ -29,7 +29,7 @@ _SHARDED_STATES = {Residency.UNSHARDED: "UNSHARDED", Residency.SUBGROUP: "SHARDE
 def _training_state(group: FSDPParamGroup) -> TrainingState:
     """Where the group is in the iteration; of one that is gathered ahead of its turn, that of the pass that runs."""
     phase, unit = group.lifecycle.phase, get_state(group.modules[0])
-    if phase is Phase.IDLE and graph_task_id() != -1:
+    if phase is Phase.IDLE and backward_runs():
         phase = Phase.BACKWARD
     elif phase is Phase.IDLE and unit is not None and unit.root.forward is not None:
         phase = Phase.FORWARD

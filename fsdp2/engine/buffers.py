@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import local_tensor, version_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.compression import ENCODED, digest
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension
+from fsdp2.engine.kept import writes_to_shards
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, show
+from fsdp2.engine.param import FSDPParam, lie_in, show
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
@@ -99,7 +98,7 @@ class ShardStore:
 
     def version(self) -> object:
         """A value that changes when the shards were written in place."""
-        return sum(version_of(param.sharded) + version_of(param.local) for param in self.params)
+        return writes_to_shards(self.params)
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
@@ -139,7 +138,7 @@ class ShardStore:
         for param, placed in self._placed.items():
             slot = param.slots[0]
             shown = slot.module._parameters.get(slot.name)
-            if shown is param.sharded and local_tensor(shown) is placed:
+            if shown is param.sharded and param.local is placed:
                 continue
             _check_replacement(param, shown)
             self.swapped |= shown is not param.sharded
@@ -158,7 +157,7 @@ class ShardStore:
         Raises:
             RuntimeError: it does so ``in_backward``, so that the forward computed with other weights.
         """
-        same = all(map(is_, map(local_tensor, [param.sharded for param in self._placed]), self._placed.values()))
+        same = lie_in(self._placed, self._placed.values())
         for param in self.params:
             slot = param.slots[0]
             try:

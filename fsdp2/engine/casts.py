@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch.autograd import grad_dtype_is_flagged
 from fsdp2.autograd.trees import map_arguments, map_tensors
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = ["cast_inputs", "cast_output", "compute_dtype", "move_inputs", "reduce_dtype", "statistics_dtype"]
 
+# torch 2.15 brought both: this field, and reducing in the parameter's dtype where the policy names none.
+_REDUCES_AS_KEPT = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -35,7 +36,7 @@ def reduce_dtype(
         return policy.reduce_dtype if dtype.is_floating_point else dtype
     if grad_dtype:
         return grad_dtype[0]
-    return dtype if grad_dtype_is_flagged else compute_dtype(dtype, policy)
+    return dtype if _REDUCES_AS_KEPT else compute_dtype(dtype, policy)
 
 
 def statistics_dtype(module: nn.Module) -> torch.dtype | None:

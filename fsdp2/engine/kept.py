@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from operator import is_
 
 import torch
 
-from fsdp2._torch.tensors import local_tensor, local_tensors, versions_of
-from fsdp2.engine.param import FSDPParam
+from fsdp2._torch.tensors import local_tensors, versions_of
+from fsdp2.engine.param import FSDPParam, lie_in
 
-__all__ = ["Kept", "note_optimizer_step"]
+__all__ = ["Kept", "note_optimizer_step", "writes_to_shards"]
 
 _alive: weakref.WeakSet[Kept] = weakref.WeakSet()
 
@@ -29,6 +28,12 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> No
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for kept in _alive:
         kept.stepped = kept.stepped or kept.holds_any(stepped)
+
+
+def writes_to_shards(params: Sequence[FSDPParam]) -> int:
+    """A number that changes when a shard is written in place, also through its local tensor."""
+    shards = [param.sharded for param in params]
+    return sum(versions_of([*shards, *local_tensors(shards)]))
 
 
 class Kept:
@@ -64,7 +69,7 @@ class Kept:
         """Whether the shards changed, or others are in their place, as all ranks know."""
         if self.stepped or self._shards != self._shard_versions():
             return True
-        return not all(map(is_, map(local_tensor, [param.sharded for param in self._params]), self._pieces))
+        return not lie_in(self._params, self._pieces)
 
     def written_here(self) -> list[FSDPParam]:
         """Parameters whose shards this rank has written through their local tensors; others may not have."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -30,7 +32,9 @@ __all__ = [
     "is_managed_tensor",
     "is_temporary",
     "lend_gradient",
+    "lie_in",
     "parameter_like",
+    "parameter_of",
     "proxy",
     "show",
     "take_gradients",
@@ -74,6 +78,22 @@ def parameter_like(param: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     made = nn.Parameter(value, requires_grad=param.requires_grad)
     made.__dict__.update(python_attributes(param))
     return made
+
+
+def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter with the very local tensor of ``shard`` and its spec.
+
+    ``nn.Parameter`` makes an alias of the local tensor, with an equal spec from torch's cache, which may hold an equal
+    mesh that somebody else made.
+    """
+    made = nn.Parameter(shard, requires_grad=requires_grad)
+    set_local_tensor(made, local_tensor(shard), dtensor_spec(shard))
+    return made
+
+
+def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor]) -> bool:
+    """Whether the shards' local tensors are these very ``pieces`` still; one pass in C over what may be thousands."""
+    return all(map(is_, map(local_tensor, [param.sharded for param in params]), pieces))
 
 
 def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:
@@ -291,10 +311,7 @@ class FSDPParam:
         if self.sharded is not None:
             set_local_tensor(self.sharded, local)
             return
-        sharded = nn.Parameter(self.spec.shard(local), requires_grad=self.requires_grad)
-        # nn.Parameter made an alias of the local tensor, with an equal spec from torch's cache, which may hold an equal
-        # mesh that somebody else made.
-        set_local_tensor(sharded, local, self.spec.dtensor)
+        sharded = parameter_of(self.spec.shard(local), requires_grad=self.requires_grad)
         sharded.__dict__.update(self.attributes, _fsdp2_managed=True)
         if self.hooks is not None:
             carry_hooks(sharded, *self.hooks)

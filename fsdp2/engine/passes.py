@@ -26,7 +26,12 @@ from fsdp2.engine.order import BackwardOrder, ForwardOrder
 from fsdp2.engine.param import Slot
 from fsdp2.policies import GradientReductionHandle
 
-__all__ = ["Call", "GradientReduction", "Mode", "Pass", "Pending", "RootContext", "Unit"]
+__all__ = ["Call", "GradientReduction", "Mode", "Pass", "Pending", "RootContext", "Unit", "backward_runs"]
+
+
+def backward_runs() -> bool:
+    """Whether this is called from inside a backward of autograd, on its thread."""
+    return graph_task_id() != -1
 
 
 class Unit(Protocol):
@@ -402,7 +407,7 @@ class RootContext(Generic[U]):
         Raises:
             RuntimeError: a backward began, and was neither ended nor reset.
         """
-        if manual != self.manual and graph_task_id() != -1:
+        if manual != self.manual and backward_runs():
             raise RuntimeError(
                 "set_manual_backward_finalization cannot change mode during backward, where it was called; call it "
                 "before the forward"
@@ -448,7 +453,7 @@ class RootContext(Generic[U]):
                 "finalize_backward requires manual backward finalization; call set_manual_backward_finalization(True) "
                 "on the root before forward"
             )
-        if graph_task_id() != -1:
+        if backward_runs():
             raise RuntimeError(
                 "finalize_backward must be called after backward completes, and was called inside of it, from a hook "
                 "or an autograd function; call it after loss.backward() returned"

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from fsdp2 import _trace
-from fsdp2._torch.autograd import accumulate_grad_node, graph_task_id, will_execute
+from fsdp2._torch.autograd import graph_task_id, will_accumulate
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.context import CommContext
@@ -203,8 +203,7 @@ class GroupGradients:
             self._hook(i)
             full = self._store.params[i].full
             assert full is not None
-            # Not kept: a node runs on the stream that it was made on, and the next forward may use another.
-            if will_execute(accumulate_grad_node(full)):
+            if will_accumulate(full):
                 expected.add(i)
         return expected or None
 

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from fsdp2._torch.tensors import set_local_tensor
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import copy_all
-from fsdp2.engine.param import FSDPParam, show
+from fsdp2.engine.param import FSDPParam, parameter_of, show
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
 from fsdp2.sharding.packing import TransferSizes, plan_flat
 
@@ -53,8 +51,7 @@ class SubgroupShards:
             piece = flat.as_strided(spec.shard_shape, spec.shard_stride)
             self._pieces.append(piece)
             self._sources.append(spec.cut(fulls[i]))
-            param.subgroup = nn.Parameter(spec.shard_as(piece), requires_grad=param.requires_grad)
-            set_local_tensor(param.subgroup, piece)
+            param.subgroup = parameter_of(spec.shard_as(piece), requires_grad=param.requires_grad)
             param.subgroup.__dict__.update(_fsdp2_managed=True, _fsdp2_temporary=True)
         self._flat.free()
 

@@ -13,8 +13,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.autograd import autograd_sequence_number, graph_task_id
+from fsdp2._torch.fsdp import TorchFSDPState, torch_fully_shard
 from fsdp2._torch.hooks import dispatch_modes, outside_dynamo, outside_dynamo_and_modes
-from fsdp2._torch.modules import ComposableState, composable_state
+from fsdp2._torch.modules import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    ComposableState,
+    RegistryItem,
+    composable_state,
+    insert_composable_state,
+)
 from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import SideOutputs
@@ -24,7 +32,16 @@ from fsdp2.engine.hints import explain, explain_at_exit
 from fsdp2.engine.passes import Call, Mode, Pass, RootContext
 from fsdp2.policies import MixedPrecisionPolicy
 
-__all__ = ["Adopting", "FSDPState", "get_state", "live_states"]
+__all__ = [
+    "Adopting",
+    "FSDPState",
+    "apis_of",
+    "get_state",
+    "is_managed_by_torch",
+    "keep_state",
+    "live_states",
+    "register_as_managed",
+]
 
 _live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
@@ -38,6 +55,28 @@ def get_state(module: nn.Module) -> FSDPState | None:
     """The state of the call that ``module`` was passed to, None if it was passed to none."""
     state = composable_state(module)
     return state if isinstance(state, FSDPState) else None
+
+
+def keep_state(module: nn.Module, state: FSDPState) -> None:
+    """Let ``state`` be found from ``module``, by ``get_state`` and where torch keeps that of its ``fully_shard``."""
+    insert_composable_state(module, state)
+    module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard] = state
+
+
+def is_managed_by_torch(module: nn.Module) -> bool:
+    """Whether torch's own ``fully_shard`` was called on ``module``."""
+    return isinstance(composable_state(module), TorchFSDPState)
+
+
+def apis_of(module: nn.Module) -> dict[str, Any]:
+    """The composable APIs (``fully_shard``, ``replicate``, ...) that were called on ``module``, by their names."""
+    return module.__dict__.get(REGISTRY_KEY) or {}
+
+
+def register_as_managed(module: nn.Module, apis: dict[str, Any]) -> None:
+    """Add ``fully_shard`` to ``apis``, and let them be what ``apis_of(module)`` gives."""
+    apis["fully_shard"] = RegistryItem()
+    module.__dict__[REGISTRY_KEY] = apis
 
 
 class Adopting(Protocol):
@@ -71,7 +110,9 @@ class FSDPState(ComposableState):
         self._root: weakref.ref[RootContext[FSDPState]] | None = None
         self._calls: list[Call] = []  # that are under way, the latest last; an exception may leave some behind
         self._first_node = 0  # autograd nodes made by its latest forward have this number or a higher one
-        self._side_outputs = SideOutputs(modules, lambda module: get_state(module) is not None)
+        self._side_outputs = SideOutputs(
+            modules, lambda module: get_state(module) is not None, {STATE_KEY, REGISTRY_KEY}
+        )
         self._explains = False  # errors that leave its forward
         # Takes in parameters added since; asked when the process has seen registrations that this state has not.
         self.unit: Adopting | None = None

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp2._torch.forecast import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
-
 __all__ = ["DEVICES", "H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
 
 
@@ -128,13 +126,9 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any,
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-# What torch's own counter leaves out.
-_FLOPS: dict[Any, Callable[..., int]] = {
-    CPU_ATTENTION: _attention,
-    CPU_ATTENTION_BACKWARD: _attention_backward,
-}
-
-
 def _flops(func: Any) -> Callable[..., int] | None:
     packet = func.overloadpacket
-    return _FLOPS.get(packet) or flop_registry.get(packet)
+    if packet in flop_registry or "scaled_dot_product" not in str(packet):
+        return flop_registry.get(packet)
+    # torch's own counter leaves some attention kernels out, a CPU's among them.
+    return _attention_backward if "backward" in str(packet) else _attention

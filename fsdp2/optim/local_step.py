@@ -92,7 +92,7 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
         if kind in _ELEMENTWISE:
             _step_on_local_lists(optimizer)
         else:
-            step_on_proxies(optimizer)
+            step_on_proxies(optimizer, unless=dynamo_is_tracing)
     return optimizer
 
 

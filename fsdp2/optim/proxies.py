@@ -12,7 +12,6 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.hooks import dynamo_is_tracing
 from fsdp2.autograd.hooks import hook_next_step, settle_optimizer
 from fsdp2.autograd.trees import map_leaves
 from fsdp2.engine.param import lend_gradient, parameter_like
@@ -22,10 +21,10 @@ from fsdp2.sharding.spec import on_this_rank
 __all__ = ["step_on_proxies"]
 
 
-def step_on_proxies(optimizer: optim.Optimizer) -> None:
+def step_on_proxies(optimizer: optim.Optimizer, unless: Callable[[], bool]) -> None:
     """Let ``optimizer.step`` find plain parameters, gradients and state; hooks and closures find DTensors.
 
-    Everything is put back also where the step raises.
+    Everything is put back also where the step raises. A step when ``unless()`` is as it was.
     """
     loan = _Loan(optimizer)
     whole_step = optimizer.step
@@ -33,7 +32,7 @@ def step_on_proxies(optimizer: optim.Optimizer) -> None:
 
     @functools.wraps(whole_step)
     def step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if dynamo_is_tracing():
+        if unless():
             return whole_step(*args, **kwargs)
         if args and callable(args[0]):
             args = (loan.interrupted_by(args[0]), *args[1:])

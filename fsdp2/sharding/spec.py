@@ -20,7 +20,6 @@ from fsdp2._torch.tensors import (
     concatenate_meshes,
     dtensor_from_local,
     dtensor_spec,
-    dtensors_from_locals,
     local_tensor,
 )
 from fsdp2.sharding.layout import ShardLayout
@@ -186,7 +185,7 @@ class ShardedSpec:
         placed = [spec.dtensor for spec in specs]
         if any([spec.tensor_meta.dtype != local.dtype for spec, local in zip(placed, locals_)]):  # type: ignore[union-attr]  # a shard's has one
             placed = [_with_dtype(spec, local.dtype) for spec, local in zip(placed, locals_)]
-        return dtensors_from_locals(locals_, placed)
+        return [dtensor_from_local(local, spec) for local, spec in zip(locals_, placed)]
 
     def wrap_full(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as forward must see it: a DTensor again where the original was one."""

@@ -14,18 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fsdp2._torch.autograd import graph_task_id
-from fsdp2._torch.modules import non_persistent_buffers
+from fsdp2._torch.modules import loads_as_torch_does, non_persistent_buffers
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below, managed_slots
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.engine.passes import backward_runs
 from fsdp2.engine.unit import get_state, live_states
 from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
 from fsdp2.sharding.spec import on_this_rank
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks
 
-__all__ = ["Place", "Selection", "ranks_of", "select"]
+__all__ = ["Place", "Selection", "loaded_plainly", "ranks_of", "select"]
 
 
 @dataclass(eq=False)
@@ -195,7 +195,7 @@ def _check_idle(group: FSDPParamGroup, where: str) -> None:
     running = None if state is None else state.root.forward
     if running is not None and len(running.outermost.modules) == 1:  # of several the rest may never come
         got = "a forward"
-    elif graph_task_id() != -1 or group.lifecycle.in_backward:
+    elif backward_runs() or group.lifecycle.in_backward:
         got = "a backward"
     else:
         return
@@ -267,3 +267,16 @@ def ranks_of(model: object, *, managed: bool = False) -> Ranks | None:
     if not tensors and not managed:
         tensors = list(model.parameters())
     return Ranks.of([tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)])
+
+
+def loaded_plainly(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Path, owner, name and value of each parameter and buffer below ``module`` that is loaded in torch's own way.
+
+    A module that changes what it is given, and all below it, may take other shapes than it has.
+    """
+    if not loads_as_torch_does(module):
+        return
+    tensors = [*module._parameters.items(), *module.named_buffers(recurse=False)]
+    yield from ((path, module, name, tensor) for name, tensor in tensors if tensor is not None)
+    for name, child in module.named_children():
+        yield from loaded_plainly(child, f"{path}.{name}" if path else name)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.autograd import graph_task_id
 from fsdp2.engine.param import FSDPParam, proxy
+from fsdp2.engine.passes import backward_runs
 from fsdp2.engine.unit import FSDPState, get_state, live_states
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Selection, ranks_of, select
@@ -89,7 +89,7 @@ def summon_full_params(
 def _check_outside(selection: Selection) -> None:
     """Refuse where full parameters are in use, or shown already."""
     selection.refuse_summoned("summon_full_params")
-    inside = graph_task_id() != -1
+    inside = backward_runs()
     for group, params in selection.groups.items():
         state = get_state(group.modules[0])
         if inside or not group.is_idle or (state is not None and state.root.running is not None):

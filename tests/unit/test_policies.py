@@ -6,12 +6,12 @@ import pickle
 from typing import Any
 
 import pytest
+import torch.distributed.fsdp as torch_fsdp
 
 import fsdp2
 from fsdp2 import policies
-from fsdp2._torch.fsdp import TorchDataParallelMeshDims
 
-KINDS = [kind for kind in (policies._DataParallelMeshDims, TorchDataParallelMeshDims) if kind is not None]
+KINDS = [kind for kind in (policies._DataParallelMeshDims, getattr(torch_fsdp, "DataParallelMeshDims", None)) if kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)

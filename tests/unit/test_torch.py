@@ -16,12 +16,13 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fsdp2._torch.autograd import _accumulate_grad_node
 from tests.support.api import torch_since
 from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
 from tests.unit.meshes import fake_mesh
@@ -79,19 +80,6 @@ def test_phases_and_residencies_have_names() -> None:
     assert {state.name for state in _torch.ShardedState} == {"SHARDED", "SHARDED_POST_FORWARD", "UNSHARDED"}
 
 
-@probes("torch_group_module")
-def test_torchs_helpers_patch_the_class_of_groups_by_this_name() -> None:
-    group = _torch.torch_group_module.FSDPParamGroup
-    assert all(callable(getattr(group, name)) for name in ("unshard", "reshard", "post_backward"))
-
-
-@probes("root_modules")
-def test_root_modules_are_those_below_no_other() -> None:
-    inner = nn.Linear(2, 2)
-    outer, other = nn.Sequential(nn.Sequential(inner)), nn.Linear(2, 2)
-    assert _torch.root_modules([inner, other, outer]) == [other, outer]
-
-
 # ---- meshes and DTensors ----
 
 
@@ -116,7 +104,7 @@ def test_a_mesh_says_whether_its_process_groups_keep_its_order() -> None:
             assert permuted.get_group().rank() == 0
 
 
-@probes("explicit_grad_dtype", "grad_dtype_is_flagged")
+@probes("explicit_grad_dtype")
 def test_a_parameter_is_asked_whether_its_gradients_dtype_was_chosen() -> None:
     param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     assert _torch.explicit_grad_dtype(param) == ()
@@ -124,26 +112,23 @@ def test_a_parameter_is_asked_whether_its_gradients_dtype_was_chosen() -> None:
         param.grad_dtype = dtype
         assert _torch.explicit_grad_dtype(param) == (dtype,)
     param.grad_dtype = torch.bfloat16
-    assert _torch.explicit_grad_dtype(param) == ((torch.bfloat16,) if _torch.grad_dtype_is_flagged else ())
+    assert _torch.explicit_grad_dtype(param) == ((torch.bfloat16,) if torch_since("2.15") else ())
     param.grad_dtype = None
     param.grad = torch.ones(2)
     (param * 1.0078125).sum().backward()
     assert param.grad.tolist() == [2.0078125, 2.0078125]  # added in place, in the wider dtype that was there
 
 
-@probes("TorchShardPlacementResult", "TorchDataParallelMeshDims")
 def test_torchs_placement_result_knows_its_mesh_and_dimensions_their_names() -> None:
     if not torch_since("2.12"):
-        assert _torch.TorchDataParallelMeshDims is None is _torch.TorchShardPlacementResult
         return
-    assert _torch.TorchDataParallelMeshDims(shard=("a", "b")).shard_names == ("a", "b")
+    assert torch.distributed.fsdp.DataParallelMeshDims(shard=("a", "b")).shard_names == ("a", "b")
     with fake_mesh((2,)) as mesh:
-        result = _torch.TorchShardPlacementResult(Shard(1), FSDPMeshInfo(mesh, shard_mesh_dim=0))
+        result = _fsdp_common.ShardPlacementResult(Shard(1), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
         assert result.placement == Shard(1) and result.mesh_info.mesh is mesh
 
 
 @probes("DTensorSpec", "TensorMeta", "dtensor_from_local", "local_tensor", "set_local_tensor", "dtensor_spec")
-@probes("dtensors_from_locals")
 def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:
         meta = _torch.TensorMeta(torch.Size((8, 3)), (3, 1), torch.float32)
@@ -153,7 +138,7 @@ def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
         made = _torch.dtensor_from_local(local, spec)
         assert _torch.local_tensor(made) is local and _torch.dtensor_spec(made) is spec
         assert (made.shape, made.stride(), made.dtype, made.requires_grad) == ((8, 3), (3, 1), torch.float32, False)
-        (again,) = _torch.dtensors_from_locals([local], [spec])
+        again = _torch.dtensor_from_local(local, spec)
         assert type(again) is DTensor and _torch.local_tensor(again) is local and not again.requires_grad
         _torch.set_local_tensor(made, other)
         assert _torch.local_tensor(made) is other and torch.equal(made.to_local(), other)
@@ -205,15 +190,15 @@ def test_a_running_backward_has_an_id_and_an_end() -> None:
     assert log[0] >= 0 and log[1:] == [[2.0, 2.0]]
 
 
-@probes("will_execute", "accumulate_grad_node")
+@probes("will_accumulate")
 def test_a_running_backward_knows_which_leaves_it_reaches() -> None:
     log, leaves = {}, [torch.ones(2, requires_grad=True) for _ in range(2)]
-    nodes = [_torch.accumulate_grad_node(leaf) for leaf in leaves]
+    nodes = [_accumulate_grad_node(leaf) for leaf in leaves]
     assert [node.variable is leaf for node, leaf in zip(nodes, leaves)] == [True, True]
     with torch.no_grad():
-        assert _torch.accumulate_grad_node(leaves[0]) is nodes[0]
+        assert _accumulate_grad_node(leaves[0]) is nodes[0]
     output = leaves[0] * 2
-    output.register_hook(lambda grad: log.update({i: _torch.will_execute(node) for i, node in enumerate(nodes)}))
+    output.register_hook(lambda grad: log.update({i: _torch.will_accumulate(leaf) for i, leaf in enumerate(leaves)}))
     output.sum().backward()
     assert log == {0: True, 1: False}
 
@@ -255,19 +240,19 @@ def test_a_dtensor_has_its_local_tensor_until_it_is_swapped() -> None:
         assert _torch.local_tensor(first) is pieces[1]
 
 
-@probes("version_of", "versions_of")
+@probes("versions_of")
 def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)
     tensor[:2].add_(1)
-    assert _torch.version_of(tensor) == 1
+    assert _torch.versions_of([tensor])[0] == 1
     torch.no_grad()(tensor.mul_)(2)
-    assert _torch.version_of(tensor) == 2 and _torch.version_of(tensor.data) == 0
-    assert _torch.version_of(torch.inference_mode()(torch.zeros)(1)) == -1
+    assert _torch.versions_of([tensor])[0] == 2 and _torch.versions_of([tensor.data])[0] == 0
+    assert _torch.versions_of([torch.inference_mode()(torch.zeros)(1)])[0] == -1
     with fake_mesh((2,)) as mesh:
         param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
-        before = _torch.version_of(param)
+        before = _torch.versions_of([param])[0]
         torch.no_grad()(param.add_)(1)
-        assert _torch.version_of(param) > before
+        assert _torch.versions_of([param])[0] > before
 
 
 @probes("python_attributes")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2._torch.modules import loads_as_torch_does
 from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import managed_slots, states_below
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
 from fsdp2.sharding.spec import placed_alike
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
+from fsdp2.weights.select import loaded_plainly
 from fsdp2.weights.state_dict.pieces import foreign_piece, is_piece
 from fsdp2.weights.whole import own_memory, whole_of
 
@@ -120,7 +119,7 @@ def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     _reach_compiled(module, state_dict, prefix, head)
     problems = []
     slots = managed_slots(states_below(module))
-    for path, owner, name, tensor in _loaded_plainly(module, ""):
+    for path, owner, name, tensor in loaded_plainly(module, ""):
         long = f"{path}.{name}" if path else name
         short = ".".join(part for part in long.split(".") if part != CHECKPOINTED)
         key = next((k for k in (prefix + head + short, prefix + long) if k in state_dict), "")
@@ -158,16 +157,3 @@ def _reach_compiled(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         above = prefix + head + "".join(f"{part}." for part in parts[:-1] if part != CHECKPOINTED)
         for key in [k for k in state_dict if k.startswith(above) and not k.startswith(f"{above}{COMPILED}.")]:
             state_dict[f"{above}{COMPILED}.{key[len(above) :]}"] = state_dict.pop(key)
-
-
-def _loaded_plainly(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Path, owner, name and value of each parameter and buffer below ``module`` that is loaded in torch's own way.
-
-    A module that changes what it is given, and all below it, may take other shapes than it has.
-    """
-    if not loads_as_torch_does(module):
-        return
-    tensors = [*module._parameters.items(), *module.named_buffers(recurse=False)]
-    yield from ((path, module, name, tensor) for name, tensor in tensors if tensor is not None)
-    for name, child in module.named_children():
-        yield from _loaded_plainly(child, f"{path}.{name}" if path else name)

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, summon_full_params
-from fsdp2._torch.autograd import grad_dtype_is_flagged
 from fsdp2._trace import listening
 from fsdp2.engine import group as param_group
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.lifecycle import Phase, Residency
 from fsdp2.engine.observer import Answer
+from tests.support.api import torch_since
 from tests.support.nccl import too_with_nccl
 from tests.unit.meshes import fake_mesh
 
@@ -210,7 +210,7 @@ def test_a_gather_that_is_left_for_later_takes_no_memory(mesh: DeviceMesh) -> No
 
 
 # Without a dtype to reduce in, torch from 2.15 on reduces in the parameter's.
-@pytest.mark.parametrize(("reduce", "expected"), [(None, 4 if grad_dtype_is_flagged else 2), (torch.float32, 4)])
+@pytest.mark.parametrize(("reduce", "expected"), [(None, 4 if torch_since("2.15") else 2), (torch.float32, 4)])
 def test_gradients_in_flight_are_counted_as_they_are_summed(
     mesh: DeviceMesh, reduce: torch.dtype | None, expected: int
 ) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_param_group
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2._torch.fsdp import ShardedState, TrainingState, torch_group_module
+from fsdp2._torch.fsdp import ShardedState, TrainingState
 from fsdp2.engine.group import FSDPParamGroup
 from tests.unit.meshes import fake_mesh
 
@@ -167,5 +168,5 @@ def test_groups_do_what_torchs_do_in_the_same_states(
 ) -> None:
     """Memory trackers and torch's tests patch the steps of groups and read their states meanwhile."""
     ours = events(fsdp2, FSDPParamGroup, mesh, reshard, run)
-    theirs = events(torch.distributed.fsdp, torch_group_module.FSDPParamGroup, mesh, reshard, run)
+    theirs = events(torch.distributed.fsdp, torch_param_group.FSDPParamGroup, mesh, reshard, run)
     assert ours == theirs and any(event.startswith("post_backward") for event in ours)

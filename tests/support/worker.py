@@ -146,10 +146,17 @@ def share_event_loop() -> None:
     original = dist.ProcessGroupGloo.__init__
 
     def init(
-        self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+        self: dist.ProcessGroupGloo,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        **others: Any,  # of later versions of torch
     ) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
+        for name, value in others.items():
+            setattr(options, name, value)
         original(self, store, rank, size, options)
 
     dist.ProcessGroupGloo.__init__ = init

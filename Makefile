@@ -23,10 +23,10 @@ BOTH := tests=$$?; wait $$types && exit $$tests
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (some minutes)
+demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (about 2 minutes)
 	@$(PY) examples/demo.py $(ARGS)
 
-test: style ## what every change must pass: lint, types, house rules, every feature on real processes (about 11 minutes)
+test: style ## what every change must pass: lint, types, house rules, every feature on real processes (about 7 minutes)
 	@$(BESIDE_TYPES) $(PY) -m pytest $(WORKERS) $(ARGS); $(BOTH)
 
 test-all: style ## before a release: every case of every test, compilers, demos, the wheel (an hour or two)

@@ -20,7 +20,7 @@ class Settings:
     heads: int = 8
     context: int = 128
     batch: int = 12
-    steps: int = 264
+    steps: int = 154
     learning_rate: float = 4e-3
     seed: int = 0
 

@@ -157,7 +157,11 @@ def expected(name: str, world: int) -> tuple[int, dict[str, tuple[int, int]]]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", ["gpt", "mixture", "mixture, mixed", "llama"])
 def test_real_processes(rank, world, name, expected):
-    """Launches and bytes exactly, the peak of memory within three percent."""
+    """Launches and bytes exactly, the peak of memory within three percent.
+
+    DTensor of torch before 2.13 plans an operator anew when a scalar has changed, as an optimizer's do in each step, on
+    fake tensors of the full size. A forecast cannot tell these from the step's own.
+    """
     peak, sent = expected
     sizes, do = mesh_of(name, world), step_2d if name == "llama" else step
     model, optimizer = build(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), name)
@@ -168,7 +172,7 @@ def test_real_processes(rank, world, name, expected):
         do(model, optimizer)
     assert {kind: (seen.launches[kind], seen.nbytes[kind]) for kind in seen.launches} == sent
     if rank == 0:
-        assert live.peak == pytest.approx(peak, rel=0.03)
+        assert live.peak == pytest.approx(peak, rel=0.03 if api.torch_since("2.13") else 0.07)
 
 
 @on_ranks(2)

@@ -94,7 +94,7 @@ def train(options: argparse.Namespace, place: Place) -> None:
 
 
 def check(options: argparse.Namespace, config: LlamaConfig, first: int, place: Place) -> None:
-    """Nothing, or a UserError that names what cannot work."""
+    """Raise a UserError that names what cannot work, if anything."""
     if place.ranks % options.tp:
         raise UserError(f"--tp {options.tp} does not divide the {place.ranks} processes; choose a factor of them")
     for what, size in (("heads", config.heads), ("positions", config.context)):

@@ -73,7 +73,7 @@ def verify(folder: Path) -> Progress:
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Nothing; every rank's shards of `model` and `optimizer` now hold the checkpoint's values.
+    """Fill every rank's shards of `model` and `optimizer` with the checkpoint's values.
 
     The number of ranks that saved does not matter: torch.distributed.checkpoint reads for each shard the pieces of
     the saved shards that overlap it.
@@ -91,7 +91,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def prepare(out: Path, resumed_at: int | None) -> None:
-    """Nothing; `out` is then a folder that can be written and holds nothing that this run would replace."""
+    """Make `out` a folder that can be written, and check that it holds nothing that this run would replace."""
     try:
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = out / "checkpoints" / f".probe-{os.getpid()}"

@@ -30,7 +30,7 @@ class Settings:
         return GPTConfig(self.layers, self.width, self.heads, self.context)
 
     def check(self, ranks: int) -> None:
-        """Nothing, or a UserError that names the setting that cannot work on `ranks` processes."""
+        """Raise a UserError that names the setting, if one cannot work on `ranks` processes."""
         if self.width % self.heads or self.width // self.heads % 2:
             raise UserError(f"--width {self.width} cannot be split into {self.heads} heads of an even width")
         if self.batch % ranks:

@@ -66,14 +66,14 @@ def started_by_torchrun() -> bool:
 
 
 def require(*modules: str) -> None:
-    """Nothing, or a UserError that names the module that is not installed."""
+    """Raise a UserError that names the module, if one is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise UserError(f"no module named {module}; use `make demo`, or pip install -e '.[demo]' first")
 
 
 def run_rank(program: str, parse: Callable[[], T], train: Callable[[T, Place], None]) -> NoReturn:
-    """Nothing that comes back: one rank does its part and exits with 0, or with BAD_INPUT after one line on stderr.
+    """Do one rank's part and exit with 0, or with BAD_INPUT after one line on stderr; never return.
 
     `parse` makes the options, which have a `device`; `train` does the work with them.
     """
@@ -116,7 +116,7 @@ def launch(script: Path, arguments: list[str], ranks: int) -> int:
 
 
 def join() -> None:
-    """Nothing; this process is then a member of the group that torchrun described to it.
+    """Join the process group that torchrun described to this process.
 
     On GPUs the group has two backends: the small objects of `together` travel over gloo and never touch a GPU.
     """

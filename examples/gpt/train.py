@@ -60,7 +60,7 @@ class Job:
 
 
 def train(options: Options, place: Place) -> None:
-    """Nothing; the model is trained, saved and reported. UserError on every rank if something stands in the way."""
+    """Train the model, save it and report; UserError on every rank if something stands in the way."""
     out, start, saved = first_decides(lambda: _where(options))
     progress, text = together(lambda: _plan(options, saved, place))
     first_decides(lambda: checkpoint.prepare(out, None if saved is None else saved.step))

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def _network(mbit: int) -> Iterator[tuple[str, str, list[list[str]]]]:
         subprocess.run(command, check=True)
 
     spaces = [f"fsdp2-bench-{os.getpid()}-{rank}" for rank in range(WORLD)]
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through what cleans up below
     try:
         for space in spaces:
             run("ip", "netns", "add", space)
@@ -150,3 +152,4 @@ def _network(mbit: int) -> Iterator[tuple[str, str, list[list[str]]]]:
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "delete", space], check=False, stderr=subprocess.DEVNULL)
+        signal.signal(signal.SIGTERM, before)

@@ -159,8 +159,8 @@ def expected(name: str, world: int) -> tuple[int, dict[str, tuple[int, int]]]:
 def test_real_processes(rank, world, name, expected):
     """Launches and bytes exactly, the peak of memory within three percent.
 
-    DTensor of torch before 2.13 plans an operator anew when a scalar has changed, as an optimizer's do in each step, on
-    fake tensors of the full size. A forecast cannot tell these from the step's own.
+    DTensor of torch before 2.13 plans AdamW's ``addcdiv_`` anew in each step, since its scalar has changed, on fake
+    tensors of the full size. A forecast cannot tell these from the step's own, so there it may be 7 % too high.
     """
     peak, sent = expected
     sizes, do = mesh_of(name, world), step_2d if name == "llama" else step
@@ -172,7 +172,7 @@ def test_real_processes(rank, world, name, expected):
         do(model, optimizer)
     assert {kind: (seen.launches[kind], seen.nbytes[kind]) for kind in seen.launches} == sent
     if rank == 0:
-        assert live.peak == pytest.approx(peak, rel=0.03 if api.torch_since("2.13") else 0.07)
+        assert (0.97 if api.torch_since("2.13") else 0.93) * peak < live.peak < 1.03 * peak
 
 
 @on_ranks(2)

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp2.comm.scaling import divide_
 from fsdp2.sharding.packing import BlockFormat
 
 __all__ = ["Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encoded_views"]
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
-"""Returns random numbers for as many elements: float32, in [0, 1), multiples of 2**-16."""
+"""Returns random numbers for as many elements: float32, odd multiples of 2**-15 between -0.5 and 0.5."""
 
 _READS = 16  # how often a table of random numbers is read on a CPU
 _CPU_PIECE, _PIECE = 1 << 17, 1 << 21  # elements
@@ -29,6 +30,8 @@ _FLOATS: dict[torch.dtype | str, tuple[float, int, int]] = {
     torch.float8_e5m2: (57344.0, 2, -14),
 }
 """Largest number, bits behind the leading one, smallest normal exponent."""
+_SMALLEST = torch.finfo(torch.float32).tiny  # scale: the inverse of a smaller one would be infinite
+_TO_INTEGER = 1.5 * 2**23  # floats of this size are integers, and their lowest bits are those of the integer
 
 
 class Encoded(NamedTuple):
@@ -37,9 +40,9 @@ class Encoded(NamedTuple):
     payload: torch.Tensor
     scales: torch.Tensor
 
-    def part(self, first: int, last: int) -> Encoded:
-        """Some of the blocks."""
-        return Encoded(self.payload[:, first:last], self.scales[:, first:last])
+    def part(self, rows: slice, blocks: slice) -> Encoded:
+        """Some of the blocks of some of the rows."""
+        return Encoded(self.payload[rows, blocks], self.scales[rows, blocks])
 
 
 def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat) -> Encoded:
@@ -54,25 +57,26 @@ def encode(values: torch.Tensor, into: Encoded, form: BlockFormat, draw: Draw | 
     """Write ``values`` (rows, elements) there, rounded to the nearest, or by chance so that the mean is the value."""
     blocks = values.unflatten(1, (-1, form.block))
     scratch = None
-    for first, last in _pieces(blocks):
-        target = into.part(first, last)
-        numbers = blocks[:, first:last].to(device=target.scales.device, dtype=torch.float32)
+    for part in _pieces(blocks):
+        payload, scales = into.part(*part)
+        numbers = blocks[part].to(device=scales.device, dtype=torch.float32)
         scratch = _memory(scratch, numbers)
-        scales = torch.abs(numbers, out=scratch).amax(-1, keepdim=True).div_(_largest(form))
-        target.scales.copy_(scales)
-        torch.div(numbers, scales.masked_fill_(scales == 0, 1.0), out=scratch)
-        _write(_rounded(scratch, form, draw), target.payload, form)
+        peaks = torch.abs(numbers, out=scratch).amax(-1, keepdim=True)
+        scales.copy_(peaks.div_(_largest(form)).clamp_(min=_SMALLEST))
+        # Multiplied by the inverse, which is far cheaper than a division, a number that the format has is off by less
+        # than 2**-15 of a step: with any drawn number it is still nearest to what it was.
+        _write(torch.mul(numbers, peaks.reciprocal_(), out=scratch), payload, form, draw)
 
 
 def decode(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
     """Write what was encoded to ``values`` (rows, elements), which may have less than a whole block at the end."""
     whole, rest = divmod(values.shape[1], form.block)
     blocks = values[:, : whole * form.block].unflatten(1, (whole, form.block))
-    for first, last in _pieces(blocks):
-        _read(encoded.part(first, last), blocks[:, first:last], form)
+    for part in _pieces(blocks):
+        _read(encoded.part(*part), blocks[part], form)
     if rest:
         tail = values.new_empty(values.shape[0], 1, form.block)
-        _read(encoded.part(whole, whole + 1), tail, form)
+        _read(encoded.part(slice(None), slice(whole, whole + 1)), tail, form)
         values[:, whole * form.block :].copy_(tail[:, 0, :rest])
 
 
@@ -81,12 +85,12 @@ def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat, divisor
     rows = encoded.scales.shape[0]
     blocks = total.view(-1, form.block)
     decoded = None
-    for first, last in _pieces(blocks.expand(rows, *blocks.shape)):
-        decoded = _memory(decoded, blocks[first:last].expand(rows, -1, -1))
-        _read(encoded.part(first, last), decoded, form)
-        piece = blocks[first:last].add_(decoded[0] if rows == 1 else decoded.sum(0))
-        if divisor != 1:
-            piece.div_(divisor)
+    for part in _pieces(blocks.expand(rows, *blocks.shape)):
+        decoded = _memory(decoded, blocks.expand(rows, *blocks.shape)[part])
+        _read(encoded.part(*part), decoded, form)
+        piece = blocks[part[1]].add_(decoded[0] if len(decoded) == 1 else decoded.sum(0))
+        if divisor != 1 and part[0].stop >= rows:
+            divide_(piece, divisor)
 
 
 def _memory(last: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -96,12 +100,14 @@ def _memory(last: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _pieces(blocks: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(First block, one behind the last) of pieces of ``blocks`` (rows, blocks, elements)."""
+def _pieces(blocks: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """(Rows, blocks) of pieces of ``blocks`` (rows, blocks, elements): parts of a row, or several short rows."""
     rows, count, size = blocks.shape
-    step = max(_piece_numel(blocks) // max(rows * size, 1), 1)
+    step = min(max(_piece_numel(blocks) // size, 1), max(count, 1))
+    at_once = max(_piece_numel(blocks) // (step * size), 1)
     for first in range(0, count, step):
-        yield first, min(first + step, count)
+        for row in range(0, rows, at_once):
+            yield slice(row, row + at_once), slice(first, first + step)
 
 
 def _piece_numel(tensor: torch.Tensor) -> int:
@@ -116,29 +122,24 @@ def _largest(form: BlockFormat) -> float:
     return _FLOATS[form.kind][0] if form.kind in _FLOATS else _INTEGERS[form.kind]
 
 
-def _rounded(numbers: torch.Tensor, form: BlockFormat, draw: Draw | None) -> torch.Tensor:
-    """``numbers``, which are overwritten, as numbers of the format; float8 rounds to the nearest when it is cast."""
-    largest = _largest(form)
-    if form.kind in _FLOATS:
+def _write(numbers: torch.Tensor, payload: torch.Tensor, form: BlockFormat, draw: Draw | None) -> None:
+    """Round ``numbers`` (rows, blocks, elements), which are overwritten, to numbers of the format."""
+    if isinstance(form.kind, torch.dtype) and form.kind in _FLOATS:
         if draw is not None:
             _, bits, smallest = _FLOATS[form.kind]
             # The power of two below each number is its bits without sign and fraction.
             step = numbers.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
             step = step.clamp_(min=2.0**smallest).mul_(2.0**-bits)
-            numbers = numbers.div_(step).add_(draw(numbers)).floor_().mul_(step)
-    elif draw is not None:
-        numbers = numbers.add_(draw(numbers)).floor_()
-    else:
-        numbers = numbers.round_()
-    return numbers.clamp_(-largest, largest)
-
-
-def _write(numbers: torch.Tensor, payload: torch.Tensor, form: BlockFormat) -> None:
-    if isinstance(form.kind, torch.dtype):
+            numbers = numbers.div_(step).add_(draw(numbers)).round_().mul_(step)
         payload.view(form.kind).copy_(numbers)
         return
-    low, high = numbers.to(torch.int8).chunk(2, -1)
-    payload.view(torch.int8).copy_((low & 15) | (high << 4))
+    if draw is not None:
+        numbers.add_(draw(numbers))
+    integers = numbers.add_(_TO_INTEGER).view(torch.int32)
+    if form.kind == "int4":
+        low, high = integers.chunk(2, -1)
+        integers = (low & 15) | (high << 4)
+    payload.view(torch.int8).copy_(integers)  # the lowest byte
 
 
 def _read(encoded: Encoded, values: torch.Tensor, form: BlockFormat) -> None:
@@ -185,5 +186,5 @@ class Noise:
             state = torch.randint(-(2**31), 2**31, (max(numel, _piece_numel(like)),), generator=generator)
             self._state = state.to(device=like.device, dtype=torch.int32)
         state = self._state[:numel].mul_(747796405).add_(-1403630843)
-        # The upper half alone: lower bits have short periods, and a sum with a number of the format has to be exact.
-        return (state >> 16).to(torch.float32).mul_(2.0**-16).add_(0.5)
+        # The upper bits alone: lower ones have short periods.
+        return (state >> 18).to(torch.float32).mul_(2.0**-14).add_(2.0**-15)

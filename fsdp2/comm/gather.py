@@ -188,7 +188,8 @@ class GatherBuffers:
             sent = encoded_views(rows[:, start : start + form.nbytes(run.numel)], run.numel, form)
             first = (self.plan.shard_offset[i] - run.shard_offset) // run.dtype.itemsize // form.block
             flat = self.full.view(self.plan.full_offset[i], layout.full_storage_numel, item.wire_dtype)
-            found.append((sent.part(first, first + -(-layout.slot_numel // form.block)), flat, layout, form))
+            blocks = slice(first, first + -(-layout.slot_numel // form.block))
+            found.append((sent.part(slice(None), blocks), flat, layout, form))
         return found
 
     def allocate(self, *, staging: bool, full: bool) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp2.comm.collectives import Work, all_gather, all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
-from fsdp2.comm.formats import Draw, Encoded, decode, decode_sum, encode, encoded_views
+from fsdp2.comm.formats import Draw, decode, decode_sum, encode, encoded_views
 from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
-from fsdp2.comm.scaling import Scaling
+from fsdp2.comm.scaling import Scaling, divide_
 from fsdp2.comm.streams import Lane, Retained
 from fsdp2.policies import ReduceScatter
 from fsdp2.sharding.mesh import Axis
@@ -206,7 +206,7 @@ def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, re
     grads.clear()
     with lane.after(lanes.compute if as_it_is else packed.event) as done:
         if plan.scaling.pre != 1.0:
-            rows.div_(plan.scaling.pre)
+            divide_(rows, plan.scaling.pre)
         if exchange:
             out = torch.empty_like(rows)
             works = all_to_all(out, rows, plan.shard, async_op=lane.async_op)
@@ -256,7 +256,7 @@ def _encode_for_others(
     into = encoded_views(sent, table.shape[1], form)
     for rows, part in ((table[:rank], slice(rank)), (table[rank + 1 :], slice(rank, None))):
         if len(rows):
-            encode(rows, Encoded(into.payload[part], into.scales[part]), form, draw)
+            encode(rows, into.part(part, slice(None)), form, draw)
     return sent.view(-1), table[rank].to(torch.float32, copy=True)
 
 
@@ -324,14 +324,14 @@ def _sum_rows(rows: torch.Tensor, own: torch.Tensor | None, plan: ReducePlan) ->
     for row in rest:
         total.add_(row)
     if plan.scaling.average:
-        total /= plan.shard.size
+        divide_(total, plan.shard.size)
     return total
 
 
 def _finish(out: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
     """Divided, cast, and on its way to the CPU where gradients live there."""
     if plan.scaling.post != 1.0:
-        out.div_(plan.scaling.post)
+        divide_(out, plan.scaling.post)
     if out.dtype != plan.out_dtype:
         out = out.to(plan.out_dtype)
     if not plan.offload or out.device.type == "cpu":

@@ -8,6 +8,7 @@ from fsdp2.build.padding import padding_report
 from fsdp2.build.plan import plan_units
 from fsdp2.compat import names as _names
 from fsdp2.compat.install import install, uninstall
+from fsdp2.engine.use import use_weights
 from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
 from fsdp2.module import FSDPModule, share_comm_ctx
@@ -34,7 +35,6 @@ from fsdp2.weights.state_dict.pieces import merge_local_state_dicts
 from fsdp2.weights.state_dict.settings import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp2.weights.summon import summon_full_params
 from fsdp2.weights.sync import sync_module_states
-from fsdp2.weights.use import use_weights
 
 if _typing.TYPE_CHECKING:
     from fsdp2.forecasting.recording import record_steps

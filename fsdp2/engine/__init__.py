@@ -1,5 +1,6 @@
 """WHEN things happen: one training step. From the top down; a file imports only what stands below it.
 
+use        a block in which parameters are full, for use outside forward
 index      which parameter a tensor belongs to, and what lies below a module
 by_hand    gathers that the caller asks for
 unit       one fully_shard call: what happens around the forward and backward of its modules

@@ -86,6 +86,11 @@ class ShardStore:
         return isinstance(self.options.offload_policy, CPUOffloadPolicy)
 
     @property
+    def home(self) -> torch.device:
+        """Where shards with values live."""
+        return torch.device("cpu") if self.offloads else self.mesh.device
+
+    @property
     def pins(self) -> bool:
         """Whether they live in page-locked memory, which only an accelerator makes useful."""
         policy = self.options.offload_policy

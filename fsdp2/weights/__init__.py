@@ -6,7 +6,6 @@ save         safetensors files, written as blocks arrive
 sync         copies made equal to what the first rank holds
 summon       full parameters shown for the length of a block
 export       every parameter in full, one after the other
-use          parameters that are used outside forward
 matching     which value goes where, and every disagreement about that
 materialize  memory for tensors on the meta device
 whole        the gather outside a step

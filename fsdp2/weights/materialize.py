@@ -52,8 +52,7 @@ def _shard_of(place: Place, going: set[object]) -> torch.Tensor:
     """What becomes the shard's memory; where all of its group goes, one number stands for it until it has a buffer."""
     param, local = place.param, place.local
     assert param is not None
-    group = param.group
-    device = torch.device("cpu") if group.store.offloads else group.mesh.device
+    group, device = param.group, param.group.store.home
     if type(local) is not torch.Tensor:
         return torch.empty_like(local, device=device)
     if all(other in going or not other.local.is_meta for other in group.params):

@@ -70,7 +70,7 @@ class _ShardLoader:
         if assign:  # it becomes the shard itself: in its place, without the rest of a full tensor
             device = param.local.device
             if device.type == "meta" and not local.is_meta:
-                device = torch.device("cpu") if self.group.store.offloads else self.group.mesh.device
+                device = self.group.store.home
             local = own_memory(local, param.spec, device)
         return param.spec.shard_as(local)
 

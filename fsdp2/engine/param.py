@@ -197,7 +197,7 @@ class FSDPParam:
         self.full: nn.Parameter | None = None
         self.subgroup: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
-        # The dtype that the reduced gradient was told to have, which may be None (any), as a tuple; () for none.
+        # The dtype set for the reduced gradient, which may be None (any), as a tuple; () where none was set.
         self.grad_dtype = explicit_grad_dtype(original)
 
     def __repr__(self) -> str:
@@ -349,14 +349,14 @@ class FSDPParam:
         self.restore_grad_dtype()
 
     def follow_grad_dtype(self) -> bool:
-        """Take over what the shard was told, or tell it again; whether that changed what gradients become."""
+        """Take over the gradient dtype that was set on the shard, or set it again; whether that changed it."""
         assert self.sharded is not None
         before, self.grad_dtype = self.grad_dtype, explicit_grad_dtype(self.sharded) or self.grad_dtype
         self.restore_grad_dtype()
         return self.grad_dtype != before
 
     def restore_grad_dtype(self) -> None:
-        """Let the shard be told what the original was; becoming a shard, or moving, it forgets."""
+        """Set on the shard the gradient dtype of the original, which is lost when it becomes a shard or moves."""
         if self.grad_dtype and self.sharded is not None and explicit_grad_dtype(self.sharded) != self.grad_dtype:
             self.sharded.grad_dtype = self.grad_dtype[0]
 

@@ -328,7 +328,7 @@ class FSDPState(ComposableState):
             self.pre_backward(grad)
 
     def _inputs_done(self, groups: list[FSDPParamGroup]) -> None:
-        """Backward is through with the inputs; under torch.func nothing before told that one runs."""
+        """Backward is through with the inputs; under torch.func this is the first sign that one runs."""
         run = self.root.enter_backward()
         if not run.ends:
             run.queue_end()

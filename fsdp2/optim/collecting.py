@@ -58,7 +58,7 @@ class Collecting:
     def learn(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], lists: tuple[list[Any], ...], found: Any
     ) -> None:
-        """Remember how torch has just filled ``lists``, if that can be told and all parameters are DTensors."""
+        """Remember how torch has just filled ``lists``, if that can be found out and all parameters are DTensors."""
         params = group["params"]
         self._known.pop(id(params), None)
         if not lists[0] or not all(isinstance(param, DTensor) for param in params):

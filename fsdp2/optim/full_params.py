@@ -110,7 +110,7 @@ class _FullParams:
         self._cost, self._bucket_bytes = cost, bucket_bytes
         self._ownership = Ownership([], cost)
         self._state = OwnedState(self._ownership)  # taken over from the optimizer when it is first asked for
-        self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
+        self._proxies: dict[torch.Tensor, nn.Parameter] = {}
         self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
         self._load_as_torch = optimizer.load_state_dict
         self._save_as_torch = optimizer.state_dict
@@ -236,22 +236,22 @@ class _FullParams:
         lent: dict[torch.Tensor, torch.Tensor] = {}
         for owned, grad, full in zip(bucket.owned, bucket.grads, bucket.fulls):
             if full is not None:
-                stand_in = lent[owned.param] = self._stand_in(owned.param)
-                stand_in.data = full
-                lend_gradient(stand_in, grad)
+                proxy = lent[owned.param] = self._proxy(owned.param)
+                proxy.data = full
+                lend_gradient(proxy, grad)
         bucket.grads = []
         try:
             return groups.step(lent, self._step_as_torch)
         finally:
-            for stood_in in lent.values():
-                lend_gradient(stood_in, None)
-                stood_in.data = stood_in.data.new_empty(0)
+            for returned in lent.values():
+                lend_gradient(returned, None)
+                returned.data = returned.data.new_empty(0)
 
-    def _stand_in(self, param: torch.Tensor) -> nn.Parameter:
+    def _proxy(self, param: torch.Tensor) -> nn.Parameter:
         """The plain parameter that the optimizer sees in place of ``param``, the same object in each step."""
-        if param not in self._stand_ins:
-            self._stand_ins[param] = parameter_like(param, on_this_rank(param).new_empty(0))
-        return self._stand_ins[param]
+        if param not in self._proxies:
+            self._proxies[param] = parameter_like(param, on_this_rank(param).new_empty(0))
+        return self._proxies[param]
 
     def _return(self, bucket: _Bucket) -> None:
         bucket.leaving = bucket.outward.start(bucket.fulls, [owned.whole for owned in bucket.owned])

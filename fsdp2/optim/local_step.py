@@ -2,7 +2,7 @@
 
 An operator on DTensors costs several times one on plain tensors. torch's own optimizers collect a group's tensors in
 lists before they compute; the lists are where DTensors give way to their local tensors, and nowhere else: parameters,
-gradients and state that anybody else sees stay what they were. Other optimizers step on stand-ins (`stand_ins.py`).
+gradients and state that anybody else sees stay what they were. Other optimizers step on proxies (`proxies.py`).
 """
 
 from __future__ import annotations

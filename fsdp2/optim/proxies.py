@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's own: while they step, plain parameters stand in for the DTensors they were given."""
+"""Optimizers that are not torch's own: while they step, plain parameters are proxies of their DTensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step_on_proxies(optimizer: optim.Optimizer, unless: Callable[[], bool]) -> N
 
 
 class _Loan:
-    """The stand-ins of one optimizer's parameters, and what they stand in for while it steps."""
+    """The proxies of one optimizer's parameters, and what they are put in place of while it steps."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -73,7 +73,7 @@ class _Loan:
         return run
 
     def begin(self) -> None:
-        """Let the optimizer hold stand-ins."""
+        """Let the optimizer hold the proxies."""
         if self._state is not None:
             return
         optimizer, known = self._optimizer, self._proxies

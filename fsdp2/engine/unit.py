@@ -253,7 +253,7 @@ class FSDPState(ComposableState):
                 group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
-            if not in_backward and any([after is not False for after in afters]):
+            if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
             for group in self.groups if watched and not in_backward else ():
                 self.root.pending.calls.record(group)

@@ -78,3 +78,39 @@ def test_a_kept_tensor_does_not_keep_its_module(rank, world):
     module = api.ours.fully_shard(Routed("before"), mesh=mesh_of(world), reshard_after_forward=True)
     module(torch.ones(2, 8))
     assert isinstance(module.kept, Tensor)
+
+
+class Indexed(nn.Module):
+    """Saves a whole frozen parameter for backward, where it uses its layer, and keeps a loss in any case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(8).flip(0), requires_grad=False)
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+        self.kept: object = 0.0
+
+    def forward(self, x, used):
+        y = self.layer(x)[:, self.order] if used else x.tanh()
+        self.kept = (y * self.scale).square().mean()
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_loss_kept_on_a_module_whose_parameters_stay(rank, world, first):
+    """``reshard_after_forward=False`` keeps them until the first backward, on another forward: the second one read
+    freed memory, and wrote gradients made of whatever was there."""
+    torch.manual_seed(0)
+    alone, module = Indexed(), Indexed()
+    module.load_state_dict(alone.state_dict())
+    api.ours.fully_shard(module, mesh=mesh_of(world), reshard_after_forward=False)
+    for one in (alone, module):
+        losses = []
+        for used in (True, False):
+            losses.append(one(torch.ones(2, 8), used).mean() + one.kept)
+            one.kept = None
+        losses[first].backward()
+        losses[1 - first].backward()
+    for (name, got), want in zip(module.named_parameters(), alone.parameters()):
+        if want.requires_grad:
+            torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=name)

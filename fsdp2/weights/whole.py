@@ -193,7 +193,10 @@ def _complete(
     elif piece.is_meta:
         full = torch.empty(source.spec.dtensor.shape, dtype=piece.dtype, device="meta")
     else:
-        full = source.empty().copy_(piece) if source.axis is None else full
+        if source.axis is None:
+            full = source.empty()
+            if full.numel():  # without elements it may still be cut, so that its piece has another shape
+                full.copy_(piece)
         if full is not None and source.spec.full is not None:
             wrapped: Any = source.spec.wrap_full(full)
             full = _exact(arrived(wrapped.full_tensor()))

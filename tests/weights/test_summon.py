@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2 import summon_full_params
@@ -338,3 +338,17 @@ def test_random_models(rank, world, seed):
     assert_shards(module, expected, rank, world)
     with summon_full_params(module, writeback=False):
         assert_shows(module, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_parameter_without_elements(rank, world, dim):
+    """Cut along the dimension that has a size, its pieces have other shapes than it has, but nothing is gathered."""
+    module = nn.ParameterList([torch.zeros(0, 6), torch.ones(2, 6)])
+    holder = nn.Module()
+    holder.held = module
+    fsdp2.fully_shard(holder, mesh=mesh_of(world), shard_placement_fn=lambda parameter: Shard(dim))
+    with torch.no_grad(), summon_full_params(holder):
+        assert module[0].shape == (0, 6) and module[1].shape == (2, 6)
+        module[1].mul_(3)
+    assert torch.equal(module[1].full_tensor(), torch.full((2, 6), 3.0))

@@ -84,13 +84,13 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     if group.shared:
         return group
     group.reshard()
+    if len(group.params) == 1:  # hooks on its modules refer to it, so no other group may take its place
+        group.shared = True
+        return group
     alone = FSDPParamGroup(group.store.of([param]), group.modules, group.comm)
     alone.shared, alone.in_root, alone.gradients.noticed = True, group.in_root, group.gradients.noticed
     owner = get_state(group.modules[0])
     assert owner is not None
     owner.groups.append(alone)
-    if len(group.params) > 1:
-        group.drop(param)
-    else:
-        owner.groups.remove(group)
+    group.drop(param)
     return alone

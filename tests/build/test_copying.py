@@ -151,3 +151,19 @@ def test_a_shallow_copy_of_a_unit(rank, world):
     assert other.weight is module[0].weight and not isinstance(other.weight, DTensor)
     module[0].reshard()
     assert isinstance(other.weight, DTensor)
+
+
+@on_ranks(2)
+def test_copying_units_that_share_a_layer(rank, world):
+    """Hooks on the layer referred to the group that the first unit had before the second one took part: "cannot pickle
+    ProcessGroup"."""
+    layer = nn.Linear(4, 4)
+    module = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer), nn.Linear(4, 2))
+    for unit in (module[0], module[1], module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    clone = copy.deepcopy(module)
+    for one in (module, clone):
+        one(torch.ones(2, 4)).sum().backward()
+    assert clone[0][0].weight is clone[1][0].weight and clone[0][0].weight is not layer.weight
+    for got, want in zip(clone.parameters(), module.parameters()):
+        assert torch.equal(got.grad.full_tensor(), want.grad.full_tensor())

@@ -78,6 +78,7 @@ class GroupGradients:
         self.noticed: Callable[[], None] = lambda: None
         self._store = store
         self._plan: ChunkPlan | None = None
+        self._hooks_missing = False  # planned before the first gather
         self._plans: dict[object, ReducePlan] = {}
         self._dtypes: dict[int, _Dtypes] = {}
         self._rows: dict[tuple[int, ...], RowPlan] = {}
@@ -149,9 +150,10 @@ class GroupGradients:
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
         )
         self._chunk_of = {i: c for c, chunk in enumerate(plan.chunks) for i in chunk}
-        for chunk in plan.streamed:
-            for i in chunk:
-                self._hook(i)
+        streamed = [i for chunk in plan.streamed for i in chunk]
+        self._hooks_missing = any([params[i].full is None for i in streamed])
+        for i in streamed if not self._hooks_missing else ():
+            self._hook(i)
         return plan
 
     def _hook(self, i: int) -> None:
@@ -177,7 +179,7 @@ class GroupGradients:
 
         With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
         """
-        plan = self._plan or self._make_plan()
+        plan = self._make_plan() if self._plan is None or self._hooks_missing else self._plan
         reduced = self._store.options.reduce_gradients and not self._kept
         if reduced is not self._expects_reduced:
             self._expects_reduced, rounded = reduced, self._rounded
@@ -192,7 +194,7 @@ class GroupGradients:
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
-        if self._plan is None:
+        if self._plan is None or self._hooks_missing:
             self._make_plan()
         for i in self._chunk_of:
             self._hook(i)
@@ -239,7 +241,7 @@ class GroupGradients:
                     "dtype that its gradients have"
                 )
         there = self._there()
-        if self._plan is None and not unused and True not in there:
+        if self._plan is None and not unused and True not in there and not self._partial:
             return
         plan = self._plan or self._make_plan()
         for c, chunk in enumerate(plan.chunks):

@@ -93,6 +93,7 @@ class Pass:
         self.creates_graph = False  # the backward is differentiable: what it saves are views of full parameters
         self.is_backward = kind != "forward"
         self.ends = False  # the end of autograd's backward ends it
+        self.over = False  # autograd's backward is, so no group waits for a gradient any more
         self.observer: Observer | None = root.observer if observed else None
         self.admit: Admit | None = None if self.observer is None else self.observer.before
         self.unseen = not observed and root.observer is not None  # although other passes are observed
@@ -121,7 +122,7 @@ class Pass:
                 return False
             self._participated[group] = None
             group.unshard(False, self.admit, self.is_backward)
-        elif group.is_idle:
+        elif group.is_idle or (self.over and not group.is_through):
             self.post_backward(group)
         else:
             return False
@@ -195,6 +196,7 @@ class Pass:
         Where the caller ends backwards, both are left to ``RootContext.finalize``.
         """
         root, manual = self.root, self.root.finalizes_manually
+        self.over = True
         with _trace.span("root_post_backward", ""):
             if self.observer is not None:
                 self.observer.ending()

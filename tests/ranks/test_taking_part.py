@@ -102,3 +102,64 @@ def test_replicas_without_an_image(rank, world):
         (sum(whole(*batch) for batch in batches) / world).backward()
         for (name, param), reference in zip(model.named_parameters(), whole.named_parameters()):
             torch.testing.assert_close(param.grad.full_tensor(), reference[1].grad, msg=f"{step} {name}")
+
+
+STREAMED = {"direct_param_bytes": 0, "direct_group_bytes": 0, "chunk_bytes": 1}
+"""Transfer sizes with which each gradient is sent when it is there."""
+
+
+class Choosing(nn.Module):
+    """Uses one of its parts, or none: then its output needs no gradient. A frozen parameter keeps backward inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.order = nn.Parameter(torch.arange(8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, part: int | None) -> torch.Tensor:
+        return x if part is None else self.parts[part](x)[:, self.order]
+
+
+class Outer(nn.Module):
+    """A layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choosing, self.last = Choosing(), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, part: int | None) -> torch.Tensor:
+        return self.last(self.choosing(x, part))
+
+
+@on_ranks(2)
+def test_a_part_of_a_unit_that_one_rank_uses(rank, world):
+    """One rank has sent the gradients of the part it used and is inside of the unit until its backward ends; there it
+    has to send what is left as soon as the other one, which never entered, sends all of it."""
+    torch.manual_seed(0)
+    model = Outer()
+    whole = copy.deepcopy(model)
+    for unit in (model.choosing, model):
+        fsdp2.fully_shard(unit)
+    model.set_reduce_scatter_unused_params(True)
+    model.choosing.set_transfer_sizes(**STREAMED)
+    for parts in ((1, None), (None, 0), (0, 1)):
+        model(torch.ones(2, 8), parts[rank]).sum().backward()
+        (sum(whole(torch.ones(2, 8), part).sum() for part in parts) / world).backward()
+    for (name, param), reference in zip(model.named_parameters(), whole.parameters()):
+        if reference.requires_grad:
+            torch.testing.assert_close(param.grad.full_tensor(), reference.grad, msg=name)
+
+
+@on_ranks(2)
+def test_a_unit_that_nobody_has_used_yet(rank, world):
+    """Its zeros are sent although it was never gathered; later its gradients leave like any other's."""
+    model = Outer()
+    for unit in (*model.choosing.parts, model):
+        fsdp2.fully_shard(unit)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_transfer_sizes(**STREAMED)
+    for step, part in enumerate((0, 1, 1)):
+        model.zero_grad()
+        model(torch.ones(2, 8), part).sum().backward()
+        used = [bool(layer.weight.grad.full_tensor().any()) for layer in model.choosing.parts]
+        assert used == [part == 0, part == 1], step

@@ -38,6 +38,7 @@ __all__ = [
     "is_made_since",
     "registrations",
     "settle_optimizer",
+    "watch_exit",
     "watch_inputs",
     "watch_outputs",
 ]
@@ -170,13 +171,19 @@ def settle_optimizer(optimizer: torch.optim.Optimizer, settle: Callable[[], None
     optimizer.register_load_state_dict_pre_hook(lambda *unused: settle())
 
 
-def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None]) -> tuple[Arguments, Inputs]:
+def watch_inputs(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    done: Callable[[], None],
+    starting: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[Arguments, Inputs]:
     """(``args``, ``kwargs``) with hooks for when backward is through with them, and whether they have some.
 
-    ``done`` runs when the gradients of all inputs that need one are computed. A single such input becomes a view with a
-    hook on its node, so that the module may still change it in place; several go through one autograd function, which
-    alone can tell when the last is done, and so does one that a collective still fills. Inputs inside plain objects
-    cannot be replaced; then none is watched.
+    ``done`` runs when the gradients of all inputs that need one are computed; a later backward that enters by these
+    gradients (``create_graph=True``) calls ``starting`` first. A single such input becomes a view with a hook on its
+    node, so that the module may still change it in place; several go through one autograd function, which alone can
+    tell when the last is done, and so does one that a collective still fills. Inputs inside plain objects cannot be
+    replaced; then none is watched.
     """
     if not torch.is_grad_enabled():
         return (args, kwargs), Inputs.NONE_NEEDED
@@ -200,13 +207,35 @@ def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[
     if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
         view = needing[0].view_as(needing[0])
         if view.grad_fn is not None:  # under torch.func its node is out of reach
-            view.grad_fn.register_prehook(lambda grads: done())
+            view.grad_fn.register_prehook(lambda grads: _through(grads, done, starting))
             if args and args[0] is needing[0]:
                 return ((view, *args[1:]), kwargs), Inputs.ATTACHED
             new = [view]
-    new = new or list(_InputsDone.apply(done, *needing))
+    new = new or list(_InputsDone.apply((done, starting), *needing))
     replacements = iter(new)
     return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs), Inputs.ATTACHED
+
+
+def _through(
+    grads: Iterable[torch.Tensor | None], done: Callable[[], None], starting: Callable[[torch.Tensor], None] | None
+) -> None:
+    """Backward is through with inputs, which have these gradients."""
+    if starting is not None:
+        _watch_entry(grads, starting)
+    done()
+
+
+def _watch_entry(grads: Iterable[torch.Tensor | None], starting: Callable[[torch.Tensor], None]) -> None:
+    """Call ``starting`` before the backward of this backward comes in where these gradients go out."""
+    for grad in grads if torch.is_grad_enabled() else ():
+        if grad is not None and grad.requires_grad and not grad.is_leaf:
+            grad.register_hook(starting)
+
+
+def watch_exit(grad: torch.Tensor, starting: Callable[[torch.Tensor], None]) -> None:
+    """``grad`` comes into a module; where the backward of this backward goes out there, watch it for a third one."""
+    if grad.requires_grad and not grad.is_leaf:
+        grad.register_hook(lambda outgoing: _watch_entry([outgoing], starting))
 
 
 class _InputsDone(torch.autograd.Function):
@@ -219,21 +248,21 @@ class _InputsDone(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+    def forward(told: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.done = inputs[0]
+        ctx.told = inputs[0]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
-        ctx.done()
+        _through(grads, *ctx.told)
         return (None, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, done: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+    def jvp(ctx: Any, told: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tangents
 
 

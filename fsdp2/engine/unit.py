@@ -166,7 +166,8 @@ class FSDPState(ComposableState):
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
             if entering:
-                (args, kwargs), inputs = hooks.watch_inputs(args, kwargs, lambda: self._inputs_done(entering))
+                done = partial(self._inputs_done, entering)
+                (args, kwargs), inputs = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
                 pending = self.root.pending.inputs
                 for group in entering:
                     pending.setdefault(group, set()).add(inputs)
@@ -255,8 +256,10 @@ class FSDPState(ComposableState):
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
             if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
-            for group in self.groups if watched and not in_backward else ():
-                self.root.pending.calls.record(group)
+            for group in self.groups:
+                group.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
+                if watched and not in_backward:
+                    self.root.pending.calls.record(group)
         return output
 
     def _watch_side_outputs(self, call: Call | None) -> bool:
@@ -307,6 +310,8 @@ class FSDPState(ComposableState):
         if not run.ends:
             run.queue_end()
         run.creates_graph = torch.is_grad_enabled()
+        if run.creates_graph:
+            hooks.watch_exit(grad, self.pre_backward)
         # All of this unit's gathers go ahead of those for later.
         entered = [g for g in self.groups if g.pre_backward(run.admit, recorded=g in pending.inputs)]
         for group in entered:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from tests.support import api
 from tests.support.models import Block, children, mlp
-from tests.support.parity import mesh_of
+from tests.support.parity import mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -58,6 +58,35 @@ def test_backward_through_a_jvp(rank, world, given, reshard):
         torch.testing.assert_close(sources[0], sources[1])
         for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(got.grad.to_local(), expected.grad.chunk(world)[rank])
+
+
+def penalized(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The norm of the gradient by the inputs, and then another forward: WGAN-GP."""
+    inputs.requires_grad_()
+    (gradient,) = torch.autograd.grad(module(inputs).tanh().sum(), inputs, create_graph=True)
+    return gradient.square().mean() + module(inputs.detach()).square().mean()
+
+
+def penalized_by_curvature(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The norm of a product with the Hessian, which is differentiated for a third time, and then another forward."""
+    along = torch.ones_like(inputs)
+    _, product = torch.autograd.functional.hvp(lambda x: module(x).tanh().sum(), inputs, along, create_graph=True)
+    return product.square().mean() + module(inputs.detach()).square().mean()
+
+
+def deep() -> nn.Sequential:
+    """Return units of several layers with curvature inside and between them."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in "123"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize("loss", [penalized, penalized_by_curvature])
+def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, reshard):
+    """A forward between a differentiable backward and the backward of it freed the weights that the latter reads, and
+    nothing gathered them: the process died of a null pointer, or of "setStorage ... storage of size 0" (so does
+    torch's). Its way into a unit is the gradient that came out of the unit's input, and so on at each order."""
+    trains_like_one_process(world, rank, deep, loss, reshard_after_forward=reshard)
 
 
 @on_ranks(2)

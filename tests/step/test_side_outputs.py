@@ -114,3 +114,38 @@ def test_a_loss_kept_on_a_module_whose_parameters_stay(rank, world, first):
     for (name, got), want in zip(module.named_parameters(), alone.parameters()):
         if want.requires_grad:
             torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=name)
+
+
+class Features:
+    """The loss of what a forward hook on a layer inside of a unit saw; the outputs are not used."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        seen = []
+        handle = module.get_submodule(self.layer).register_forward_hook(lambda *call: seen.append(call[2]))
+        module(inputs)
+        handle.remove()
+        return seen[0].square().mean()
+
+
+def stem() -> nn.Sequential:
+    """A layer of the root's own before a unit."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def first_unit() -> nn.Sequential:
+    """A unit that the inputs go into."""
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize(("build", "layer"), [(stem, "0"), (first_unit, "0.0")])
+def test_features_that_only_a_hook_saw(rank, world, build, layer, reshard):
+    """No unit's outputs are reached, so no backward was known to run: gradients stayed full, on parameters that no
+    optimizer holds, and training went on without them (torch loses them still). The backward of a first layer reads no
+    weights, so nothing else fails."""
+    units = lambda module: [module[-1]]
+    trains_like_one_process(world, rank, build, Features(layer), units, reshard_after_forward=reshard)

@@ -15,6 +15,7 @@ from fsdp2.autograd.hooks import (
     hook_forward,
     hook_gradient,
     hook_state_dict,
+    watch_exit,
     watch_inputs,
     watch_outputs,
 )
@@ -51,6 +52,35 @@ def test_done_comes_when_the_gradient_of_the_only_input_is_computed() -> None:
     assert watched is Inputs.ATTACHED and args[1] == 3
     log.through(args[0] * kwargs["scale"], "parameter").sum().backward()
     assert log == ["parameter", "done", "input"]
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_each_backward_of_a_backward_is_told_where_it_enters(inputs: int) -> None:
+    """By the gradient that left by the inputs; the third one by the gradient that the second sent out by the output."""
+    log = Log()
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(inputs)]
+
+    def starting(grad: Tensor) -> None:
+        log.starting(grad)
+        if torch.is_grad_enabled():
+            watch_exit(grad, starting)
+
+    (given, _), _ = watch_inputs(tuple(leaves), {}, log.done, starting)
+    _, output = watch_outputs(sum(x**4 for x in given), starting, autograd_sequence_number())
+    above = output**2
+    gradients = torch.autograd.grad(above.sum(), leaves, create_graph=True)
+    assert log == ["starting", "done"]
+    log.clear()
+    torch.autograd.grad(sum(g.sum() for g in gradients), leaves, create_graph=True)
+    assert log[0] == "starting" and log[-1] == "done"
+
+
+def test_a_backward_that_cannot_be_differentiated_is_not_watched() -> None:
+    log = Log()
+    leaf = torch.ones(2, requires_grad=True)
+    ((given,), _), _ = watch_inputs((leaf,), {}, log.done, log.starting)
+    (given**2).sum().backward()
+    assert log == ["done"]
 
 
 def test_done_comes_once_when_the_gradients_of_all_inputs_are_computed() -> None:

@@ -46,6 +46,7 @@ __all__ = [
     "python_attributes",
     "pytree",
     "set_local_tensor",
+    "storages_of",
     "versions_of",
     "without_dispatch",
 ]
@@ -60,6 +61,11 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._
 def versions_of(tensors: Iterable[Any]) -> list[int]:
     """How often each was changed in place; -1 for inference tensors, which do not count. One pass in Python."""
     return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+def storages_of(tensors: Iterable[Any]) -> list[int]:
+    """What tells the storage of each from all others that live; to assign ``.data`` changes it, and no version."""
+    return [t.untyped_storage()._cdata for t in tensors]
 
 
 def python_attributes(param: torch.Tensor) -> dict[str, Any]:

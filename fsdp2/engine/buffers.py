@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2._torch.tensors import storages_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
@@ -48,6 +49,7 @@ class ShardStore:
         self._plan: FlatPlan | None = None
         self._items: list[Item] = []
         self._placed: dict[FSDPParam, torch.Tensor] = {}
+        self._storages: list[int] = []  # of the DTensors around them
         self._full: Buffer | None = None
         self._fulls: list[torch.Tensor] = []
         self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
@@ -160,9 +162,12 @@ class ShardStore:
         Or the same one with other content: ``swap_tensors``, or somebody set its local tensor.
 
         Raises:
-            RuntimeError: it does so ``in_backward``, so that the forward computed with other weights.
+            RuntimeError: it does so ``in_backward``, so that the forward computed with other weights; or somebody
+                assigned ``.data``, which has no effect on a shard.
         """
         same = lie_in(self._placed, self._placed.values())
+        if same and not in_backward:
+            self._check_storages()
         for param in self.params:
             slot = param.slots[0]
             try:
@@ -177,6 +182,18 @@ class ShardStore:
                 )
             return True
         return False
+
+    def _check_storages(self) -> None:
+        storages = storages_of([param.sharded for param in self._placed])
+        if storages == self._storages:
+            return
+        before, self._storages = self._storages, storages
+        names = [param.name for param, old, new in zip(self._placed, before, storages) if old != new]
+        raise RuntimeError(
+            f"{', '.join(names[:8])}: a tensor was assigned to .data of the sharded parameter, which a DTensor ignores: "
+            "got the values from before, expected the assigned ones; write them in place instead, with "
+            "`with torch.no_grad(): param.copy_(value)`"
+        )
 
     def _has_its_own(self, param: FSDPParam) -> bool:
         return param.local is self._placed[param]
@@ -233,6 +250,7 @@ class ShardStore:
                 if _without_memory(view) or view.data_ptr() != piece.data_ptr() or not view.numel():
                     view.copy_(piece)
                 self._set(param, view)
+        self._storages = storages_of([param.sharded for param in self._placed])
 
     def _start_anew(self, plain: list[FSDPParam], items: list[Item], device: torch.device) -> None:
         self._plain, self._items = plain, items

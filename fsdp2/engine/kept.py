@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from fsdp2._torch.tensors import local_tensors, versions_of
+from fsdp2._torch.tensors import local_tensors, storages_of, versions_of
 from fsdp2.engine.param import FSDPParam, lie_in
 
 __all__ = ["Kept", "note_optimizer_step", "writes_to_shards"]
@@ -55,8 +55,9 @@ class Kept:
     def _local_versions(self) -> list[int]:
         return versions_of(self._pieces)
 
-    def _full_versions(self) -> list[int]:
-        return versions_of([param.sharded if param.full is None else param.full for param in self._params])
+    def _full_versions(self) -> list[tuple[int, int]]:
+        fulls = [param.sharded if param.full is None else param.full for param in self._params]
+        return [*zip(versions_of(fulls), storages_of(local_tensors(fulls)))]
 
     def holds_any(self, ids: set[int]) -> bool:
         """Whether one of the shards is among the tensors with these ids."""
@@ -76,12 +77,13 @@ class Kept:
         return self._changed(self._locals, self._local_versions())
 
     def written_full(self) -> list[FSDPParam]:
-        """Parameters that were changed in place while they were shown full."""
+        """Parameters that were changed in place, or assigned other data, while they were shown full."""
         return self._changed(self._fulls, self._full_versions())
 
     def take_writes(self, extensions: Collection[FSDPParam]) -> str:
         """Let shards have what was written to full parameters, ``extensions`` apart; why they cannot, or empty."""
         for param in [param for param in self.written_full() if param not in extensions]:
+            param.return_to_buffer()
             if self.outdated or param in self.written_here():
                 why = "and so was its shard since, and which came first is not known"
             elif not param.follow_full():
@@ -96,7 +98,7 @@ class Kept:
             )
         return ""
 
-    def _changed(self, before: list[int], now: list[int]) -> list[FSDPParam]:
+    def _changed(self, before: Sequence[object], now: Sequence[object]) -> list[FSDPParam]:
         if before == now:
             return []
         return [param for param, old, new in zip(self._params, before, now) if old != new]

@@ -18,6 +18,7 @@ from fsdp2._torch.tensors import (
     local_tensor,
     python_attributes,
     set_local_tensor,
+    storages_of,
 )
 from fsdp2.autograd.hooks import carry_hooks
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
@@ -195,6 +196,7 @@ class FSDPParam:
         self.hooks = gradient_hooks(original)
         self.sharded: nn.Parameter | None = None
         self.full: nn.Parameter | None = None
+        self._place: torch.Tensor | None = None  # the full parameter's, in the full buffer
         self.subgroup: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
         # The dtype set for the reduced gradient, which may be None (any), as a tuple; () where none was set.
@@ -283,6 +285,15 @@ class FSDPParam:
         self.local.copy_(self.spec.cut(plain.detach()))
         return True
 
+    @torch.no_grad()
+    def return_to_buffer(self) -> None:
+        """Bring the full parameter back to where gathers write, with what somebody assigned to its ``.data``."""
+        full, place = self.full, self._place
+        if full is None or place is None or self.spec.full is not None or storages_of([full]) == storages_of([place]):
+            return
+        place.copy_(full)
+        full.data = place
+
     @property
     def has_statistics(self) -> bool:
         """Whether it belongs to a batch norm with running statistics."""
@@ -365,7 +376,7 @@ class FSDPParam:
         unreduced = None if self.full is None else self.full.grad
         layout = self.spec.layout
         full = tensor.as_strided(layout.shape, layout.stride, tensor.storage_offset())  # NF4 knows no default offset
-        full = self.spec.wrap_full(full)
+        self._place, full = full, self.spec.wrap_full(full)
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
         self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
         if unreduced is not None:

@@ -227,6 +227,43 @@ def test_writes_to_full_weights(rank, world, then):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("then", [evaluate, train, "reshard"])
+def test_data_assigned_to_full_weights(rank, world, then):
+    """``p.data = value`` gave a full weight other memory, which no gather wrote to any more: each later forward computed
+    with that value, whatever training did to the shards."""
+    module, alone = models(world)
+    evaluate(module, alone)
+    for one in (module, alone):
+        for name in ("2.weight", "2.bias"):
+            parameter = one.get_parameter(name)
+            parameter.data = parameter.data * 0.5
+    if then == "reshard":
+        module.reshard()
+    else:
+        then(module, alone)
+    for step in (evaluate, train, evaluate, train):
+        step(module, alone)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_data_assigned_to_shards(rank, world, trained):
+    """``p.data = p.data - lr * p.grad``, or SAM's way back to where it was, is ignored by DTensors: training went on
+    without it and without a word (torch's still does)."""
+    module, alone = models(world)
+    if trained:
+        train(module, alone)
+    for parameter in module.parameters():
+        parameter.data = parameter.data  # the same memory: nothing to lose
+    train(module, alone)
+    weight = module.get_parameter("2.weight")
+    weight.data = weight.data * 0.5
+    with pytest.raises(RuntimeError, match=r"^2\.weight: a tensor was assigned to \.data .* `with torch.no_grad\(\): "):
+        module(inputs())
+    train(module, alone)
+
+
+@on_ranks(2)
 def test_writes_that_would_round_the_shards(rank, world):
     """With mixed precision the full weights are bfloat16: what is written to them is no value for float32 shards."""
     policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from fsdp2._torch.tensors import local_tensors, storages_of, versions_of
-from fsdp2.engine.param import FSDPParam, lie_in
+from fsdp2.engine.param import FSDPParam, is_managed_tensor, lie_in
 
 __all__ = ["Kept", "note_optimizer_step", "writes_to_shards"]
 
@@ -22,12 +22,17 @@ _alive: weakref.WeakSet[Kept] = weakref.WeakSet()
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """``optimizer`` has stepped: optimizers change shards without touching a version counter that can be read."""
+    """``optimizer`` has stepped: optimizers change shards without touching a version counter that can be read.
+
+    Neither do ``torch._foreach_lerp_`` and the like, with which a teacher follows the model that was stepped: what an
+    evaluation kept is not used after a step of any sharded model.
+    """
     if not _alive:
         return
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stepped, sharded = {id(param) for param in params}, any(map(is_managed_tensor, params))
     for kept in _alive:
-        kept.stepped = kept.stepped or kept.holds_any(stepped)
+        kept.stepped = kept.stepped or (sharded and kept.by_evaluation) or kept.holds_any(stepped)
 
 
 def writes_to_shards(params: Sequence[FSDPParam]) -> int:

@@ -196,6 +196,28 @@ def test_how_often_is_gathered(rank, world):
     assert gathers(two) <= 2 * (units + again) - 1  # the second forward finds the root
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["foreach", "data"])
+def test_a_teacher_that_follows_its_student(rank, world, how):
+    """A mean teacher is never trained, so its root stays as its first evaluation left it. Neither ``torch._foreach_lerp_``
+    on shards nor what goes through ``.data`` counts a version, so it computed with its first weights for ever (torch's
+    still does)."""
+    (student, teacher), (student_alone, teacher_alone) = zip(models(world), models(world))
+    both = ((teacher, student), (teacher_alone, student_alone))
+    pairs = [(list(one.parameters()), list(other.parameters())) for one, other in both]
+    for _ in range(3):
+        evaluate(teacher, teacher_alone)
+        train(student, student_alone)
+        for averages, currents in pairs:
+            with torch.no_grad():
+                if how == "foreach":
+                    torch._foreach_lerp_(averages, currents, 0.5)
+                else:
+                    for average, current in zip(averages, currents):
+                        average.data.lerp_(current, 0.5)
+    evaluate(teacher, teacher_alone)
+
+
 # ---- writes to full weights ----
 
 

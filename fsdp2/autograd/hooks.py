@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.autograd import functorch_active, node_sequence_number, view_base
+from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor
 from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
@@ -130,11 +131,16 @@ registrations = 0
 
 
 def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
-    """Count registrations on managed modules, except of tensors that ``is_ours`` knows. Costs nothing per step."""
+    """Count registrations on managed modules, except of tensors that ``is_ours`` knows. Costs nothing per step.
+
+    Those count, too, where others are: that ties two parameters. A module that watches its attributes is shown them so.
+    """
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
         global registrations
-        if module.__dict__.get("_is_fsdp_managed_module") and value is not None and not is_ours(value):
+        if not module.__dict__.get("_is_fsdp_managed_module") or value is None:
+            return
+        if not is_ours(value) or (module._parameters.get(name) is not value and not overrides_setattr(module)):
             registrations += 1
 
     register_module_parameter_registration_hook(registered)

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp2.build.collect import Found, Managed, collect, move_to
 from fsdp2.build.placing import Placed, PlacementFn, place
-from fsdp2.build.ties import find_ties, join_ties
+from fsdp2.build.ties import find_ties, give_way, join_ties
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
@@ -91,7 +91,7 @@ class Unit:
         )
 
     def adopt_added(self, state: FSDPState) -> None:
-        """Manage parameters that appeared below the modules of ``state`` since (LoRA adapters, say)."""
+        """Manage parameters that appeared below the modules of ``state`` since (LoRA adapters, say); follow ties."""
         for slot in self.ignored_slots:  # loading with assign=True puts another one there
             shown = slot.module._parameters.get(slot.name)
             if shown is not None and not is_managed_tensor(shown):
@@ -100,11 +100,12 @@ class Unit:
         params = [param for group in state.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
         places = {slot: param for param in params for slot in param.slots}
-        unknown = [found for found in managed.params if found.param not in known]
+        tied = [found for found in managed.params if give_way(found, places)]
+        unknown = [found for found in managed.params if found.param not in known and found not in tied]
         for found in unknown:
             for param in {places[slot] for slot in found.slots if slot in places}:
                 _take_over(found, param)
-        added = [found for found in unknown if not any(slot in places for slot in found.slots)]
+        added = tied + [found for found in unknown if not any(slot in places for slot in found.slots)]
         if not added:
             return
         names = ", ".join(found.name for found in added)

@@ -7,18 +7,19 @@ last of them is through, and its gradient, which autograd finishes once, is redu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fsdp2.build.collect import Found
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import param_of
-from fsdp2.engine.param import FSDPParam, show
+from fsdp2.engine.index import param_of, remember_originals
+from fsdp2.engine.param import FSDPParam, Slot, show
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
-__all__ = ["Tie", "find_ties", "join_ties"]
+__all__ = ["Tie", "find_ties", "give_way", "join_ties"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,23 @@ def join_ties(ties: list[Tie], state: FSDPState) -> None:
         show([param], "sharded")
         if group not in state.groups:
             state.groups.append(group)
+
+
+def give_way(found: Found, places: Mapping[Slot, FSDPParam]) -> bool:
+    """Whether a managed parameter was put in the place of others, which are managed no longer then.
+
+    Others that are shown elsewhere still, or that several calls drive, are left for the next gather to refuse by name.
+    """
+    param = param_of(found.param)
+    others = {places[slot] for slot in found.slots if slot in places} - {param}
+    if param is None or not others or any(o.group.shared or not {*o.slots} <= {*found.slots} for o in others):
+        return False
+    touched = [p for one in (param, *others) for p in one.group.params if p.full is not None]
+    remember_originals([p.full for p in touched], touched)  # an optimizer may have been built after an evaluation
+    for other in others:
+        other.group.reshard()
+        other.group.drop(other)  # hooks refer to the group, so it stays, if need be without parameters
+    return True
 
 
 def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, state: FSDPState) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import storages_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
@@ -15,7 +14,7 @@ from fsdp2.engine.compression import ENCODED, digest
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension
 from fsdp2.engine.kept import writes_to_shards
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, lie_in, show
+from fsdp2.engine.param import FSDPParam, lie_in, show, storages_of_shards
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
@@ -184,13 +183,13 @@ class ShardStore:
         return False
 
     def _check_storages(self) -> None:
-        storages = storages_of([param.sharded for param in self._placed])
+        storages = storages_of_shards(self._placed)
         if storages == self._storages:
             return
         before, self._storages = self._storages, storages
         names = [param.name for param, old, new in zip(self._placed, before, storages) if old != new]
         raise RuntimeError(
-            f"{', '.join(names[:8])}: a tensor was assigned to .data of the sharded parameter, which a DTensor ignores: "
+            f"{', '.join(names[:8])}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore: "
             "got the values from before, expected the assigned ones; write them in place instead, with "
             "`with torch.no_grad(): param.copy_(value)`"
         )
@@ -250,7 +249,7 @@ class ShardStore:
                 if _without_memory(view) or view.data_ptr() != piece.data_ptr() or not view.numel():
                     view.copy_(piece)
                 self._set(param, view)
-        self._storages = storages_of([param.sharded for param in self._placed])
+        self._storages = storages_of_shards(self._placed)
 
     def _start_anew(self, plain: list[FSDPParam], items: list[Item], device: torch.device) -> None:
         self._plain, self._items = plain, items

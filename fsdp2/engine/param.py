@@ -38,6 +38,7 @@ __all__ = [
     "parameter_of",
     "proxy",
     "show",
+    "storages_of_shards",
     "take_gradients",
 ]
 
@@ -95,6 +96,11 @@ def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
 def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor]) -> bool:
     """Whether the shards' local tensors are these very ``pieces`` still; one pass in C over what may be thousands."""
     return all(map(is_, map(local_tensor, [param.sharded for param in params]), pieces))
+
+
+def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
+    """What changes when somebody assigns ``.data`` of a shard, which changes nothing else."""
+    return storages_of([param.sharded for param in params])
 
 
 def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters that appear on a sharded module: made of shards, or in another way than the unit can manage."""
+"""Parameters that appear on a sharded module: made of shards, tied, or in another way than the unit can manage."""
 
 from __future__ import annotations
 
@@ -77,3 +77,54 @@ def test_weight_norm_after_sharding(rank, world):
     weight_norm(module.linear)
     with pytest.raises((ValueError, RuntimeError), match="linear.*(Register it|replace parameters) before fully_shard"):
         module(torch.ones(2, 3))
+
+
+class Untied(nn.Module):
+    """An embedding and a head whose weights a test ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 6, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(tokens)))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("when", ["at once", "trained", "evaluated"])
+@pytest.mark.parametrize("units", [[], ["embed"], ["head"], ["embed", "head"]])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tie_after_sharding(rank, world, when, units, turned):
+    """``model.tie_weights()`` after ``fully_shard``: "replaced on its module between forward and backward"."""
+    torch.manual_seed(0)
+    alone = Untied()
+    module = copy.deepcopy(alone)
+    for unit in (*map(module.get_submodule, units), module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    tokens = torch.arange(6).view(2, 3)
+
+    def train() -> None:
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (module, alone)]
+        for _ in range(2):
+            for one, optimizer in zip((module, alone), optimizers):
+                one(tokens).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if when == "trained":
+        train()
+    elif when == "evaluated":
+        with torch.no_grad():
+            module(tokens)
+    for one in (module, alone):
+        kept, tied = (one.head, one.embed) if turned else (one.embed, one.head)
+        tied.weight = kept.weight
+    train()
+    with torch.no_grad():
+        torch.testing.assert_close(module(tokens), alone(tokens))
+    module.reshard()
+    assert module.head.weight is module.embed.weight
+    with torch.no_grad():
+        torch.testing.assert_close(copy.deepcopy(module)(tokens), alone(tokens))
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)

@@ -199,9 +199,9 @@ def test_how_often_is_gathered(rank, world):
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["foreach", "data"])
 def test_a_teacher_that_follows_its_student(rank, world, how):
-    """A mean teacher is never trained, so its root stays as its first evaluation left it. Neither ``torch._foreach_lerp_``
-    on shards nor what goes through ``.data`` counts a version, so it computed with its first weights for ever (torch's
-    still does)."""
+    """A mean teacher is never trained, so its root stays as its first evaluation left it. ``torch._foreach_lerp_`` on
+    shards counts no version, nor does what goes through ``.data``, so it computed with its first weights for ever
+    (torch's still does)."""
     (student, teacher), (student_alone, teacher_alone) = zip(models(world), models(world))
     both = ((teacher, student), (teacher_alone, student_alone))
     pairs = [(list(one.parameters()), list(other.parameters())) for one, other in both]
@@ -251,8 +251,8 @@ def test_writes_to_full_weights(rank, world, then):
 @on_ranks(2)
 @pytest.mark.parametrize("then", [evaluate, train, "reshard"])
 def test_data_assigned_to_full_weights(rank, world, then):
-    """``p.data = value`` gave a full weight other memory, which no gather wrote to any more: each later forward computed
-    with that value, whatever training did to the shards."""
+    """``p.data = value`` gave a full weight other memory, which no gather wrote to any more: each later forward
+    computed with that value, whatever training did to the shards."""
     module, alone = models(world)
     evaluate(module, alone)
     for one in (module, alone):

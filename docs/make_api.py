@@ -176,6 +176,7 @@ TESTS: dict[str, str] = {
     "FSDPModule.set_compression": STEP + "test_compression.py::test_compression",
     "FSDPModule.set_compression(recurse)": STEP + "test_compression.py::test_set_compression_of_one_unit",
     "FSDPModule.set_transfer_sizes": STEP + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
+    "FSDPModule.zero_grad": STEP + "test_kept.py::test_zero_grad_after_an_evaluation",
 }
 """The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""
 

@@ -429,6 +429,13 @@ class FSDPModule(TorchFSDPModule):
             if not alike:
                 state.root.options_changed(setter)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``nn.Module``'s, also for gradients that modules do not show: of hidden shards, and unreduced ones."""
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
+        for group in [group for state in self._states(recurse=True) for group in state.groups]:
+            if group.is_idle:
+                group.gradients.zero(set_to_none=set_to_none)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``to_empty`` and the like, applied to the shards."""
         self.reshard()

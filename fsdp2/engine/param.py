@@ -431,11 +431,12 @@ class FSDPParam:
         if grad is not full.grad:
             full.grad = grad
 
-    def drop_gradient(self) -> None:
-        """Have no gradient, neither a reduced one nor one that was to be (recovery)."""
+    def drop_gradient(self, *, to_zeros: bool = False) -> None:
+        """Have no gradient, neither a reduced one, which may become zeros instead, nor one that was to be."""
         for tensor in (self.sharded, self.full):
             if tensor is not None:
-                tensor.grad = None
+                zeros = to_zeros and tensor is self.sharded and tensor.grad is not None
+                tensor.grad = tensor.grad.detach().zero_() if zeros else None  # type: ignore[union-attr]  # there is one
 
     def withhold_gradient(self) -> torch.Tensor | None:
         """Take a reduced gradient whose dtype was chosen off the shard, so that a conversion of the shard leaves it."""

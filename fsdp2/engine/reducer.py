@@ -269,6 +269,12 @@ class GroupGradients:
             if param.requires_grad:
                 param.expect_gradients(reduced=False, rounded=False)
 
+    def zero(self, *, set_to_none: bool) -> None:
+        """Have no gradients, or zeros on the shards that have one; none that is still to be reduced in any case."""
+        self._partial.clear()
+        for param in self._store.params:
+            param.drop_gradient(to_zeros=not set_to_none)
+
     def reset(self) -> None:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()

@@ -309,3 +309,39 @@ def test_writes_to_full_weights_and_to_shards(rank, world):
             parameter.mul_(0.5)
     with pytest.raises(RuntimeError, match="weight: the full parameter .* and so was its shard since"):
         train(module, alone)
+
+
+# ---- gradients ----
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_after_an_evaluation(rank, world, to_none):
+    """Modules show full weights then, whose gradients were cleared, and those of the shards went into the next step
+    (with torch's they still do)."""
+    module, alone = models(world)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
+    for _ in range(3):
+        for one, optimizer in zip((module, alone), optimizers):
+            one(inputs(1)).square().mean().backward()
+            optimizer.step()
+        evaluate(module, alone)
+        for one in (module, alone):
+            one.zero_grad(set_to_none=to_none)
+        for shard in shards(module):
+            assert shard.grad is None if to_none else not shard.grad.full_tensor().any()
+    evaluate(module, alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_of_a_batch_that_was_not_reduced(rank, world, to_none):
+    """A micro-batch without synchronization is given up (its loss is not finite, say): its gradients came back with the
+    next reduction."""
+    module, alone = models(world)
+    module.set_requires_gradient_sync(False)
+    (module(inputs(1)) * float("nan")).sum().backward()
+    module.zero_grad(set_to_none=to_none)
+    module.set_requires_gradient_sync(True)
+    train(module, alone)
+    evaluate(module, alone)

@@ -255,6 +255,20 @@ def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
         assert _torch.versions_of([param])[0] > before
 
 
+@probes("storages_of")
+def test_data_assigned_shows_in_the_storage_alone() -> None:
+    with fake_mesh((2,)) as mesh:
+        param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
+        before = _torch.storages_of([param])
+        param.data = param.data
+        torch.no_grad()(param.add_)(1)
+        assert _torch.storages_of([param]) == before
+        version, local = param._version, param._local_tensor
+        param.data = param.data * 2
+        assert _torch.storages_of([param]) != before
+        assert param._version == version and param._local_tensor is local
+
+
 @probes("python_attributes")
 def test_what_users_stored_is_told_from_what_a_dtensor_needs() -> None:
     with fake_mesh((2,)) as mesh:

@@ -118,6 +118,10 @@ class Pass:
         if group is None or not group.options.reduce_unused:
             return False
         if step.kind == "gather":
+            if group.gathering is not None:  # the others are through with it and need it again
+                (group.abandon_gather if self.is_backward else group.release)()
+            elif (group.is_idle or self.over) and not group.lifecycle.changes("start_gather"):
+                group.reshard()
             if not group.lifecycle.changes("start_gather"):
                 return False
             self._participated[group] = None

@@ -163,3 +163,34 @@ def test_a_unit_that_nobody_has_used_yet(rank, world):
         model(torch.ones(2, 8), part).sum().backward()
         used = [bool(layer.weight.grad.full_tensor().any()) for layer in model.choosing.parts]
         assert used == [part == 0, part == 1], step
+
+
+class Often(nn.Module):
+    """Uses a layer and a frozen one so many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = self.frozen(torch.tanh(self.first(x)))
+        return self.last(x)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_a_unit_that_others_use_several_times(rank, world, reshard):
+    """They gather it again each time. A rank that skips it still held the first gather, and refused the second."""
+    torch.manual_seed(0)
+    model = Often()
+    whole = copy.deepcopy(model)
+    for unit in (model.first, model.frozen, model):
+        fsdp2.fully_shard(unit, reshard_after_forward=reshard)
+    model.set_reduce_scatter_unused_params(True)
+    times = (2, 0, 3, 1)[:world]
+    sum(model(torch.ones(2, 8) + i, times[rank]).sum() for i in range(2)).backward()
+    (sum(whole(torch.ones(2, 8) + i, n).sum() for n in times for i in range(2)) / world).backward()
+    for (name, param), reference in zip(model.named_parameters(), whole.parameters()):
+        if reference.requires_grad:
+            torch.testing.assert_close(param.grad.full_tensor(), reference.grad, msg=name)

@@ -254,21 +254,21 @@ class _InputsDone(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(told: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+    def forward(watchers: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.told = inputs[0]
+        ctx.watchers = inputs[0]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
-        _through(grads, *ctx.told)
+        _through(grads, *ctx.watchers)
         return (None, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, told: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+    def jvp(ctx: Any, watchers: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tangents
 
 

@@ -360,9 +360,10 @@ def finish_gather(gathering: Gathering, compute: ComputeLane) -> list[torch.Tens
     for work in gathering.works:
         work.wait()
     gathering.works = ()
-    compute.wait(gathering.event)
     if gathering.lane.async_op:
         _unpack(gathering)
+    else:
+        compute.wait(gathering.event)
     rows = gathering.rows
     if rows is None:
         return []

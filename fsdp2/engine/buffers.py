@@ -164,9 +164,9 @@ class ShardStore:
             RuntimeError: it does so ``in_backward``, so that the forward computed with other weights; or somebody
                 assigned ``.data``, which has no effect on a shard.
         """
-        same = lie_in(self._placed, self._placed.values())
-        if same and not in_backward:
-            self._check_storages()
+        same = lie_in(self._placed, self._placed.values(), None if in_backward else self._storages)
+        if not same and not in_backward and lie_in(self._placed, self._placed.values()):
+            self._refuse_assigned_data()
         for param in self.params:
             slot = param.slots[0]
             try:
@@ -182,11 +182,9 @@ class ShardStore:
             return True
         return False
 
-    def _check_storages(self) -> None:
-        storages = storages_of_shards(self._placed)
-        if storages == self._storages:
-            return
-        before, self._storages = self._storages, storages
+    def _refuse_assigned_data(self) -> None:
+        before, storages = self._storages, storages_of_shards(self._placed)
+        self._storages = storages
         names = [param.name for param, old, new in zip(self._placed, before, storages) if old != new]
         raise RuntimeError(
             f"{', '.join(names[:8])}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore: "

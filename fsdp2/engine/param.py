@@ -93,9 +93,14 @@ def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
     return made
 
 
-def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor]) -> bool:
-    """Whether the shards' local tensors are these very ``pieces`` still; one pass in C over what may be thousands."""
-    return all(map(is_, map(local_tensor, [param.sharded for param in params]), pieces))
+def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages: list[int] | None = None) -> bool:
+    """Whether the shards' local tensors are these very ``pieces`` still, and their DTensors have these ``storages``.
+
+    One pass in C over what may be thousands.
+    """
+    shards = [param.sharded for param in params]
+    same = all(map(is_, map(local_tensor, shards), pieces))
+    return same and (storages is None or storages == storages_of(shards))
 
 
 def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:

@@ -51,6 +51,9 @@ class _Dtypes:
         return replace(summed, follows=False, compression=(reduce, replicate))
 
 
+_NEVER = -1
+
+
 @dataclass
 class _Backward:
     """One backward through the group, from its entry until the rest of its gradients left."""
@@ -76,9 +79,9 @@ class GroupGradients:
         self.comm = comm
         # Called when a gradient is finished although no backward entered the group.
         self.noticed: Callable[[], None] = lambda: None
+        self.watched = _NEVER  # the generation of full parameters whose gradients are noticed
         self._store = store
         self._plan: ChunkPlan | None = None
-        self._hooks_missing = False  # planned before the first gather
         self._plans: dict[object, ReducePlan] = {}
         self._dtypes: dict[int, _Dtypes] = {}
         self._rows: dict[tuple[int, ...], RowPlan] = {}
@@ -100,6 +103,7 @@ class GroupGradients:
     def forget_plan(self) -> None:
         """Plan anew: parameters, their dtypes or what is trainable changed."""
         self._plan = self._expects_reduced = None
+        self.watched = _NEVER
         self._plans.clear()
         self._rows.clear()
 
@@ -150,10 +154,6 @@ class GroupGradients:
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
         )
         self._chunk_of = {i: c for c, chunk in enumerate(plan.chunks) for i in chunk}
-        streamed = [i for chunk in plan.streamed for i in chunk]
-        self._hooks_missing = any([params[i].full is None for i in streamed])
-        for i in streamed if not self._hooks_missing else ():
-            self._hook(i)
         return plan
 
     def _hook(self, i: int) -> None:
@@ -174,12 +174,11 @@ class GroupGradients:
 
     # ---- one backward ----
 
-    def begin_backward(self, admit: Admit | None, through: Callable[[], None], *, count: bool, watch_all: bool) -> None:
-        """Backward enters the group; with ``count`` it is ``through`` when the last gradient is finished.
-
-        With ``watch_all`` a later backward may give gradients without entering by the outputs; it is noticed by these.
-        """
-        plan = self._make_plan() if self._plan is None or self._hooks_missing else self._plan
+    def begin_backward(self, admit: Admit | None, through: Callable[[], None], *, count: bool) -> None:
+        """Backward enters the group; with ``count`` it is ``through`` when the last gradient is finished."""
+        if self.watched != self._store.generation:
+            self.watch_all()
+        plan = self._plan or self._make_plan()
         reduced = self._store.options.reduce_gradients and not self._kept
         if reduced is not self._expects_reduced:
             self._expects_reduced, rounded = reduced, self._rounded
@@ -189,20 +188,18 @@ class GroupGradients:
         waiting = [set(chunk) for chunk in plan.streamed]
         awaited = self._expected() if count else None
         self._backward = _Backward(graph_task_id(), waiting, awaited, through, admit)
-        if watch_all:
-            self.watch_all()
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
-        if self._plan is None or self._hooks_missing:
+        if self._plan is None:
             self._make_plan()
         for i in self._chunk_of:
             self._hook(i)
+        self.watched = self._store.generation
 
     def _expected(self) -> set[int] | None:
         expected = set()
         for i in self._chunk_of:
-            self._hook(i)
             full = self._store.params[i].full
             assert full is not None
             if will_accumulate(full):

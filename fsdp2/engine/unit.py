@@ -257,7 +257,8 @@ class FSDPState(ComposableState):
             if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
             for group in self.groups:
-                group.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
+                if group.gradients.watched != group.store.generation:
+                    group.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
                 if watched and not in_backward:
                     self.root.pending.calls.record(group)
         return output
@@ -317,7 +318,7 @@ class FSDPState(ComposableState):
         for group in entered:
             alone = pending.inputs.get(group) == _NO_INPUTS and group.knows_when_through()
             through = partial(run.post_backward, group)
-            group.gradients.begin_backward(run.admit, through, count=alone, watch_all=run.creates_graph)
+            group.gradients.begin_backward(run.admit, through, count=alone)
             following = pending.calls.visit(group)  # noted in any case, as the forward's is
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.of_unit):

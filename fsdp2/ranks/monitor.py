@@ -29,8 +29,8 @@ __all__ = ["RankMonitor"]
 _DEVIATIONS = 1  # that a pass asks about before it is open
 _REMEDY = (
     "every rank must run the same units in the same order, after the same calls of setters and of unshard(); give each "
-    "rank some input for the unit, or call "
-    "set_reduce_scatter_unused_params(True) on the root for units that some ranks skip"
+    "rank some input for the unit, or call set_reduce_scatter_unused_params(True) on the root for units that some "
+    "ranks skip (one that no rank used in the step before must be used by all)"
 )
 _Job = Callable[[], None]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp2.build.collect import Found, Managed, collect, move_to
 from fsdp2.build.placing import Placed, PlacementFn, place
-from fsdp2.build.ties import find_ties, give_way, join_ties
+from fsdp2.build.ties import find_ties, follow_tie, join_ties
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
@@ -100,8 +100,13 @@ class Unit:
         params = [param for group in state.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
         places = {slot: param for param in params for slot in param.slots}
-        tied = [found for found in managed.params if give_way(found, places)]
-        unknown = [found for found in managed.params if found.param not in known and found not in tied]
+        tied: list[Found] = []
+        unknown: list[Found] = []
+        for found in managed.params:
+            if follow_tie(found, places):
+                tied.append(found)
+            elif found.param not in known:
+                unknown.append(found)
         for found in unknown:
             for param in {places[slot] for slot in found.slots if slot in places}:
                 _take_over(found, param)

@@ -19,7 +19,7 @@ from fsdp2.engine.param import FSDPParam, Slot, show
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
-__all__ = ["Tie", "find_ties", "give_way", "join_ties"]
+__all__ = ["Tie", "find_ties", "follow_tie", "join_ties"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def join_ties(ties: list[Tie], state: FSDPState) -> None:
             state.groups.append(group)
 
 
-def give_way(found: Found, places: Mapping[Slot, FSDPParam]) -> bool:
-    """Whether a managed parameter was put in the place of others, which are managed no longer then.
+def follow_tie(found: Found, places: Mapping[Slot, FSDPParam]) -> bool:
+    """Stop managing parameters that ``found``, which is managed too, has replaced; whether there were any.
 
-    Others that are shown elsewhere still, or that several calls drive, are left for the next gather to refuse by name.
+    Those that are shown elsewhere still, or that several calls drive, are left for the next gather to refuse by name.
     """
     param = param_of(found.param)
     others = {places[slot] for slot in found.slots if slot in places} - {param}

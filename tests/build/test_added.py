@@ -128,3 +128,33 @@ def test_a_tie_after_sharding(rank, world, when, units, turned):
         torch.testing.assert_close(copy.deepcopy(module)(tokens), alone(tokens))
     for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got.full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_two_ties_and_a_new_parameter_at_once(rank, world):
+    """Each is found in the same look: entries were compared by their tensors, which have no single truth value."""
+    torch.manual_seed(0)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Untied(), Untied()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            scale = getattr(self, "scale", None)
+            out = self.one(tokens) + self.other(tokens)
+            return out if scale is None else out * scale
+
+    alone = Both()
+    module = copy.deepcopy(alone)
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    tokens = torch.arange(6).view(2, 3)
+    module(tokens).sum().backward()
+    for one in (module, alone):
+        one.zero_grad()
+        one.one.head.weight, one.other.head.weight = one.one.embed.weight, one.other.embed.weight
+        one.scale = nn.Parameter(torch.arange(6.0))
+        one(tokens).square().mean().backward()
+    assert len(list(module.parameters())) == len(list(alone.parameters())) == 7
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)

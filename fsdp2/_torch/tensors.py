@@ -64,7 +64,7 @@ def versions_of(tensors: Iterable[Any]) -> list[int]:
 
 
 def storages_of(tensors: Iterable[Any]) -> list[int]:
-    """What tells the storage of each from all others that live; to assign ``.data`` changes it, and no version."""
+    """A number for the storage of each, unique among living ones; assigning ``.data`` changes it, and no version."""
     return [t.untyped_storage()._cdata for t in tensors]
 
 

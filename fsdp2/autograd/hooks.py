@@ -131,9 +131,10 @@ registrations = 0
 
 
 def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
-    """Count registrations on managed modules, except of tensors that ``is_ours`` knows. Costs nothing per step.
+    """Count registrations on managed modules, which may add or tie parameters. Costs nothing per step.
 
-    Those count, too, where others are: that ties two parameters. A module that watches its attributes is shown them so.
+    A tensor that ``is_ours`` knows counts only where another one is: that ties two parameters. On a module that
+    overrides ``__setattr__`` it never counts, since we show shards and full parameters there by registering them.
     """
 
     def registered(module: nn.Module, name: str, value: Any) -> None:

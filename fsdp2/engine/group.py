@@ -263,8 +263,7 @@ class FSDPParamGroup:
         self.kept = None
 
     def _free_full(self) -> None:
-        lanes = self.comm.lanes
-        lanes.gather.wait(lanes.compute)  # memory goes back to the lane it came from
+        self.comm.lanes.gather.wait(self.comm.lanes.compute)  # memory goes back to the lane it came from
         self.store.free_full()
 
     def _free_subgroup(self) -> None:
@@ -400,10 +399,12 @@ class FSDPParamGroup:
         kept = self.is_unsharded
         self.lifecycle.enter("pre_forward")
         self.unshard_now(admit=admit)
-        if torch.is_grad_enabled():
-            self._generation = self.store.generation
         if kept and any([param.sync_requires_grad() for param in self.params]):
             self.gradients.forget_plan()
+        if torch.is_grad_enabled():
+            self._generation = self.store.generation
+            if self.gradients.watched != self._generation:
+                self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
         if _trace.recording:
             _trace.emit("pre_forward", self.name)
 

@@ -104,7 +104,7 @@ def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages
 
 
 def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
-    """What changes when somebody assigns ``.data`` of a shard, which changes nothing else."""
+    """A number for each shard's storage, the only thing that changes when somebody assigns its ``.data``."""
     return storages_of([param.sharded for param in params])
 
 

@@ -93,7 +93,7 @@ class Pass:
         self.creates_graph = False  # the backward is differentiable: what it saves are views of full parameters
         self.is_backward = kind != "forward"
         self.ends = False  # the end of autograd's backward ends it
-        self.over = False  # autograd's backward is, so no group waits for a gradient any more
+        self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
         self.observer: Observer | None = root.observer if observed else None
         self.admit: Admit | None = None if self.observer is None else self.observer.before
         self.unseen = not observed and root.observer is not None  # although other passes are observed
@@ -119,7 +119,10 @@ class Pass:
             return False
         if step.kind == "gather":
             if group.gathering is not None:  # the others are through with it and need it again
-                (group.abandon_gather if self.is_backward else group.release)()
+                if self.is_backward:
+                    group.abandon_gather()
+                else:
+                    group.release()
             elif (group.is_idle or self.over) and not group.lifecycle.changes("start_gather"):
                 group.reshard()
             if not group.lifecycle.changes("start_gather"):

@@ -25,6 +25,8 @@ from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks
 
 __all__ = ["GroupGradients"]
 
+_NEVER = -1  # no generation of full parameters
+
 
 @dataclass(frozen=True)
 class _Dtypes:
@@ -49,9 +51,6 @@ class _Dtypes:
             return self
         summed = self if reduce is None else replace(self, wire=torch.float32, reduce=torch.float32)
         return replace(summed, follows=False, compression=(reduce, replicate))
-
-
-_NEVER = -1
 
 
 @dataclass

@@ -256,11 +256,8 @@ class FSDPState(ComposableState):
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
             if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
-            for group in self.groups:
-                if group.gradients.watched != group.store.generation:
-                    group.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
-                if watched and not in_backward:
-                    self.root.pending.calls.record(group)
+            for group in self.groups if watched and not in_backward else ():
+                self.root.pending.calls.record(group)
         return output
 
     def _watch_side_outputs(self, call: Call | None) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fsdp2._torch.autograd import profiler_running
+from fsdp2._torch.autograd import functorch_active, profiler_running, without_functorch
 
-__all__ = ["Recorder", "emit", "listening", "owned", "recording_with", "refresh", "span"]
+__all__ = ["Recorder", "emit", "listening", "owned", "profiled", "recording_with", "refresh", "span"]
+
+_M = TypeVar("_M", bound=Callable[..., Any])
 
 
 class Recorder(Protocol):
@@ -66,6 +69,25 @@ def span(event: str, name: str) -> AbstractContextManager[object]:
     if not profiler_running():
         return _nothing
     return torch.profiler.record_function(f"FSDP::{event} ({name})" if name else f"FSDP::{event}")
+
+
+def profiled(event: str) -> Callable[[_M], _M]:
+    """Run a method of an object with a ``name`` as a profiler range.
+
+    Transforms of functorch are off meanwhile: they would wrap the tensors that it resizes.
+    """
+
+    def decorate(method: _M) -> _M:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (recording or functorch_active()):
+                return method(self, *args, **kwargs)
+            with without_functorch(), span(event, self.name):
+                return method(self, *args, **kwargs)
+
+        return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
+
+    return decorate
 
 
 @contextlib.contextmanager

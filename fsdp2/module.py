@@ -19,7 +19,7 @@ from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import states_below
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.passes import GradientReduction
+from fsdp2.engine.root import GradientReduction
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.policies import AllGather, CompressionPolicy, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
@@ -53,7 +53,7 @@ class FSDPModule(TorchFSDPModule):
         """
         used = {group: state for state in self._states(recurse) for group in state.groups}
         for group in used:
-            group.lifecycle.refuse_summoned("unshard")
+            group.residency.refuse_summoned("unshard")
             group.lazy_init(in_root=group.in_root)
         gather_by_hand(used, "unshard()")
         handle = _Unsharding(list(used))
@@ -383,7 +383,7 @@ class FSDPModule(TorchFSDPModule):
         groups = [group for state in self._states(recurse) for group in state.groups]
         for group in groups:
             if not group.is_idle:
-                phase = group.lifecycle.phase.name.lower()
+                phase = group.phases.phase.name.lower()
                 raise RuntimeError(
                     f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected a call "
                     "between two steps. Call it after backward, after reset_iter_state() on the root if that raised"
@@ -444,7 +444,7 @@ class FSDPModule(TorchFSDPModule):
         try:
             result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
             for group in groups:
-                group.adopt_shards()
+                group.residency.adopt()
         finally:
             for param, grad in withheld:
                 if grad is not None:

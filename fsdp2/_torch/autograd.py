@@ -11,6 +11,7 @@ import torch
 from torch.autograd import Variable
 
 __all__ = [
+    "accumulate_grad_node",
     "autograd_sequence_number",
     "explicit_grad_dtype",
     "functorch_active",
@@ -47,7 +48,7 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
     The engine refuses to say so of a leaf that ``torch.autograd.grad`` was asked for: nothing is accumulated there.
     """
     try:
-        return torch._C._will_engine_execute_node(_accumulate_grad_node(leaf))
+        return torch._C._will_engine_execute_node(accumulate_grad_node(leaf))
     except RuntimeError:
         return False
 
@@ -67,7 +68,7 @@ def explicit_grad_dtype(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
     return (dtype,) if chosen else ()
 
 
-def _accumulate_grad_node(leaf: torch.Tensor) -> Any:
+def accumulate_grad_node(leaf: torch.Tensor) -> Any:
     """The autograd node that adds to ``leaf.grad``; it runs on the stream that it was made on, so it is not kept."""
     with torch.enable_grad():
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has one

@@ -25,6 +25,7 @@ from fsdp2._torch.tensors import AsyncCollectiveTensor
 from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 
 __all__ = [
+    "Gate",
     "Inputs",
     "carry_hooks",
     "hook_error",
@@ -48,11 +49,26 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Inputs(Enum):
-    """How it becomes known that backward is through with the inputs of a call."""
+    """How it becomes known that backward has the gradients of a call's inputs."""
 
     ATTACHED = 0  # hooks on them
     NONE_NEEDED = 1  # none of them requires a gradient
     UNREACHABLE = 2  # they cannot be replaced by tensors with hooks
+
+
+class Gate:
+    """Calls ``done`` when it is told to, unless it was closed: then nobody knows whether all inputs are through."""
+
+    def __init__(self, done: Callable[[], None], hidden: list[torch.Tensor]) -> None:
+        """``hidden`` are inputs inside plain objects, on which no hooks can be put."""
+        self.hidden = hidden
+        self.is_open = not hidden
+        self._done = done
+
+    def __call__(self) -> None:
+        """Call ``done`` if the gate is open."""
+        if self.is_open:
+            self._done()
 
 
 def hook_forward(
@@ -183,18 +199,21 @@ def watch_inputs(
     kwargs: dict[str, Any],
     done: Callable[[], None],
     starting: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[Arguments, Inputs]:
-    """(``args``, ``kwargs``) with hooks for when backward is through with them, and whether they have some.
+) -> tuple[Arguments, Inputs, Gate | None]:
+    """Return (``args``, ``kwargs``) with hooks for when backward has their gradients, and whether they have some.
+
+    Inputs inside plain objects (a cache that earlier layers have filled, say) cannot be replaced. The hooks on the
+    others then do nothing until the gate that is returned as well is opened, by someone who knows that the module did
+    not use the hidden ones.
 
     ``done`` runs when the gradients of all inputs that need one are computed; a later backward that enters by these
     gradients (``create_graph=True``) calls ``starting`` first. A single such input becomes a view with a hook on its
     node, so that the module may still change it in place; several go through one autograd function, which alone can
-    tell when the last is done, and so does one that a collective still fills. Inputs inside plain objects cannot be
-    replaced; then none is watched.
+    tell when the last is done, and so does one that a collective still fills.
     """
     if not torch.is_grad_enabled():
-        return (args, kwargs), Inputs.NONE_NEEDED
-    needing, flat = [], True
+        return (args, kwargs), Inputs.NONE_NEEDED, None
+    needing, flat, gate = [], True, None
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
@@ -202,25 +221,30 @@ def watch_inputs(
         elif value is not None and not isinstance(value, (bool, int, float, str)):
             flat = False
     if not flat:
-        needing = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
-        replaceable = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
-        if len(replaceable) != len(needing):
-            return (args, kwargs), Inputs.UNREACHABLE
+        needing = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
+        every = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+        if len(every) != len(needing):
+            replaceable = {id(t) for t in needing}
+            gate = Gate(done, [t for t in every if id(t) not in replaceable])
+            done = gate
+            if not needing:
+                return (args, kwargs), Inputs.UNREACHABLE, None
     if not needing:
-        return (args, kwargs), Inputs.NONE_NEEDED
+        return (args, kwargs), Inputs.NONE_NEEDED, None
     if any([t.layout is not torch.strided for t in needing]):
-        return (args, kwargs), Inputs.UNREACHABLE
+        return (args, kwargs), Inputs.UNREACHABLE, None
+    found = Inputs.ATTACHED if gate is None else Inputs.UNREACHABLE
     new = []
     if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
         view = needing[0].view_as(needing[0])
         if view.grad_fn is not None:  # under torch.func its node is out of reach
             view.grad_fn.register_prehook(lambda grads: _through(grads, done, starting))
             if args and args[0] is needing[0]:
-                return ((view, *args[1:]), kwargs), Inputs.ATTACHED
+                return ((view, *args[1:]), kwargs), found, gate
             new = [view]
     new = new or list(_InputsDone.apply((done, starting), *needing))
     replacements = iter(new)
-    return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs), Inputs.ATTACHED
+    return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs), found, gate
 
 
 def _through(

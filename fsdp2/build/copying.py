@@ -25,11 +25,12 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     states = [state for state in states_below(module) if id(state) not in memo]
     groups = list(dict.fromkeys(group for state in states for group in state.groups if id(group) not in memo))
+    shown_before = {group: group.residency.shown for group in groups if not group.residency.summoned}
     for state in states:
         memo[id(state)] = FSDPState.__new__(FSDPState)
     for group in groups:
         memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
-        group.show_shards()
+        group.residency.show_shards()
         for param in group.params:
             _copy_shard(param, memo)
     clone = nn.Module.__new__(type(module))
@@ -39,8 +40,8 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     for state in states:
         _finish_state(state, memo)
-    for group in groups:
-        group.show_resident()
+    for group, shown in shown_before.items():
+        group.residency.show(shown)
     return clone
 
 
@@ -90,8 +91,9 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             for old, param in zip(group.params, params):
                 param.set_slots([Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in old.slots])
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
-            new.__init__(group.store.of(params), inside, clone.root.comm)  # type: ignore[misc]  # bare
-            new.shared, new.gradients.noticed = group.shared, clone.notice_backward
+            store, comm = group.store.of(params), clone.root.comm
+            new.__init__(store, inside, comm, clone.notice_backward)  # type: ignore[misc]  # made bare above
+            new.shared = group.shared
         clone.groups.append(new)
     clone.unit = None if state.unit is None else state.unit.copied(memo)
     for name in ("forward_prefetch", "backward_prefetch"):

@@ -119,7 +119,7 @@ class Unit:
         self.manage(state, Managed(managed.modules, added, managed.buffers))
         for group in state.groups[: len(state.groups) - before]:
             group.use_comm(state.root.comm)
-            group.in_root, group.gradients.noticed = bool(state.is_root), state.notice_backward
+            group.in_root = bool(state.is_root)
             group.set_names(state.name, {})
 
 
@@ -135,7 +135,7 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     group.reshard()
     param.take_value(new)
     show([param], "sharded")
-    group.gradients.forget_plan()
+    group.store.note_change()
     follow_parameters([new], [param])
     logger.info("%s: took over the value of the parameter that replaced it", param.name)
 
@@ -169,8 +169,8 @@ def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -
         options = replace(options, reshard_after_forward=True)
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
-    group = FSDPParamGroup(ShardStore(params, mesh, pieces, options), state.modules, state.root.comm)
-    group.gradients.noticed = state.notice_backward
+    store = ShardStore(params, mesh, pieces, options)
+    group = FSDPParamGroup(store, state.modules, state.root.comm, state.notice_backward)
     if mesh.mesh.size() > 1:
         group.initial = (_first_values(placed[0].found.param), group.store.version())
     originals = [p.found.param for p in placed]

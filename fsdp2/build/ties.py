@@ -105,8 +105,8 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     if len(group.params) == 1:  # hooks on its modules refer to it, so no other group may take its place
         group.shared = True
         return group
-    alone = FSDPParamGroup(group.store.of([param]), group.modules, group.comm)
-    alone.shared, alone.in_root, alone.gradients.noticed = True, group.in_root, group.gradients.noticed
+    alone = FSDPParamGroup(group.store.of([param]), group.modules, group.comm, group.notice_backward)
+    alone.shared, alone.in_root = True, group.in_root
     owner = get_state(group.modules[0])
     assert owner is not None
     owner.groups.append(alone)

@@ -13,9 +13,10 @@ from torch.distributed.tensor import Shard
 from fsdp2._torch.fsdp import ShardedState, TrainingState
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.lifecycle import Phase, Residency
 from fsdp2.engine.param import FSDPParam
 from fsdp2.engine.passes import backward_runs
+from fsdp2.engine.phase import Phase
+from fsdp2.engine.residency import Full, InFlight, Pieces, Sharded
 from fsdp2.engine.unit import FSDPState, get_state
 
 __all__ = ["give_names"]
@@ -23,12 +24,12 @@ __all__ = ["give_names"]
 Properties = dict[str, Callable[[Any], Any]]
 
 _TRAINING_STATES = ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD")  # by Phase
-_SHARDED_STATES = {Residency.UNSHARDED: "UNSHARDED", Residency.SUBGROUP: "SHARDED_POST_FORWARD"}
+_SHARDED_STATES: dict[type, str] = {Full: "UNSHARDED", Pieces: "SHARDED_POST_FORWARD"}
 
 
 def _training_state(group: FSDPParamGroup) -> TrainingState:
     """Where the group is in the iteration; of one that is gathered ahead of its turn, that of the pass that runs."""
-    phase, unit = group.lifecycle.phase, get_state(group.modules[0])
+    phase, unit = group.phases.phase, get_state(group.modules[0])
     if phase is Phase.IDLE and backward_runs():
         phase = Phase.BACKWARD
     elif phase is Phase.IDLE and unit is not None and unit.root.forward is not None:
@@ -59,12 +60,12 @@ _PARAM: Properties = {
 _GROUP: Properties = {
     "fsdp_params": lambda group: group.params,
     "mesh_info": lambda group: group.mesh,
-    "is_sharded": lambda group: group.lifecycle.residency in (Residency.SHARDED, Residency.GATHERING),
+    "is_sharded": lambda group: isinstance(group.residency.state, (Sharded, InFlight)),
     "reduce_scatter_max_input_buffers": lambda group: group.options.reduce_inputs or 1,
     "_module_fqn": lambda group: group.name,
     "_training_state": _training_state,
-    "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(group.lifecycle.residency, "SHARDED")],
-    "_all_gather_result": lambda group: group.gathering,
+    "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(type(group.residency.state), "SHARDED")],
+    "_all_gather_result": lambda group: getattr(group.residency.state, "work", None),
     "_reshard_after_forward": lambda group: group.after_forward is not False,
     "_orig_dtype": lambda group: next((param.dtype for param in _trainable_first(group)), None),
     "_reduce_dtype": lambda group: next((param.reduce_dtype for param in _trainable_first(group)), None),
@@ -86,7 +87,7 @@ _UNIT_METHODS: dict[str, Callable[..., Any]] = {
     "_pre_forward": FSDPState.pre_forward,
     "_post_forward": FSDPState.post_forward,
     "_lazy_init": lambda unit: None if unit.is_root is not None else unit.init_root(),
-    "_root_post_backward_final_callback": lambda unit: unit.root.enter_backward().finish(),
+    "_root_post_backward_final_callback": lambda unit: unit.root.end_backward(unit.root.enter_backward()),
 }
 
 

@@ -4,18 +4,21 @@ use        a block in which parameters are full, for use outside forward
 index      which parameter a tensor belongs to, and what lies below a module
 by_hand    gathers that the caller asks for
 unit       one fully_shard call: what happens around the forward and backward of its modules
-passes     one forward, backward or finalization under one root, and what outlives it there
+root       the root of a tree of units: what they share, and what outlives a pass
+backward   a backward pass, and what forwards leave for it
+forward    a forward pass
+passes     what both have in common: steps before an observer, units that only other ranks use
 order      the recorded order of groups, which says what comes next
-group      parameters that communicate together: gather, free, show, reduce
+group      parameters that communicate together, and what happens to them around a forward and a backward
+residency  what of a group is in memory, what its modules show, and every move between
 reducer    a group's gradients on their way out
 buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward
 extension  tensors that decide themselves what travels
-kept       full parameters that outlive their use
 hints      errors about shards that were computed with, explained
 param      one managed parameter: shard, full tensor, gradient
-observer   what the passes under a root show of themselves
-lifecycle  which steps may follow which: two tables
+steps      the collectives of a pass, and the observer that sees each before it starts
+phase      where a group is in the iteration, and which phase may follow which
 compression  which parameters travel in which block format
 options    every knob of a group
 casts      what a policy casts

@@ -12,9 +12,8 @@ from fsdp2.comm.streams import Lane
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.compression import ENCODED, digest
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension
-from fsdp2.engine.kept import writes_to_shards
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, lie_in, show, storages_of_shards
+from fsdp2.engine.param import FSDPParam, lie_in, show, storages_of_shards, writes_to_shards
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
@@ -53,11 +52,9 @@ class ShardStore:
         self._fulls: list[torch.Tensor] = []
         self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
         self._subgroup: SubgroupShards | None = None
-        # Whether others were put in the place of our shards: ``functional_call`` does so for one forward, after which
-        # nothing that was computed from them may be kept.
-        self.swapped = False
-        self.agreed = self._digest()  # what ranks have to agree on about the formats of this group
+        self.formats_digest = self._digest()  # what ranks have to agree on about the formats of this group
         self.generation = 0  # of the full parameters: others are made where shards are cast, moved or laid out anew
+        self.revision = 0  # grows when parameters, their dtypes or requires_grad change: plans made before are wrong
         self._place(pieces)
 
     def of(self, params: list[FSDPParam]) -> ShardStore:
@@ -114,8 +111,9 @@ class ShardStore:
             for param in self.params:
                 param.follow_compression(options.compression, param.sharded)
             moved |= before != [param.formats.gather for param in self.params]
-            self.agreed = self._digest()
+            self.formats_digest = self._digest()
         self.options = options
+        self.note_change()
         if moved:
             self.place_anew()
 
@@ -123,6 +121,11 @@ class ShardStore:
         """Move shards to a new buffer: how they travel changed."""
         self._plan = None
         self._place([param.local for param in self.params])
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Let plans be made anew: parameters, their dtypes, their requires_grad or the options changed."""
+        self.revision += 1
 
     def _digest(self) -> tuple[int, ...]:
         return digest((param.name_in_unit, param.formats) for param in self.params)
@@ -147,12 +150,12 @@ class ShardStore:
             if shown is param.sharded and param.local is placed:
                 continue
             _check_replacement(param, shown)
-            self.swapped |= shown is not param.sharded
             param.adopt_shard(shown)  # type: ignore[arg-type]  # just checked
             show([param], "sharded")
             changed = True
         if changed:
             self._place([param.local for param in self.params])
+            self.note_change()
         return changed
 
     def replaced(self, *, in_backward: bool) -> bool:
@@ -304,6 +307,11 @@ class ShardStore:
             self._full.free()
         if self.extensions is not None:
             self.extensions.free()
+
+    def reclaim_full(self) -> None:
+        """Undo assignments to ``.data`` of full parameters: gathers would write to memory that nobody reads."""
+        for param in self._plain:
+            param.reclaim_full()
 
     def subgroup(self, size: int) -> SubgroupShards:
         """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""

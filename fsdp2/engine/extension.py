@@ -148,6 +148,7 @@ class GroupExtensions:
     def __init__(self, extensions: list[GatherExtension]) -> None:
         self._extensions = extensions
         self._counts: list[int] = []
+        self.sizes: tuple[int, ...] | None = None  # elements of what ``encode`` returned last
 
     @property
     def params(self) -> set[FSDPParam]:
@@ -172,6 +173,7 @@ class GroupExtensions:
                 extension.allocate(inputs, ranks)
                 self._counts.append(len(inputs))
                 sent += inputs
+        self.sizes = tuple(map(torch.numel, sent))
         return sent
 
     def decode(self, rows: list[torch.Tensor], lane: Lane, compute: ComputeLane) -> None:

@@ -16,9 +16,11 @@ from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
     dtensor_spec,
     local_tensor,
+    local_tensors,
     python_attributes,
     set_local_tensor,
     storages_of,
+    versions_of,
 )
 from fsdp2.autograd.hooks import carry_hooks
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
@@ -28,6 +30,7 @@ from fsdp2.sharding.spec import ShardedSpec, arrived
 
 __all__ = [
     "FSDPParam",
+    "Shown",
     "Slot",
     "accumulate_gradients",
     "is_managed_tensor",
@@ -38,9 +41,15 @@ __all__ = [
     "parameter_of",
     "proxy",
     "show",
+    "shows",
     "storages_of_shards",
     "take_gradients",
+    "writes_to_shards",
 ]
+
+
+Shown = Literal["sharded", "full", "subgroup"]
+"""Which tensors of its parameters a group's modules show."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +117,19 @@ def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
     return storages_of([param.sharded for param in params])
 
 
-def show(params: list[FSDPParam], which: Literal["sharded", "full", "subgroup"]) -> bool:
-    """Make the modules show one of the tensors of each parameter; whether requires_grad of any changed since."""
+def writes_to_shards(params: Iterable[FSDPParam]) -> int:
+    """Return a number that changes when a shard is written in place, also through its local tensor."""
+    shards = [param.sharded for param in params]
+    return sum(versions_of([*shards, *local_tensors(shards)]))
+
+
+def shows(params: Iterable[FSDPParam], which: Shown) -> bool:
+    """Return whether the modules show these tensors; somebody may have registered others (functional_call does)."""
+    return all([param.slots[0].module._parameters.get(param.slots[0].name) is param.tensor(which) for param in params])
+
+
+def show(params: list[FSDPParam], which: Shown) -> bool:
+    """Make the modules show one of the tensors of each parameter; return whether requires_grad of any changed."""
     changed = False
     for param in params:
         sharded, full, before = param.sharded, param.full, param.requires_grad
@@ -224,6 +244,10 @@ class FSDPParam:
             "on, or one that contains it"
         )
 
+    def tensor(self, which: Shown) -> nn.Parameter | None:
+        """Return the shard, the full parameter or the piece of a subgroup."""
+        return self.sharded if which == "sharded" else self.full if which == "full" else self.subgroup
+
     # ---- the shard ----
 
     @property
@@ -287,22 +311,11 @@ class FSDPParam:
             plain = local_tensor(self.full) if self.spec.full is not None else self.full
             plain.data.copy_(value)  # a version counter of its own: graphs that saved the parameter stay usable
 
-    @torch.no_grad()
-    def follow_full(self) -> bool:
-        """Let the shard have the value of the full parameter, unless that would round it; whether it has."""
-        plain = local_tensor(self.full) if self.spec.full is not None else self.full
-        if plain is None or plain.dtype != self.dtype or self.formats.gather is not None:
-            return False
-        self.local.copy_(self.spec.cut(plain.detach()))
-        return True
-
-    @torch.no_grad()
-    def return_to_buffer(self) -> None:
-        """Bring the full parameter back to where gathers write, with what somebody assigned to its ``.data``."""
+    def reclaim_full(self) -> None:
+        """Point the full parameter at the memory that gathers write to, if somebody assigned its ``.data``."""
         full, place = self.full, self._place
         if full is None or place is None or self.spec.full is not None or storages_of([full]) == storages_of([place]):
             return
-        place.copy_(full)
         full.data = place
 
     @property

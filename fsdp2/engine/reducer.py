@@ -18,14 +18,14 @@ from fsdp2.comm.reduce import Compression, ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
-from fsdp2.engine.observer import Admit, Step
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
+from fsdp2.engine.steps import Step, Take
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks
 
 __all__ = ["GroupGradients"]
 
-_NEVER = -1  # no generation of full parameters
+_NEVER = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class _Backward:
 
     task: int
     waiting: list[set[int]]  # of each chunk that leaves early, what is not finished
-    awaited: set[int] | None  # gradients after the last of which ``through`` runs, if anything
-    through: Callable[[], None]
-    admit: Admit | None
+    awaited: set[int] | None  # gradients after the last of which ``end`` is called, if anything
+    end: Callable[[], None]
+    take: Take
     launched: int = 0
 
 
@@ -72,13 +72,16 @@ class GroupGradients:
     in which autograd finishes the gradients.
     """
 
-    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext) -> None:
-        """Gradients travel over ``axis``: the shard axis, or one of the same ranks with a communicator of its own."""
+    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext, notice_backward: Callable[[], None]) -> None:
+        """Gradients travel over ``axis``: the shard axis, or one of the same ranks with a communicator of its own.
+
+        ``notice_backward`` is called when a gradient is finished although no backward entered the group.
+        """
         self.axis = axis
         self.comm = comm
-        # Called when a gradient is finished although no backward entered the group.
-        self.noticed: Callable[[], None] = lambda: None
-        self.watched = _NEVER  # the generation of full parameters whose gradients are noticed
+        self._notice_backward = notice_backward
+        self._watched = _NEVER  # generation and revision of the full parameters whose gradients are hooked
+        self._planned = -1  # the store's revision that the plans below are for
         self._store = store
         self._plan: ChunkPlan | None = None
         self._plans: dict[object, ReducePlan] = {}
@@ -97,14 +100,17 @@ class GroupGradients:
     def use_axis(self, axis: Axis) -> None:
         """Send gradients over ``axis`` from now on, the same ranks as the shard axis."""
         self.axis = axis
-        self.forget_plan()
+        self._store.note_change()
 
-    def forget_plan(self) -> None:
-        """Plan anew: parameters, their dtypes or what is trainable changed."""
-        self._plan = self._expects_reduced = None
-        self.watched = _NEVER
-        self._plans.clear()
-        self._rows.clear()
+    def _current_plan(self) -> ChunkPlan:
+        """Return which gradients leave together, planned anew where parameters, dtypes or options changed."""
+        if self._plan is None or self._planned != self._store.revision:
+            self._planned = self._store.revision
+            self._expects_reduced = None
+            self._plans.clear()
+            self._rows.clear()
+            self._plan = self._make_plan()
+        return self._plan
 
     # ---- planning ----
 
@@ -148,7 +154,7 @@ class GroupGradients:
         # A unit smaller than others need not be cut as fine: it is the largest that memory is needed for.
         largest = self.comm.largest_bytes if mesh.first.coalesces else 0
         plan = plan_chunks(keys, nbytes, self._store.options.chunk_sizes, ranks, largest)
-        self._plan = plan = ChunkPlan(
+        plan = ChunkPlan(
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
         )
@@ -173,11 +179,10 @@ class GroupGradients:
 
     # ---- one backward ----
 
-    def begin_backward(self, admit: Admit | None, through: Callable[[], None], *, count: bool) -> None:
-        """Backward enters the group; with ``count`` it is ``through`` when the last gradient is finished."""
-        if self.watched != self._store.generation:
-            self.watch_all()
-        plan = self._plan or self._make_plan()
+    def begin_backward(self, take: Take, end: Callable[[], None], *, count: bool) -> None:
+        """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished."""
+        self.watch_all()
+        plan = self._current_plan()
         reduced = self._store.options.reduce_gradients and not self._kept
         if reduced is not self._expects_reduced:
             self._expects_reduced, rounded = reduced, self._rounded
@@ -186,15 +191,17 @@ class GroupGradients:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
         waiting = [set(chunk) for chunk in plan.streamed]
         awaited = self._expected() if count else None
-        self._backward = _Backward(graph_task_id(), waiting, awaited, through, admit)
+        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take)
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
-        if self._plan is None:
-            self._make_plan()
+        store = self._store
+        if self._watched == (store.generation, store.revision):
+            return
+        self._current_plan()
         for i in self._chunk_of:
             self._hook(i)
-        self.watched = self._store.generation
+        self._watched = (store.generation, store.revision)
 
     def _expected(self) -> set[int] | None:
         expected = set()
@@ -209,22 +216,22 @@ class GroupGradients:
         """Autograd has finished parameter ``i``'s gradient; step 7 of the life of a parameter."""
         backward, plan = self._backward, self._plan
         if backward is None or plan is None:
-            self.noticed()
+            self._notice_backward()
             return
         chunk, waiting = self._chunk_of[i], backward.waiting
         if self._store.options.reduce_gradients and chunk < len(waiting):
             waiting[chunk].discard(i)
             while backward.launched < len(waiting) and not waiting[backward.launched]:
                 backward.launched += 1
-                self._launch(plan.streamed[backward.launched - 1], backward.admit)
+                self._launch(plan.streamed[backward.launched - 1], backward.take)
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
         if backward.awaited is not None and graph_task_id() == backward.task:
             backward.awaited.discard(i)
             if not backward.awaited:
                 backward.awaited = None
-                backward.through()
+                backward.end()
 
-    def reduce_rest(self, admit: Admit | None) -> None:
+    def reduce_rest(self, take: Take) -> None:
         """Reduce every gradient that is there and has not left; that ends the backward through the group."""
         backward, self._backward = self._backward, None
         launched = 0 if backward is None else backward.launched
@@ -237,14 +244,15 @@ class GroupGradients:
                     "dtype that its gradients have"
                 )
         there = self._there()
-        if self._plan is None and not unused and True not in there and not self._partial:
+        if not unused and True not in there and not self._partial:
+            self._kept = False  # nothing was kept, or it is gone
             return
-        plan = self._plan or self._make_plan()
+        plan = self._current_plan()
         for c, chunk in enumerate(plan.chunks):
             sent = c < launched
             present = [i for i in chunk if there[i] or (not sent and (unused or self._must_flush(i)))]
             if present:
-                self._launch(tuple(present), admit)
+                self._launch(tuple(present), take)
         self._kept = False
 
     def left_over(self) -> bool:
@@ -281,12 +289,18 @@ class GroupGradients:
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...], admit: Admit | None) -> None:
+    def _launch(self, indices: tuple[int, ...], take: Take) -> None:
+        """Reduce the gradients of these parameters, as one step of the pass if other ranks take part."""
+        mesh, reduce = self._store.mesh, partial(self._reduce, indices)
+        if mesh.shard.size == mesh.replicate.size == 1:
+            reduce()
+        else:
+            take(Step("reduce", self._store.params[indices[0]].group, indices), reduce)
+
+    def _reduce(self, indices: tuple[int, ...]) -> None:
         store = self._store
         params = [store.params[i] for i in indices]
         group = params[0].group
-        if admit is not None:
-            admit(Step("reduce", group, indices))
         taken = take_gradients(params)
         grads = [_zeros(p, store.mesh.device) if grad is None else grad for p, grad in zip(params, taken)]
         del taken

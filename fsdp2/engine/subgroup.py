@@ -9,7 +9,7 @@ import torch
 
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import copy_all
-from fsdp2.engine.param import FSDPParam, parameter_of, show
+from fsdp2.engine.param import FSDPParam, parameter_of
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
 from fsdp2.sharding.packing import TransferSizes, plan_flat
 
@@ -55,12 +55,11 @@ class SubgroupShards:
             param.subgroup.__dict__.update(_fsdp2_managed=True, _fsdp2_temporary=True)
         self._flat.free()
 
-    def keep(self) -> None:
-        """Copy this rank's pieces out of the full parameters and show them."""
+    def copy_from_full(self) -> None:
+        """Copy this rank's pieces out of the full parameters, which are in memory."""
         self._flat.allocate()
         with torch.no_grad():
             copy_all(self._pieces, self._sources)
-        show(self.params, "subgroup")
 
     def write(self, values: Mapping[FSDPParam, torch.Tensor]) -> None:
         """Let the pieces follow new plain full ``values``, cast to what is computed with."""

@@ -27,9 +27,12 @@ from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
+from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
-from fsdp2.engine.passes import Call, Mode, Pass, RootContext
+from fsdp2.engine.passes import Call, HiddenInputs, Mode
+from fsdp2.engine.root import RootContext
+from fsdp2.engine.steps import PassKind, take_unobserved
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = [
@@ -150,7 +153,7 @@ class FSDPState(ComposableState):
         run = call.run
         if call.mode is Mode.RECOMPUTED:
             for group in self.groups:  # an earlier post-backward may have resharded
-                group.unshard_now(admit=run.admit, in_backward=True)
+                group.unshard_now(run.take, in_backward=True)
         if first and run.outermost is self and self.device.type != "cpu":
             args, kwargs = move_inputs(self.device, args, kwargs)
         if self.mp_policy.param_dtype is not None:
@@ -160,18 +163,20 @@ class FSDPState(ComposableState):
         entering = []
         for group in self.groups:
             alone = first and (not group.shared or run.enter_shared(group, self))
-            group.pre_forward(first=alone, admit=run.admit, unseen=run.unseen)
+            group.pre_forward(run.take, first=alone)
             if alone:
                 entering.append(group)
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
             if entering:
                 done = partial(self._inputs_done, entering)
-                (args, kwargs), inputs = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
+                (args, kwargs), inputs, gate = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
+                if gate is not None:
+                    call.hidden = HiddenInputs(gate, args, kwargs, self._first_node)
                 pending = self.root.pending.inputs
                 for group in entering:
                     pending.setdefault(group, set()).add(inputs)
-        if first and not run.is_backward:
+        if first and isinstance(run, ForwardPass):
             self._prefetch_forward(run)
         return args, kwargs
 
@@ -184,7 +189,7 @@ class FSDPState(ComposableState):
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for state in root.all_states if root.forward is None else [self]:
                 state.notice_added()
-        if in_backward and any([group.lifecycle.in_backward for group in self.groups]):
+        if in_backward and any([group.phases.in_backward for group in self.groups]):
             calls.append(Call(Mode.RECOMPUTED, root.enter_backward()))
             return calls[-1], True
         if calls and calls[-1].run is (root.backward if in_backward else root.forward):
@@ -216,7 +221,7 @@ class FSDPState(ComposableState):
                 for state, open_call in reversed(list(root.forward.entered.items())):
                     state._calls.clear()
                     output = state._complete(open_call, output)
-                root.forward.end_forward()
+                root.end_forward()
         return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
 
     @property
@@ -246,11 +251,13 @@ class FSDPState(ComposableState):
     def _complete(self, call: Call | None, output: Any) -> Any:
         """What ends the forward of all members, run or not."""
         in_backward = graph_task_id() != -1
+        if call is not None and call.hidden is not None:
+            call.hidden.open_if_unused(output)
+        # An exception may have ended the pass of the call, or the call before its end: then nothing is kept.
         run = None if call is None or call.run.entered.pop(self, None) is None else call.run
-        # What was gathered before an unobserved pass stays gathered after it.
-        afters = [run is None or (group not in run.kept and group.after_forward) for group in self.groups]
-        for group, after in zip(self.groups, afters):
+        for group in self.groups:
             if call is None or not group.shared or call.run.leave_shared(group, self):
+                after = run.after_forward(group) if isinstance(run, ForwardPass) else True
                 group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
@@ -279,14 +286,14 @@ class FSDPState(ComposableState):
                 f"{self.name or 'the root'}: forward inside summon_full_params; {reason}, or leave the context first"
             )
 
-    def _prefetch_forward(self, run: Pass) -> None:
+    def _prefetch_forward(self, run: ForwardPass) -> None:
         for state in self.forward_prefetch:
             for group in state.groups:
                 run.prefetch(group)
         for group in self.groups:
             following = run.order.visit(group)  # noted in any case: others go by the whole order
             if not self.forward_prefetch and following is not None and following not in self.groups:
-                for other in following.of_unit:
+                for other in following.gathered_with:
                     run.prefetch(other)
 
     def notice_added(self) -> None:
@@ -302,23 +309,20 @@ class FSDPState(ComposableState):
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Gather for backward, and start the gather of the groups backward meets next."""
         for group in self.groups if self.summoned is not None else ():
-            group.lifecycle.refuse_summoned("backward")
+            group.residency.refuse_summoned("backward")
         root = self.root
-        run, pending = root.enter_backward(), root.pending
-        if not run.ends:
-            run.queue_end()
+        run, pending = root.start_backward(), root.pending
         run.creates_graph = torch.is_grad_enabled()
         if run.creates_graph:
             hooks.watch_exit(grad, self.pre_backward)
         # All of this unit's gathers go ahead of those for later.
-        entered = [g for g in self.groups if g.pre_backward(run.admit, recorded=g in pending.inputs)]
+        entered = [g for g in self.groups if g.pre_backward(run.take, recorded=g in pending.inputs)]
         for group in entered:
-            alone = pending.inputs.get(group) == _NO_INPUTS and group.knows_when_through()
-            through = partial(run.post_backward, group)
-            group.gradients.begin_backward(run.admit, through, count=alone)
+            alone = pending.inputs.get(group) == _NO_INPUTS and group.ends_with_its_gradients()
+            group.gradients.begin_backward(run.take, partial(run.post_backward, group), count=alone)
             following = pending.calls.visit(group)  # noted in any case, as the forward's is
             if not self.backward_prefetch and following is not None and following not in self.groups:
-                for other in reversed(following.of_unit):
+                for other in reversed(following.gathered_with):
                     if other.options.unshard_in_backward:
                         run.prefetch(other)
         for state in self.backward_prefetch:
@@ -327,20 +331,18 @@ class FSDPState(ComposableState):
 
     def _enter_member(self, grad: torch.Tensor) -> None:
         """Backward enters a member of a grouped call by itself, perhaps after others, recomputed, are done."""
-        if not all([group.lifecycle.in_forward for group in self.groups]):
+        if not all([group.phases.in_forward for group in self.groups]):
             self.pre_backward(grad)
 
     def _inputs_done(self, groups: list[FSDPParamGroup]) -> None:
         """Backward is through with the inputs; under torch.func this is the first sign that one runs."""
-        run = self.root.enter_backward()
-        if not run.ends:
-            run.queue_end()
+        run = self.root.start_backward()
         for group in reversed(groups):
             run.post_backward(group)
 
     def notice_backward(self) -> None:
         """A gradient is finished although no backward entered the group by its outputs."""
-        self.root.enter_backward().queue_end()
+        self.root.start_backward()
 
     def unshard_before_backward(self) -> None:
         """Show full parameters where several backwards are to come on forwards that ran and none of them may reshard.
@@ -353,8 +355,8 @@ class FSDPState(ComposableState):
             return
         for group in self.groups:
             if group in root.pending.inputs:
-                group.unshard_now(admit=None if root.running is None else root.running.admit, in_backward=True)
-                group.note_kept()
+                group.unshard_now(take_unobserved if root.running is None else root.running.take, in_backward=True)
+                group.residency.hold()
 
     # ---- the root ----
 
@@ -383,8 +385,7 @@ class FSDPState(ComposableState):
             state._root = weakref.ref(root)
             state.name = name
             for group in state.groups:
-                group.gradients.noticed = state.notice_backward
-                group.of_unit = [group] if group.shared else state.groups
+                group.gathered_with = [group] if group.shared else state.groups
         root.name_groups(self.modules[0])
         if not self._explains:
             self._explains = True
@@ -397,7 +398,7 @@ class FSDPState(ComposableState):
         except RuntimeError as reason:
             error = reason
         try:
-            root.observe(error)
+            root.observe(error, PassKind("forward"))
             if error is not None:
                 raise error
         except RuntimeError:

@@ -39,7 +39,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         ValueError: no parameter of ``module`` is sharded.
     """
     used = groups_below(module, required_by="use_weights")
-    before = [group.is_unsharded for group in used]
+    before = [group.residency.held is not None for group in used]
     gather_by_hand(used, "use_weights")
     for group in used:
         group.wait_for_unshard()

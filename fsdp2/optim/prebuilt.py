@@ -15,8 +15,8 @@ from torch import nn
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.index import originals_remembered, param_of, remember_originals
-from fsdp2.engine.kept import note_optimizer_step
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
+from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["follow_parameters", "repair"]

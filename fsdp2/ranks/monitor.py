@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.observer import Answer, Step
-from fsdp2.engine.passes import RootContext
+from fsdp2.engine.root import RootContext
+from fsdp2.engine.steps import END, Answer, PassKind, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.start import Line, options_of
-from fsdp2.ranks.steps import END, StepLog
+from fsdp2.ranks.steps import StepLog
 
 __all__ = ["RankMonitor"]
 
@@ -32,7 +32,9 @@ _REMEDY = (
     "rank some input for the unit, or call set_reduce_scatter_unused_params(True) on the root for units that some "
     "ranks skip (one that no rank used in the step before must be used by all)"
 )
+_FORWARDS = ("forward", "evaluation")
 _Job = Callable[[], None]
+CanJoin = Callable[[Step], bool]
 
 
 class RankMonitor:
@@ -55,11 +57,11 @@ class RankMonitor:
         self._run = run
         self._conflict = conflict
         self._nested = 0
-        self._participating = False
+        self._to_begin: PassKind | None = None  # a pass that has taken no step so far
         self._setters: dict[str, None] = {}  # that changed options since the ranks compared these
         self._places: dict[Any, int] = {}  # of the groups in the last forward
         if not self._electing:
-            self.log.first_kind = "forward"
+            self.log.first_kind = PassKind("forward")
 
     @property
     def _electing(self) -> bool:
@@ -68,28 +70,46 @@ class RankMonitor:
 
     # ---- passes ----
 
-    def begin(self, kind: str, *, outermost: bool, first: Step | None = None) -> None:
-        """A pass starts; where the ranks do not all know that, they meet."""
+    def begin(self, kind: PassKind, *, outermost: bool) -> None:
+        """A pass starts. Its first step begins it: one without steps concerns no other rank."""
         self.board.check()
         log = self.log
         if conflict := self._conflict(self._root):
             self.board.fail(f"rank {self.board.rank}: {conflict}", log.epoch)
-        if log.kind and not outermost:
+        if (log.kind or self._to_begin) and not outermost:
             self._nested += 1
             return
         if log.kind:
             self.abandon()
+        self._to_begin = kind
+        if self._electing:  # others may take a step in it that this rank has to join
+            self._begin(kind, None)
+
+    def _begin(self, kind: PassKind, first: Step | None) -> None:
+        """A pass takes its ``first`` step, if that is known; where the ranks do not all expect the pass, they meet."""
+        log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
+        if self._electing and kind.name in _FORWARDS and not all(map(log.has_gather, self._skippable())):
+            log.forget_way()
         if not known:
             self._meet(first, begins=True)
             self._setters.clear()
 
-    def _guess(self, kind: str) -> list[Step] | None:
+    def _skippable(self) -> list[FSDPParamGroup]:
+        """The groups that some ranks may use and others not, and that have no place in a forward by being in memory.
+
+        As long as no rank has used one of them its place is not known, and any rank may use it before any step.
+        """
+        groups = self._root.groups
+        return [g for g in groups if g.options.reduce_unused and g.mesh.shard.size > 1 and g.residency.needs_gather]
+
+    def _guess(self, kind: PassKind) -> list[Step] | None:
         """What the first pass of a kind probably does: it gathers one group after the other in the model's order."""
-        if kind not in ("forward", "evaluation") or self.log.knows(kind) or self._electing:
+        if kind.name not in _FORWARDS or self.log.knows(kind) or self._electing:
             return None
-        return [*(Step("gather", group, group.store.agreed) for group in self._root.groups), END]
+        groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
+        return [*(Step("gather", group, group.store.formats_digest) for group in groups), END]
 
     def end(self) -> None:
         """The pass is over; if it was open, the ranks compare it."""
@@ -97,32 +117,26 @@ class RankMonitor:
         if self._nested:
             self._nested -= 1
         elif log.kind:
-            self.before(END)
             if log.open and not self._electing:
                 self._meet()
-            if log.kind == "forward":
+            if log.kind.name == "forward":
                 self._places = {step.group: i for i, step in enumerate(log.steps)}
             log.end()
 
-    @property
-    def observes(self) -> bool:
-        """Whether steps are compared now: between passes, and in a pass of one replica alone, they are not."""
-        return bool(self.log.kind)
-
-    def ending(self) -> None:
-        """Take the steps that the others are expected to take before this pass ends, as far as this rank can."""
-        while self.log.expected not in (None, END) and self._participate(self.log.expected):
-            pass
+    def joins_before_end(self, can_join: CanJoin) -> Step | None:
+        """The next step that the others are expected to take before this pass ends, if this rank can join it."""
+        expected = self.log.expected
+        return expected if expected is not None and expected != END and can_join(expected) else None
 
     def suspend(self) -> None:
         """What comes now is not compared; a pass that was aborted before it is over."""
-        if self.log.kind:
-            self.abandon()
+        self.abandon()
 
     def abandon(self) -> None:
         """The pass was aborted (recovery)."""
-        self.log.abandon()
-        self._nested = 0
+        if self.log.kind:
+            self.log.abandon()
+        self._nested, self._to_begin = 0, None
 
     def forget(self, setter: str) -> None:
         """Compare options when the next pass starts, and agree anew on the steps of each kind of pass."""
@@ -131,19 +145,33 @@ class RankMonitor:
 
     # ---- steps ----
 
-    def before(self, step: Step, *, optional: bool = False) -> Answer:
-        """Whether to take ``step`` now; an ``optional`` one that others come to later is left until then.
+    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
+        """Decide whether to take ``step`` now, or first another one that the others take and this rank can join.
+
+        An ``optional`` step that others come to later is left until then.
 
         Raises:
             RuntimeError: on every rank: they do not all come to this step, and cannot.
         """
         log = self.log
-        if log.follow(step) or not log.kind:  # between passes nothing is compared
-            return Answer.GO
+        if self._nested and step == END:  # the pass around it goes on
+            return Answer.TAKE
+        if log.follow(step):
+            return Answer.TAKE
+        if self._to_begin is not None:
+            kind = self._to_begin
+            if step == END and not log.expects_steps(kind):
+                self._to_begin = None
+                return Answer.TAKE
+            self._begin(kind, step)
+            if log.follow(step):
+                return Answer.TAKE
+        if log.kind is None:  # between passes, and in a pass of one replica alone, nothing is compared
+            return Answer.TAKE
         while (expected := log.expected) != step:
             if expected is not None:
-                if self._participate(expected):
-                    continue
+                if can_join(expected):
+                    return expected
                 if optional and (log.decided is not None or log.expects_later(step)):
                     return Answer.LATER
                 if log.decided is not None:
@@ -155,26 +183,9 @@ class RankMonitor:
                 break
             else:
                 self._deviate(step)
-                return Answer.GO
+                return Answer.TAKE
         log.take(step)
-        return Answer.GO
-
-    def postpones(self, step: Step) -> bool:
-        """Whether an optional ``step`` would be left for later, as one that others come to after something else."""
-        expected = self.log.expected
-        if expected is None or expected == step or (expected.group and expected.group.options.reduce_unused):
-            return False
-        return self.log.expects_later(step)
-
-    def _participate(self, step: Step) -> bool:
-        """Take a step that the others take with a unit this rank does not use; whether it could."""
-        if self._participating or step.group is None:
-            return False
-        self._participating = True
-        try:
-            return self._root.participate(step)
-        finally:
-            self._participating = False
+        return Answer.TAKE
 
     def _deviate(self, step: Step) -> None:
         """Leave the known way with ``step``, as all ranks do."""
@@ -206,7 +217,8 @@ class RankMonitor:
             number = groups.index(step.group)
             # Where ranks wait for each other's units, a forward goes on with the first of them and a backward with
             # the one that was last in forward.
-            order = -self._places.get(step.group, number) if log.kind.startswith("backward") else number
+            backward = log.kind is not None and log.kind.name == "backward"
+            order = -self._places.get(step.group, number) if backward else number
             want = {"step": [step.kind, number, list(step.part)], "order": order}
             want["optional"] = step.group.options.reduce_unused
         chosen = self.board.choose(log.epoch, json.dumps(want), stand, _choose)
@@ -228,7 +240,7 @@ class RankMonitor:
         found = self.log.find(epoch, number)
         return None if found is None else self._digests(*found)
 
-    def _digests(self, kind: str, steps: list[Step]) -> list[int]:
+    def _digests(self, kind: object, steps: list[Step]) -> list[int]:
         # By their unit and what they hold: one rank may have a group more, for parameters that were added there alone.
         # Not by full names: experts are often named by a number that only their rank has.
         groups = {
@@ -237,27 +249,25 @@ class RankMonitor:
             for group in state.groups
         }
         numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in steps]
-        return [zlib.crc32(repr(one).encode()) for one in (kind, *numbers)]
+        return [zlib.crc32(repr(one).encode()) for one in (str(kind), *numbers)]
 
     def text(self, epoch: int, number: int, index: int) -> str:
         """One of these in words; empty if this rank has not come to it."""
-        kind, steps = self.log.find(epoch, number) or ("", [])
+        kind, steps = self.log.find(epoch, number) or (None, [])
         if not index:
-            return kind
+            return "" if kind is None else str(kind)
         return self._text(kind, steps[index - 1]) if index <= len(steps) else ""
 
-    def _text(self, kind: str, step: Step) -> str:
+    def _text(self, kind: object, step: Step) -> str:
         group = step.group
         if group is None:
-            return f"the end of {kind}"
+            return f"the end of {kind}"  # a kind of pass, in words
         text = f"{step.kind} {group.name or 'the root'!r} in {kind}"
         if step.kind == "reduce":
             names = ", ".join(group.params[i].name for i in step.part[:3])
             return f"{text} ({names}{', ...' if len(step.part) > 3 else ''})"
-        if group.rewritten:
-            return f"{text} anew ({group.rewritten}: its shard was written on this rank; write on all, or none)"
-        sizes = step.part[len(group.store.agreed) :]
-        if group.store.agreed:
+        sizes = step.part[len(group.store.formats_digest) :]
+        if group.store.formats_digest:
             encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}
             text += f" with {'; '.join(f'{name}: {formats}' for formats, name in encoded.items())}"
         if sizes:
@@ -291,7 +301,7 @@ class _Stand:
         self._wanted = [] if step is None else [step]
         self.compares = compares  # with what others want; else only with what they did
         self._options: list[Line] = options_of(monitor._root) if options else []
-        self._title = f"{self._kind} after {', '.join(sorted(monitor._setters))}" if options else self._kind
+        self._title = f"{self._kind} after {', '.join(sorted(monitor._setters))}" if options else str(self._kind)
         self.steps = monitor._digests(self._title, [*self._taken, *self._wanted])
         self.steps += [zlib.crc32(line.compared.encode()) for line in self._options]
 

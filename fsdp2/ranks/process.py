@@ -21,8 +21,8 @@ from fsdp2._torch.checkpoint import async_saves
 from fsdp2._torch.collectives import default_store, without_modes
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import observe_waits
-from fsdp2.engine.observer import observe_with
-from fsdp2.engine.passes import RootContext
+from fsdp2.engine.root import RootContext
+from fsdp2.engine.steps import PassKind, observe_with
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
@@ -148,7 +148,7 @@ def _this_process() -> _Process | None:
     return _processes[world]
 
 
-def monitor_ranks(root: RootContext, kind: str, error: RuntimeError | None) -> RankMonitor | None:
+def monitor_ranks(root: RootContext, kind: PassKind, error: RuntimeError | None) -> RankMonitor | None:
     """The monitor of the ranks under ``root``, once they have the same units; None where there is one process.
 
     Raises:

@@ -8,7 +8,8 @@ import zlib
 from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.passes import RootContext
+from fsdp2.engine.root import RootContext
+from fsdp2.engine.steps import PassKind
 from fsdp2.ranks.board import Board
 
 __all__ = ["Line", "compare", "options_of"]
@@ -41,7 +42,7 @@ def options_of(root: RootContext[Any]) -> list[Line]:
 
 
 def compare(
-    board: Board, root: RootContext[Any], shared: list[FSDPParamGroup], kind: str, error: RuntimeError | None
+    board: Board, root: RootContext[Any], shared: list[FSDPParamGroup], kind: PassKind, error: RuntimeError | None
 ) -> int:
     """Compare the units of ``root``, whose groups ``shared`` all ranks have, when a pass of ``kind`` is the first.
 
@@ -58,7 +59,7 @@ def compare(
             raise error from None
     plan = _Plan(
         [
-            Line(kind, f"its first pass is {kind}"),
+            Line(str(kind), f"its first pass is {kind}"),
             *(line for group in shared for line in _describe(group)),
             *options_of(root),
         ]

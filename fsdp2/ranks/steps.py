@@ -10,18 +10,17 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from fsdp2.engine.observer import Step
+from fsdp2.engine.steps import END, PassKind, Step
 
-__all__ = ["END", "StepLog"]
+__all__ = ["StepLog"]
 
-END = Step("end", None)
 _PASSES_BEFORE = (32, 16, 8, 4, 2, 1)  # so many say what comes next, the longest that is known; 32: 16 micro-batches
 _MOST_PLACES = 4096  # known at a time: loops without a pattern make ever new ones
 _WAYS = 16  # remembered for each kind of pass
 _REMEMBERED = 64  # passes
 
 Way = list[Step]
-Place = tuple[str, ...]
+Place = tuple[PassKind, ...]
 """The kinds of the passes before, and the own."""
 
 
@@ -29,48 +28,55 @@ class StepLog:
     """What this rank did under one root, and what all ranks expect it to do next."""
 
     def __init__(self) -> None:
-        self.kind = ""  # of the pass that runs; empty between passes
+        self.kind: PassKind | None = None  # of the pass that runs; None between passes
         self.steps: Way = []  # of the pass that runs
         self.deviations = 0  # in the pass that runs
         self.open = False  # the pass that runs takes steps that are compared at its end
         self.epoch = 0  # how often the ranks have met
-        self.first_kind = ""  # that all ranks begin with, if they know
+        self.first_kind: PassKind | None = None  # that all ranks begin with, if they know
         self._number = -1  # passes since the ranks met, the running one being 0
         self._before: Place = ()  # empty at the start, and after a pass was aborted
-        self._next: dict[Place, str] = {}  # kinds, after these
+        self._next: dict[Place, PassKind] = {}  # kinds, after these
         self._known: dict[Place, Way] = {}
-        self._ways: dict[str, deque[Way]] = {}  # by kind, the latest first
+        self._ways: dict[PassKind, deque[Way]] = {}  # by kind, the latest first
         self._keys: list[Place] = []  # of the pass that runs
         self._way: Way | None = None  # the expected steps of the pass that runs
         self.guessed = False  # these come from no earlier pass
         self.decided: Step | None = None  # all ranks chose it as the next one; what follows is not known
-        self._past: deque[tuple[int, int, str, Way]] = deque(maxlen=_REMEMBERED)
+        self._past: deque[tuple[int, int, PassKind | None, Way]] = deque(maxlen=_REMEMBERED)
 
     # ---- passes ----
 
-    def follows(self, kind: str) -> bool:
+    def follows(self, kind: PassKind) -> bool:
         """Whether all ranks expect a pass of ``kind`` now."""
         if self.kind:
             return False
         known = (self._next[place] for place in self._lately() if place in self._next)
-        return next(known, "" if self._before else self.first_kind) == kind
+        return next(known, None if self._before else self.first_kind) == kind
 
-    def knows(self, kind: str) -> bool:
+    def expects_steps(self, kind: PassKind) -> bool:
+        """Whether all ranks expect a pass of ``kind`` now that takes a step."""
+        way = next((self._known[place] for place in self._places_of(kind) if place in self._known), None)
+        return self.follows(kind) and way is not None and way != [END]
+
+    def _places_of(self, kind: PassKind) -> list[Place]:
+        return [*((*before, kind) for before in self._lately()), (kind,)]
+
+    def knows(self, kind: PassKind) -> bool:
         """Whether there was a pass of ``kind``."""
         return kind in self._ways
 
     def _lately(self) -> list[Place]:
         return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
 
-    def begin(self, kind: str, guess: Way | None = None) -> None:
+    def begin(self, kind: PassKind, guess: Way | None = None) -> None:
         """A pass starts, as all ranks know; ``guess`` is what they expect of it where there was none of its kind."""
         if len(self._next) > _MOST_PLACES:
             self._next.clear()
             self._known.clear()
-        lately = self._lately()
-        self.first_kind = ""
-        self._next.update(dict.fromkeys(lately, kind))
-        self._keys = [*((*before, kind) for before in lately), (kind,)]
+        self.first_kind = None
+        self._keys = self._places_of(kind)
+        self._next.update(dict.fromkeys(self._lately(), kind))
         self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]
         self.kind, self.steps, self.deviations = kind, [], 0
         self._way = next((self._known[place] for place in self._keys if place in self._known), None)
@@ -82,6 +88,7 @@ class StepLog:
 
     def end(self) -> None:
         """The pass is over, as all ranks know."""
+        assert self.kind is not None
         ways = self._ways.setdefault(self.kind, deque(maxlen=_WAYS))
         # Equal ways share one list, so that an iteration that is repeated costs no memory.
         known = self._way if self._way == self.steps else next((way for way in ways if way == self.steps), None)
@@ -98,7 +105,7 @@ class StepLog:
         self._before = ()
 
     def _leave(self) -> None:
-        self.kind, self._way, self.steps, self.open, self.decided = "", None, [], False, None
+        self.kind, self._way, self.steps, self.open, self.decided = None, None, [], False, None
 
     def forget(self) -> None:
         """What the next pass of each kind will do is not known; the one that runs goes on as it is."""
@@ -106,6 +113,10 @@ class StepLog:
         self._ways.clear()
 
     # ---- steps ----
+
+    def has_gather(self, group: object) -> bool:
+        """Whether the expected steps of the running pass gather ``group``."""
+        return self._way is not None and any(step.kind == "gather" and step.group is group for step in self._way)
 
     @property
     def rest(self) -> Way:
@@ -135,6 +146,10 @@ class StepLog:
         steps.append(step)
         return True
 
+    def forget_way(self) -> None:
+        """No step of the running pass is known, although passes like it were taken before."""
+        self._way, self.open = None, True
+
     def take(self, step: Step) -> None:
         """Take ``step``, which is expected, or anything in an open pass."""
         self.decided = None
@@ -148,7 +163,7 @@ class StepLog:
         """All ranks know that ``step`` is next; they go on as in a known pass that came here, or by ``guess``."""
         self.deviations += 1
         done = [*self.steps, step]
-        ways = self._ways.get(self.kind, ())
+        ways = [] if self.kind is None else self._ways.get(self.kind, [])
         self._way = next((way for way in ways if way[: len(done)] == done), None)
         self.guessed = self._way is None
         if self.guessed and guess is not None:
@@ -173,7 +188,7 @@ class StepLog:
         """The latest pass: (how often the ranks have met, passes since then)."""
         return self.epoch, self._number
 
-    def find(self, epoch: int, number: int) -> tuple[str, Way] | None:
+    def find(self, epoch: int, number: int) -> tuple[PassKind | None, Way] | None:
         """The kind and the steps of the pass at a position; None if this rank is not there yet, or it is long ago."""
         passes = reversed(list(self._past))
         return next((one[2:] for one in passes if one[:2] == (epoch, number)), None)

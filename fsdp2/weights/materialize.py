@@ -45,7 +45,7 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
             for slot in place.slots:
                 setattr(slot.module, slot.name, place.tensor)
     for group in dict.fromkeys(place.param.group for place in waiting if place.param is not None):
-        group.adopt_shards()
+        group.residency.adopt()
 
 
 def _shard_of(place: Place, going: set[object]) -> torch.Tensor:

@@ -152,12 +152,12 @@ class Selection:
             yield
         finally:
             for group in self.groups:
-                group.adopt_shards()
+                group.residency.adopt()
 
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows one of the parameters."""
         for param, place in self.managed.items():
-            if param in param.group.summoned:
+            if param in param.group.residency.summoned:
                 raise RuntimeError(
                     f"{place.name}: {what}, but summon_full_params already shows it; expected parameters that are not "
                     "summoned. Leave that context first"
@@ -173,7 +173,7 @@ class Selection:
             NotImplementedError: a DTensor parameter is placed in a way whose pieces are no boxes.
         """
         for group in self.groups:
-            group.lifecycle.refuse_summoned(where)
+            group.residency.refuse_summoned(where)
             if idle:
                 _check_idle(group, where)
         for place in self.places + self.left_out:
@@ -195,7 +195,7 @@ def _check_idle(group: FSDPParamGroup, where: str) -> None:
     running = None if state is None else state.root.forward
     if running is not None and len(running.outermost.modules) == 1:  # of several the rest may never come
         got = "a forward"
-    elif backward_runs() or group.lifecycle.in_backward:
+    elif backward_runs() or group.phases.in_backward:
         got = "a backward"
     else:
         return
@@ -217,7 +217,7 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
     for group in groups_below(module):
-        group.adopt_shards()
+        group.residency.adopt()
     slots = managed_slots(live_states())
     shown = {id(t): param for param in slots.values() for t in (param.sharded, param.full, param.subgroup)}
     places: dict[int, Place] = {}

@@ -123,12 +123,13 @@ class _Summoned:
         self.shown: dict[FSDPParam, nn.Parameter] = {}
         self.values: dict[FSDPParam, torch.Tensor] = {}
         self.gradients = False  # whether those of values are written as well
+        self.ending = False  # after which reset_iter_state() may recover from an interrupt
         self._before = {state: state.summoned for state in states}
 
     def start(self, gradients: dict[FSDPParam, Source]) -> None:
         """Gather and show; ranks that show nothing take part and keep nothing."""
         for group, params in self.selection.groups.items():
-            group.summon(params)
+            group.residency.summon(params, self)
         for state in self._before:
             state.summoned = self._why_no_forward(state)
         sources = []
@@ -168,12 +169,13 @@ class _Summoned:
 
     def end(self) -> None:
         """Write what was read, and show what was shown before; the second also if the first fails."""
+        self.ending = True
         for state, reason in self._before.items():
             state.summoned = reason
         with ExitStack() as stack:
             for group, params in self.selection.groups.items():
                 values = {param: self.values[param] for param in params if param in self.values}
-                stack.callback(group.dismiss, params, values)
+                stack.callback(group.residency.dismiss, params, values)
             for param, value in self.values.items():
                 assert param.sharded is not None
                 param.sharded.requires_grad_(value.requires_grad)

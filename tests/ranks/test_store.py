@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2.engine.observer import Answer, Step
+from fsdp2.engine.steps import END, Answer, PassKind, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
@@ -94,9 +94,9 @@ class CountingStore:
 class Group:
     """A group of five parameters, as far as errors name them."""
 
-    options, store = SimpleNamespace(reduce_unused=False), SimpleNamespace(extensions=None, agreed=())
+    options, store = SimpleNamespace(reduce_unused=False), SimpleNamespace(extensions=None, formats_digest=())
+    mesh = SimpleNamespace(shard=SimpleNamespace(size=2))
     params = [SimpleNamespace(name=f"p{i}") for i in range(5)]
-    rewritten = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -110,10 +110,6 @@ class Model:
         self.all_states = [SimpleNamespace(groups=[group]) for group in self.groups]
         self.monitor = RankMonitor(board, self, lambda job: job())  # type: ignore[arg-type]
 
-    def participate(self, step: Step) -> bool:
-        """No unit is for some ranks alone."""
-        return False
-
     def iterate(self, *, skip: int = -1) -> None:
         """One forward and backward; the unit ``skip`` is left out."""
         used = [group for i, group in enumerate(self.groups) if i != skip]
@@ -123,9 +119,9 @@ class Model:
 
     def run(self, kind: str, steps: list[Step]) -> None:
         """One pass."""
-        self.monitor.begin(kind, outermost=kind == "forward")
-        for step in steps:
-            assert self.monitor.before(step) is Answer.GO
+        self.monitor.begin(PassKind(kind), outermost=kind == "forward")
+        for step in (*steps, END):  # no unit is for some ranks alone
+            assert self.monitor.before(step, optional=False, can_join=lambda other: False) is Answer.TAKE
         self.monitor.end()
 
 
@@ -200,7 +196,7 @@ def test_one_that_differs_is_named_on_all() -> None:
         model.iterate()
         try:
             model.run("forward", [Step("gather", group) for group in model.groups[: 3 if rank == 5 else 4]])
-            model.run("forward", [])
+            model.run("forward", [Step("gather", model.groups[0])])  # a backward was expected
         except RuntimeError as error:
             texts.append(str(error))
 
@@ -219,7 +215,7 @@ def test_an_error_names_its_rank_once() -> None:
     for text in ("rank 0: FSDP parameters are on meta", "FSDP parameters are on meta"):
         boards = [Board(CountingStore(memory), rank, (0, 1)) for rank in range(2)]  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=f"^{text}$"):
-            compare(boards[1], Model(boards[1], 1), [], "forward", RuntimeError(text))  # type: ignore[arg-type]
+            compare(boards[1], Model(boards[1], 1), [], PassKind("forward"), RuntimeError(text))  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=text if text.startswith("rank") else f"^rank 1: {text}$"):
             boards[0].look(SimpleNamespace(position=lambda: None), shows=False)  # type: ignore[arg-type]
 

@@ -50,10 +50,14 @@ def counts(run) -> dict[str, int]:
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_one_gather_and_one_reduction_per_unit(mesh, reshard):
-    """N + 1 gathers in forward, one more for each unit that was freed in backward, and N + 1 reductions."""
+    """N + 1 gathers in forward, one more for each unit that was freed in backward, and N + 1 reductions.
+
+    From the second iteration on the unit that forward ends with stays until its backward: one gather less.
+    """
     module = build(mesh, reshard_after_forward=reshard)
-    again = {None: LAYERS, True: LAYERS + 1, False: 0}[reshard]
-    for _ in range(3):
+    for step in range(3):
+        stays = step > 0
+        again = {None: LAYERS - stays, True: LAYERS + 1 - stays, False: 0}[reshard]
         loss = []
         assert counts(lambda: loss.append(module(tokens()).sum())) == {"gather": LAYERS + 1, "reduce": 0}  # noqa: B023
         assert counts(loss[0].backward) == {"gather": again, "reduce": LAYERS + 1}
@@ -63,7 +67,7 @@ def test_setters_change_the_counts(mesh):
     """``set_reshard_after_forward`` acts on the whole tree, or on one unit."""
     module = build(mesh)
     module(tokens()).sum().backward()
-    for value, recurse, again in [(False, True, 0), (True, True, LAYERS + 1), (False, False, LAYERS)]:
+    for value, recurse, again in [(False, True, 0), (True, True, LAYERS + 1), (False, False, LAYERS - 1)]:
         module.set_reshard_after_forward(value, recurse=recurse)
         loss = module(tokens()).sum()
         assert counts(loss.backward)["gather"] == again
@@ -81,19 +85,20 @@ def test_accumulation(mesh, micro_batches, keep):
         module.set_reshard_after_backward(last or not keep)
         for name, count in counts(lambda: module(tokens()).sum().backward()).items():
             totals[name] += count
-    units = LAYERS + 1
-    assert totals == {"gather": units if keep else 2 * units * micro_batches, "reduce": units}
+    units, stays = LAYERS + 1, micro_batches - 1  # the unit that forward ends with, from the second batch on
+    assert totals == {"gather": units if keep else 2 * units * micro_batches - stays, "reduce": units}
 
 
 @too_with_nccl
 def test_evaluation(mesh):
-    """Without gradients each unit is gathered once; what is kept is not gathered again until it changes."""
+    """Without gradients each unit is gathered once, whatever it was asked to keep; after ``unshard()`` none is."""
     module = build(mesh)
     with torch.no_grad():
-        assert counts(lambda: module(tokens())) == {"gather": LAYERS + 1, "reduce": 0}
-        module.set_reshard_after_forward(False)
-        first = counts(lambda: module(tokens()))["gather"]
-        assert first in (LAYERS, LAYERS + 1)  # the root's may still be there
+        for reshard in (True, False):
+            module.set_reshard_after_forward(reshard)
+            for _ in range(2):
+                assert counts(lambda: module(tokens())) == {"gather": LAYERS + 1, "reduce": 0}
+        assert counts(lambda: module.unshard(recurse=True)) == {"gather": LAYERS + 1, "reduce": 0}
         assert counts(lambda: module(tokens())) == {"gather": 0, "reduce": 0}
 
 

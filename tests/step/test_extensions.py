@@ -236,8 +236,10 @@ def test_patched_plain_tensors(rank, world, meta):
         patch(module, seen[-1])
 
     assert_parity(prepare, build=build, against=("torch",))
-    assert seen[0] == seen[1] and len(seen[0]) == 18
-    assert [out for _, out in seen[0]].count(False) == 3 and {dtype for dtype, _ in seen[0]} == {torch.bfloat16}
+    ours, theirs = sorted(seen, key=len)
+    assert len(theirs) == 18 and len(ours) == 16  # the unit that forward ends with stays from the second iteration on
+    for one in seen:
+        assert [out for _, out in one].count(False) == 3 and {dtype for dtype, _ in one} == {torch.bfloat16}
 
 
 class Aliasing(Halves):
@@ -275,7 +277,8 @@ def test_the_gathered_tensor_as_the_parameter(rank, world, reshard):
     prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=reshard)
     run = assert_parity(prepare, build=build, against=("torch",))
     gathers = 2 * 3 * (2 if reshard else 1)
-    assert Aliasing.reused == 2 * (gathers - 2)
+    stays = 2 if reshard else 0  # the unit that forward ends with, with ours, from the second iteration on
+    assert Aliasing.reused == 2 * (gathers - 2) - stays
     storage = run.module[0]._get_fsdp_state().groups[0].params[0].full.untyped_storage()
     assert storage.size() == 0
     run.module[0].unshard()

@@ -1,7 +1,7 @@
-"""What stays in memory beyond its use: an evaluation's root, weights between micro-batches, ``unshard()``'s.
+"""What stays in memory beyond a pass: weights between micro-batches, and what ``unshard()`` asked for.
 
 Whether it may be used again decides whether a collective runs. A decision that only one rank can see makes the ranks
-part ways, or, where nobody compares them, wait for each other for ever.
+part ways, or, where nobody compares them, wait for each other for ever. An evaluation leaves nothing.
 """
 
 from __future__ import annotations
@@ -125,19 +125,34 @@ def test_shards_written_where_there_is_something_to_write(rank, world, reshard, 
 
 
 def one_shard_written(rank: int, world: int) -> None:
-    """Rank 0 writes to its shard between two evaluations."""
+    """Rank 0 writes to its shard while ``unshard()`` keeps the full parameters on all ranks."""
     module, alone = models(world)
+    module.unshard(recurse=True)
     evaluate(module, alone)
     if rank == 0:
         shards(module)[0].to_local().detach().mul_(0.5)
     evaluate(module, alone)
+    train(module, alone)
 
 
-def test_one_shard_written_between_evaluations():
-    """One rank alone wrote to its shard between two evaluations. No other can know, so all raise, and say what it was:
-    they never compute with different weights."""
+def test_one_shard_written_while_full_parameters_are_held():
+    """One rank alone wrote to its shard. No other can know, so it alone gathers anew, and all raise: they never compute
+    with different weights."""
     for ended in run_apart(one_shard_written, 2):
-        assert "rank 0: gather 'the root' in evaluation anew (2.weight: its shard was written" in ended.error, ended
+        assert "rank 0: evaluation; rank 1: backward" in ended.error, ended
+
+
+@on_ranks(2)
+def test_one_shard_written_between_evaluations(rank, world):
+    """Nothing is kept from one evaluation to the next, so all ranks compute with what one of them has written."""
+    module, alone = models(world)
+    evaluate(module, alone)
+    if rank == 0:
+        shards(module)[0].to_local().detach().mul_(0.5)
+    with torch.no_grad():
+        children(alone)[-1].weight[:2].mul_(0.5)  # rank 0's rows of three
+    evaluate(module, alone)
+    train(module, alone)
 
 
 @on_ranks(2)
@@ -183,17 +198,17 @@ def gathers(run: Callable[[], object]) -> int:
 
 @on_ranks(2)
 def test_how_often_is_gathered(rank, world):
-    """What is kept is used where it may be: a training step gathers the root once, and evaluations in a row do."""
+    """A training step gathers the root and the unit that forward ends with once, an evaluation gathers each unit."""
     module, alone = models(world)
     train(module, alone)
     units = len(module._get_fsdp_state().root.groups)
-    again = units - 1  # all but the root, for backward
+    again = units - 2  # for backward, which finds the root and the last unit
     assert gathers(lambda: train(module, alone)) == units + again
-    assert gathers(lambda: evaluate(module, alone)) == units
-    assert gathers(lambda: evaluate(module, alone)) == units - 1
+    for _ in range(2):
+        assert gathers(lambda: evaluate(module, alone)) == units
     assert gathers(lambda: train(module, alone)) == units + again
     two = lambda: (module(inputs()).sum() + module(inputs(1)).sum()).backward()
-    assert gathers(two) <= 2 * (units + again) - 1  # the second forward finds the root
+    assert gathers(two) <= 2 * (units + again) - 2  # the second forward finds both
 
 
 @on_ranks(2)
@@ -218,14 +233,14 @@ def test_a_teacher_that_follows_its_student(rank, world, how):
     evaluate(teacher, teacher_alone)
 
 
-# ---- writes to full weights ----
+# ---- writes ----
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("then", [evaluate, train, "reshard", "state_dict", "summon"])
-def test_writes_to_full_weights(rank, world, then):
-    """After an evaluation the root shows full weights. ``p.mul_(.5)`` over ``model.parameters()`` held for one forward
-    and vanished; now the shards have it as soon as anybody looks."""
+def test_weights_changed_after_an_evaluation(rank, world, then):
+    """The root showed full weights then, and ``p.mul_(.5)`` over ``model.parameters()`` held for one forward and
+    vanished (with torch's it still does)."""
     module, alone = models(world)
     evaluate(module, alone)
     with torch.no_grad():
@@ -248,25 +263,6 @@ def test_writes_to_full_weights(rank, world, then):
     evaluate(module, alone)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("then", [evaluate, train, "reshard"])
-def test_data_assigned_to_full_weights(rank, world, then):
-    """``p.data = value`` gave a full weight other memory, which no gather wrote to any more: each later forward
-    computed with that value, whatever training did to the shards."""
-    module, alone = models(world)
-    evaluate(module, alone)
-    for one in (module, alone):
-        for name in ("2.weight", "2.bias"):
-            parameter = one.get_parameter(name)
-            parameter.data = parameter.data * 0.5
-    if then == "reshard":
-        module.reshard()
-    else:
-        then(module, alone)
-    for step in (evaluate, train, evaluate, train):
-        step(module, alone)
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("trained", [False, True])
 def test_data_assigned_to_shards(rank, world, trained):
@@ -285,39 +281,13 @@ def test_data_assigned_to_shards(rank, world, trained):
     train(module, alone)
 
 
-@on_ranks(2)
-def test_writes_that_would_round_the_shards(rank, world):
-    """With mixed precision the full weights are bfloat16: what is written to them is no value for float32 shards."""
-    policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    module, _ = models(world, mp_policy=policy)
-    with torch.no_grad():
-        expected = module(inputs())
-        module.get_parameter("2.weight").mul_(0.5)
-        with pytest.raises(RuntimeError, match=r"weight: the full parameter .*bfloat16, .*float32.*reshard\(\)"):
-            module(inputs())
-        torch.testing.assert_close(module(inputs()), expected)
-
-
-@on_ranks(2)
-def test_writes_to_full_weights_and_to_shards(rank, world):
-    """Both were written, so nobody knows which value counts."""
-    module, alone = models(world)
-    sharded = list(module.parameters())
-    evaluate(module, alone)
-    with torch.no_grad():
-        for parameter in (*module.parameters(), *sharded[-2:]):
-            parameter.mul_(0.5)
-    with pytest.raises(RuntimeError, match="weight: the full parameter .* and so was its shard since"):
-        train(module, alone)
-
-
 # ---- gradients ----
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_after_an_evaluation(rank, world, to_none):
-    """Modules show full weights then, whose gradients were cleared, and those of the shards went into the next step
+    """The root showed full weights then, whose gradients were cleared, and those of the shards went into the next step
     (with torch's they still do)."""
     module, alone = models(world)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]

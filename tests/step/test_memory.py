@@ -105,7 +105,7 @@ def test_forward_that_reshards(policy, transfer):
     peaks = measure(api.ours, True, policy, transfer)
     allowed = 2 if api.name == "fsdp2" else 3  # torch's keeps the buffer it received into as well
     assert peaks.forward <= allowed * size + SLACK
-    assert peaks.between <= SLACK
+    assert peaks.between <= size + SLACK  # the layer that backward needs first
 
 
 @api.fsdp2_only
@@ -117,7 +117,9 @@ def test_compression_takes_the_encoded_bytes_of_two_units_more(monkeypatch):
     encoded = 2 * (1 + 4 / 64) / 4
     assert found.forward <= plain.forward + encoded + SLACK
     assert found.backward <= plain.backward + encoded + SLACK
-    assert found.between <= SLACK + LAYERS / WORLD  # the counter meets shards once more, as parts of flat buffers
+    assert (
+        found.between <= 1 + SLACK + LAYERS / WORLD
+    )  # the layer that backward needs first; the counter meets shards once more, as parts of flat buffers
 
 
 @pytest.mark.parametrize("policy", [FULL, HALF], ids=["fp32", "bf16"])
@@ -151,7 +153,8 @@ def test_never_more_than_torch(policy, reshard, transfer):
     ours = measure(api.ours, reshard, policy, transfer)
     theirs = measure(api.theirs, reshard, policy)
     assert ours.forward <= theirs.forward + SLACK
-    assert ours.between <= theirs.between + SLACK
+    stays = (0.5 if policy.param_dtype else 1.0) if reshard else 0.0  # the layer that backward needs first
+    assert ours.between <= theirs.between + stays + SLACK
     assert ours.backward <= theirs.backward + SLACK
 
 

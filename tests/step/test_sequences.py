@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._torch.autograd import _accumulate_grad_node
+from fsdp2._torch.autograd import accumulate_grad_node
 from fsdp2._torch.forecast import operator_arguments, unboxed_group
 from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import tensors_in
@@ -183,7 +183,7 @@ def on_the_stream_of_its_node(device: Device) -> Any:
 
     def hook(full: Tensor, ready: Any) -> Any:
         def called(tensor: Tensor) -> None:
-            kept.append(_accumulate_grad_node(full))
+            kept.append(accumulate_grad_node(full))
             with device.stream(kept[-1].metadata.setdefault("stream", device.current_stream())):
                 ready(tensor)
 
@@ -201,7 +201,7 @@ def test_no_node_is_kept_over_iterations():
         for _ in range(3):
             loss = model(torch.zeros(2, WIDTH))
             fulls = [parameter for unit in (*model.layers, model) for parameter in fulls_of(unit)]
-            nodes = [_accumulate_grad_node(full) for full in fulls]
+            nodes = [accumulate_grad_node(full) for full in fulls]
             assert nodes and not any(node.metadata for node in nodes)
             for node in nodes:
                 node.metadata["iteration"] = "an earlier one"

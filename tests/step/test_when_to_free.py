@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp2._trace import listening
 from tests.support import api
 from tests.support.cases import Setup, assert_case
 from tests.support.models import Case, mlp, rows
+from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
 
@@ -141,3 +143,68 @@ def test_a_weight_tied_between_a_unit_and_the_one_around_it(rank, world, reshard
     "out of bounds for storage of size 0". Found by a random plan."""
     case = Case(TiedBelow, rows(6), lambda model: [model.last], torch_takes_it=False)
     assert_case(case, Setup(reshard))
+
+
+class Cache:
+    """What transformers' layers leave their keys and values in: an object that goes through all of them."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+class Attending(nn.Module):
+    """A layer that leaves a result in the cache, and ``reads`` what the layer before left there, or does not."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.key, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, cache):
+        before = cache.kept[-1] if self.reads and cache.kept else 0
+        cache.kept.append(torch.tanh(self.key(x)))
+        return torch.tanh(self.out(cache.kept[-1] + self.key.weight.detach().sum() * before))
+
+
+class WithCache(nn.Module):
+    """Layers that share a cache, some of which read it."""
+
+    def __init__(self, *reads: bool) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(6, 6), nn.ModuleList(Attending(reads=one) for one in reads)
+
+    def forward(self, x):
+        cache = Cache()
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x + cache.kept[0]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reads", [(False,) * 3, (False, True, True), (True, False, True)])
+def test_layers_that_share_a_cache(rank, world, reads):
+    """Gradients are right whether a layer uses what an earlier one left in the object or not."""
+    case = Case(lambda: WithCache(*reads), rows(6), lambda model: [*model.layers])
+    assert_case(case, Setup(None), against=("alone",))
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_layer_that_does_not_read_the_cache_is_freed_when_backward_leaves_it(rank, world):
+    """With transformers' default ``use_cache=True`` every block stayed whole until the end of backward: the keys of
+    earlier blocks came in through an object, where no hook can be put, so nothing was watched at all."""
+    torch.manual_seed(0)
+    model = WithCache(False, True, False, False)
+    for layer in (*model.layers, model):
+        api.ours.fully_shard(layer, mesh=mesh_of(world))
+    events: list[str] = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 6)).sum()
+        events.clear()
+        with listening(lambda event, name: events.append(f"{event} {name}")):
+            loss.backward()
+        # Freed as backward leaves it, before the layer two further down is entered; the second reads the cache.
+        for layer, below in (("layers.3", "layers.1"), ("layers.2", "layers.0")):
+            assert events.index(f"reshard {layer}") < events.index(f"pre_backward {below}"), events
+        assert events.index("reshard layers.1") > events.index("pre_backward layers.0"), events

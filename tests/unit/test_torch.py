@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fsdp2._torch.autograd import _accumulate_grad_node
+from fsdp2._torch.autograd import accumulate_grad_node
 from tests.support.api import torch_since
 from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
 from tests.unit.meshes import fake_mesh
@@ -193,10 +193,10 @@ def test_a_running_backward_has_an_id_and_an_end() -> None:
 @probes("will_accumulate")
 def test_a_running_backward_knows_which_leaves_it_reaches() -> None:
     log, leaves = {}, [torch.ones(2, requires_grad=True) for _ in range(2)]
-    nodes = [_accumulate_grad_node(leaf) for leaf in leaves]
+    nodes = [accumulate_grad_node(leaf) for leaf in leaves]
     assert [node.variable is leaf for node, leaf in zip(nodes, leaves)] == [True, True]
     with torch.no_grad():
-        assert _accumulate_grad_node(leaves[0]) is nodes[0]
+        assert accumulate_grad_node(leaves[0]) is nodes[0]
     output = leaves[0] * 2
     output.register_hook(lambda grad: log.update({i: _torch.will_accumulate(leaf) for i, leaf in enumerate(leaves)}))
     output.sum().backward()

@@ -25,7 +25,7 @@ def hook_group(group: FSDPParamGroup) -> None:
     """Let ``state_dict`` and ``load_state_dict`` of the modules that show parameters of ``group`` see its shards."""
     owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
     loader = _ShardLoader(group)
-    hook_state_dict(owners, group.show_shards, group.after_save, loader.before_load, loader.after_load)
+    hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
 
 
 class _ShardLoader:
@@ -41,7 +41,7 @@ class _ShardLoader:
 
         What is of the wrong shape stays as it is, for torch to report.
         """
-        if self.group.lifecycle.summoned:  # the modules show plain parameters, which load as such
+        if self.group.residency.summoned:  # the modules show plain parameters, which load as such
             return
         self.group.before_load()
         assign = bool(metadata.get("assign_to_params_buffers", False))
@@ -76,7 +76,7 @@ class _ShardLoader:
 
     def after_load(self, module: nn.Module, *unused: object) -> None:
         """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
-        if self.group.lifecycle.summoned:
+        if self.group.residency.summoned:
             return
         for param in self.group.params:
             if len(param.slots) < 2:
@@ -85,7 +85,7 @@ class _ShardLoader:
                 shown = slot.module._parameters.get(slot.name)
                 if slot.module is module and shown is not None and shown is not param.sharded:
                     param.slots[0].show(shown)
-        self.group.adopt_shards()
+        self.group.residency.adopt()
 
 
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, summon_full_params
 from fsdp2._trace import listening
-from fsdp2.engine import group as param_group
+from fsdp2.engine import residency as residencies
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.lifecycle import Phase, Residency
-from fsdp2.engine.observer import Answer
+from fsdp2.engine.phase import Phase
+from fsdp2.engine.residency import Full, InFlight, Sharded
 from tests.support.api import torch_since
 from tests.support.nccl import too_with_nccl
 from tests.unit.meshes import fake_mesh
@@ -37,10 +37,10 @@ def group_of(module: nn.Module) -> FSDPParamGroup:
     return group
 
 
-def state_of(module: nn.Module) -> tuple[Residency, Phase]:
+def state_of(module: nn.Module) -> tuple[type, Phase]:
     """Return where a unit's parameters and the unit are."""
-    lifecycle = group_of(module).lifecycle
-    return lifecycle.residency, lifecycle.phase
+    group = group_of(module)
+    return type(group.residency.state), group.phases.phase
 
 
 def full_bytes(module: nn.Module) -> int:
@@ -53,10 +53,10 @@ def full_bytes(module: nn.Module) -> int:
 def test_after_forward_parameters_are_freed_or_kept_as_asked(mesh: DeviceMesh, reshard: bool) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard)
     loss = module(torch.ones(2, 4)).sum()
-    assert state_of(module) == (Residency.SHARDED if reshard else Residency.UNSHARDED, Phase.IDLE)
+    assert state_of(module) == (Sharded if reshard else Full, Phase.IDLE)
     assert isinstance(module.weight, DTensor) == reshard and (full_bytes(module) == 0) == reshard
     loss.backward()
-    assert state_of(module) == (Residency.SHARDED, Phase.IDLE)
+    assert state_of(module) == (Sharded, Phase.IDLE)
     assert isinstance(module.weight.grad, DTensor) and full_bytes(module) == 0
 
 
@@ -64,10 +64,10 @@ def test_unsharding_and_resharding_by_hand(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     sharded = module.weight
     handle = module.unshard(async_op=True)
-    assert state_of(module)[0] is Residency.GATHERING and module.weight is sharded
+    assert state_of(module)[0] is InFlight and module.weight is sharded
     handle.wait()
     full = module.weight
-    assert state_of(module)[0] is Residency.UNSHARDED and type(full) is nn.Parameter and full_bytes(module) > 0
+    assert state_of(module)[0] is Full and type(full) is nn.Parameter and full_bytes(module) > 0
     module.reshard()
     assert module.weight is sharded and full_bytes(module) == 0
     module.unshard()
@@ -78,7 +78,7 @@ def test_a_gather_that_nobody_waited_for_is_dropped(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     module.unshard(async_op=True)
     module.reshard()
-    assert state_of(module) == (Residency.SHARDED, Phase.IDLE) and full_bytes(module) == 0
+    assert state_of(module) == (Sharded, Phase.IDLE) and full_bytes(module) == 0
 
 
 def test_summoning_waits_for_a_gather_under_way(mesh: DeviceMesh) -> None:
@@ -87,17 +87,16 @@ def test_summoning_waits_for_a_gather_under_way(mesh: DeviceMesh) -> None:
     module.unshard(async_op=True)
     with summon_full_params(module):
         assert type(module.weight) is nn.Parameter
-    assert state_of(module)[0] is Residency.UNSHARDED
+    assert state_of(module)[0] is Full
 
 
 def test_what_is_written_while_summoned_reaches_all_that_is_kept() -> None:
-    """The shards, the full parameter that an evaluation left or the pieces of a few ranks, and the gradients."""
+    """The shards, the full parameter that a forward kept or the pieces of a few ranks, and the gradients."""
     with fake_mesh((4,), ("dp",)) as mesh:
         for reshard in (True, False, 2):
             module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=reshard)
             module(torch.ones(2, 8)).sum().backward()
-            with torch.no_grad():
-                module(torch.ones(2, 8))
+            module(torch.ones(2, 8))
             with summon_full_params(module, with_grads=True), torch.no_grad():
                 module.weight.fill_(3)
                 module.weight.grad.fill_(7)
@@ -112,21 +111,11 @@ def test_what_is_written_while_summoned_reaches_all_that_is_kept() -> None:
                 assert pieces.size() == 0
 
 
-def test_what_was_written_to_a_kept_parameter_is_summoned() -> None:
-    """An evaluation leaves it full, somebody changes it in place, and then asks for the full values."""
-    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
-        module = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=False)
-        module(torch.ones(2, 4))
-        module.weight.fill_(5)
-        with summon_full_params(module, writeback=False):
-            assert bool((module.weight == 5).all())
-
-
-def test_what_is_loaded_replaces_what_is_kept() -> None:
+def test_what_is_loaded_replaces_what_is_held() -> None:
     """The shards have it, and the next forward computes with it."""
     with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
-        module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, reshard_after_forward=False)
-        module(torch.ones(2, 4))
+        module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+        module.unshard()
         module.load_state_dict({"weight": torch.full((4, 4), 3.0)})
         assert bool((module.weight.to_local() == 3).all())
         assert bool((module(torch.ones(2, 4)) == 12).all())
@@ -134,15 +123,16 @@ def test_what_is_loaded_replaces_what_is_kept() -> None:
 
 def test_pieces_of_shards_that_changed_are_not_gathered_ahead() -> None:
     """The forward would have to gather once more, from the shards."""
-    with fake_mesh((4,), ("dp",)) as mesh, torch.no_grad():
+    with fake_mesh((4,), ("dp",)) as mesh:
         module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         for unit in (*module, module):
             fully_shard(unit, mesh=mesh, reshard_after_forward=2)
         for _ in range(2):
             module(torch.ones(2, 8))
-        for unit in module:
-            for param in group_of(unit).params:
-                param.sharded.mul_(0.5)
+        with torch.no_grad():
+            for unit in module:
+                for param in group_of(unit).params:
+                    param.sharded.mul_(0.5)
         gathered: list[str] = []
         with listening(lambda event, name: gathered.append(name) if event == "unshard" else None):
             module(torch.ones(2, 8))
@@ -161,10 +151,11 @@ def test_unsharding_by_hand_gathers_again_what_changed() -> None:
 
 
 def test_a_forward_computes_with_what_the_shards_are_now() -> None:
-    """They were written while an evaluation's full parameters were still there."""
+    """They were written while the full parameters that ``unshard()`` asked for were still there."""
     with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
         module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, reshard_after_forward=False)
         sharded = module.weight
+        module.unshard()
         for value in (1.0, 2.0):
             sharded.fill_(value)
             assert bool((module(torch.ones(2, 4)) == 4 * value).all())
@@ -198,15 +189,16 @@ def test_pieces_are_cut_from_what_was_gathered_last() -> None:
         for dtype in (torch.float32, torch.float64):
             module.reshard()
             module.to(dtype)
-            module(torch.ones(2, 8, dtype=dtype))
+            with torch.enable_grad():
+                module(torch.ones(2, 8, dtype=dtype))
             piece = module.weight.to_local()
             assert piece.dtype == dtype and bool((piece == 3).all())
 
 
 def test_a_gather_that_is_left_for_later_takes_no_memory(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    group_of(module).unshard(admit=lambda step: Answer.LATER)
-    assert state_of(module)[0] is Residency.SHARDED and full_bytes(module) == 0
+    group_of(module).unshard(False, lambda step, start, optional: False, optional=True)
+    assert state_of(module)[0] is Sharded and full_bytes(module) == 0
 
 
 # Without a dtype to reduce in, torch from 2.15 on reduces in the parameter's.
@@ -246,7 +238,7 @@ def test_what_was_gathered_for_other_ranks_is_waited_for_before_it_is_kept(mesh:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     group_of(module).unshard()
     group_of(module).release(False)
-    assert state_of(module)[0] is Residency.UNSHARDED
+    assert state_of(module)[0] is Full
 
 
 def test_pieces_are_freed_when_what_they_are_of_is_gathered() -> None:
@@ -261,9 +253,8 @@ def test_pieces_are_freed_when_what_they_are_of_is_gathered() -> None:
 
 def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:
     """The second leaves what the first shows, and until the last ends nothing else is shown than before."""
-    module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, reshard_after_forward=False)
-    with torch.no_grad():
-        module(torch.ones(2, 4))
+    module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
+    module.unshard()
     with summon_full_params(module[0]):
         shown = module[0].weight
         assert type(shown) is nn.Parameter and isinstance(module[1].weight, DTensor)
@@ -287,7 +278,9 @@ def test_what_becomes_trainable_while_summoned_has_gradients_from_then_on(mesh: 
 def test_the_text_of_a_group_says_what_it_is_and_where(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     text = repr(group_of(module))
-    assert text.startswith("FSDPParamGroup(root: sharded, idle, 2 parameters, ") and text.endswith("2 ranks)")
+    assert text.startswith("FSDPParamGroup(root: sharded, shows sharded, idle, 2 parameters, ") and text.endswith(
+        "2 ranks)"
+    )
 
 
 def test_a_backward_that_raised_is_recovered_from(mesh: DeviceMesh) -> None:
@@ -300,7 +293,7 @@ def test_a_backward_that_raised_is_recovered_from(mesh: DeviceMesh) -> None:
     with pytest.raises(RuntimeError, match="reset_iter_state"):
         module(torch.ones(2, 4))
     module.reset_iter_state()
-    assert state_of(module) == (Residency.SHARDED, Phase.IDLE) and full_bytes(module) == 0
+    assert state_of(module) == (Sharded, Phase.IDLE) and full_bytes(module) == 0
     with summon_full_params(module):  # not inside of a pass any more
         assert module.weight.grad is None
     module(torch.ones(2, 4)).sum().backward()
@@ -318,11 +311,11 @@ def test_a_gather_that_failed_is_recovered_from(mesh: DeviceMesh, monkeypatch: p
 
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     with monkeypatch.context() as patched:
-        patched.setattr(param_group, "finish_gather", fail)
+        patched.setattr(residencies, "finish_gather", fail)
         with pytest.raises(ConnectionError):
             module(torch.ones(2, 4))
     module.reset_iter_state()
-    assert state_of(module) == (Residency.SHARDED, Phase.IDLE)
+    assert state_of(module) == (Sharded, Phase.IDLE)
 
 
 class Detaching(nn.Module):

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
 from fsdp2._trace import listening
-from fsdp2.engine.observer import Answer
-from fsdp2.engine.passes import Pass, RootContext
+from fsdp2.engine.passes import Pass
+from fsdp2.engine.root import RootContext
+from fsdp2.engine.steps import Answer
 from tests.support.streams import Device
 from tests.unit.meshes import fake_mesh
 
@@ -97,13 +98,13 @@ def test_a_forward_that_raised_is_forgotten_with_the_next(mesh: DeviceMesh) -> N
 
 
 def test_other_ranks_are_shown_what_is_gathered_by_hand(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first step to the last, since those that do not ask would pair it with another of theirs."""
+    """From the first step to the end of the pass, since those that do not ask would pair it with another of theirs."""
     observer = mock.Mock()
-    observer.before.return_value = Answer.GO
+    observer.before.return_value = Answer.TAKE
     monkeypatch.setattr(RootContext, "observer_by_hand", lambda *unused: observer)
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     model.unshard()
-    assert [call[0] for call in observer.method_calls] == ["begin", "before", "end"]
+    assert [call[0] for call in observer.method_calls] == ["begin", "before", "before", "end"]
 
 
 def test_a_parameter_that_somebody_added_is_taken_in_by_the_next_forward(mesh: DeviceMesh) -> None:

@@ -1,0 +1,73 @@
+"""A forward pass: from the entry of the outermost unit to its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.order import ForwardOrder
+from fsdp2.engine.passes import Pass
+from fsdp2.engine.steps import Observer
+
+__all__ = ["ForwardPass"]
+
+
+class ForwardPass(Pass):
+    """One forward. An unobserved one is an evaluation that one replica may run alone."""
+
+    def __init__(
+        self,
+        groups: list[FSDPParamGroup],
+        observer: Observer,
+        outermost: Any,
+        known: list[FSDPParamGroup],
+        needed_first: FSDPParamGroup | None,
+        *,
+        observed: bool,
+    ) -> None:
+        """``known`` is the order of groups in the last forward, ``needed_first`` the group that backward needed first.
+
+        The second is None if it is not known.
+        """
+        super().__init__(groups, observer)
+        self.outermost = outermost
+        self.observed = observed
+        self.trains = torch.is_grad_enabled()
+        self.order: ForwardOrder[FSDPParamGroup] = ForwardOrder(known)
+        self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
+        self.kept: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
+        self._needed_first = needed_first
+
+    def prefetch(self, group: FSDPParamGroup) -> None:
+        """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
+        if group.residency.is_outdated():
+            group.reshard()  # its pieces were made of other shards
+        super().prefetch(group)
+
+    def after_forward(self, group: FSDPParamGroup) -> bool | int:
+        """Return what becomes of ``group`` when its forward ends: freed (True), kept (False), or on so many ranks.
+
+        The unit that forward ends with is the one that backward needs first. Freed and gathered again at once, into the
+        memory it has just left, its gather would wait for compute, so it stays from the second iteration on; backward
+        would gather it before anything else, so the peak is the same. All ranks must decide alike: units that some
+        ranks skip are left out.
+        """
+        after, options = group.after_forward, group.options
+        if not self.trains or group.in_root or options.reduce_unused:
+            return after
+        freed = after is True and options.unshard_in_backward
+        self.ended_with = group if freed else None  # backward begins with one that stays anyway
+        if freed and group is self._needed_first:
+            self.kept[group] = None
+            return False
+        return after
+
+    def end(self) -> None:
+        """Free what the pass gathered and nothing holds."""
+        super().end()
+        for group in self._joined:
+            group.release()  # as on the ranks that used it, so that backward finds it in the same state
+        for group in self.groups:
+            group.end_forward_pass()

@@ -1,0 +1,450 @@
+"""Residency: what of one group's parameters is in memory, what its modules show, and every move between.
+
+This is the only place that knows. The states are values that carry their data, ``_MOVES`` says which may follow which,
+and everyone else uses four verbs:
+
+* ``start``: start gathering;
+* ``ready``: wait for the gather, so that compute may read the full parameters;
+* ``free``: keep the shards alone (or, with ``keep_pieces``, pieces on a few neighbouring ranks);
+* ``show``: choose what the modules show.
+
+A pass frees what it gathered. What has to stay in memory beyond its end is *held*: full parameters that a backward
+will need, that ``set_reshard_after_backward(False)`` keeps for the next forward, or that the caller asked for with
+``unshard()``. Held parameters are used again only while the shards are what they were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from fsdp2 import _trace
+from fsdp2._torch.tensors import local_tensors, versions_of
+from fsdp2.comm.context import CommContext
+from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
+from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.param import FSDPParam, Shown, lie_in, show, shows
+from fsdp2.engine.steps import Member, Step, Take
+from fsdp2.engine.subgroup import SubgroupShards
+from fsdp2.policies import AllGather
+from fsdp2.sharding.mesh import Axis
+
+__all__ = ["Full", "Held", "InFlight", "Pieces", "Residency", "Sharded", "Summoning", "note_optimizer_step"]
+
+
+# ---- states ----
+
+
+@dataclass(eq=False)
+class Sharded:
+    """Only the shards are in memory.
+
+    ``adopted`` ones were found on the modules in the place of ours, perhaps for one forward (``functional_call``), so
+    the next forward keeps nothing that is made of them. So in the states that follow.
+    """
+
+    adopted: bool = False
+    held: None = None
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A gather was started. It reads the shards, or ``source``, which must stay in memory until it is over."""
+
+    work: Gathering
+    source: SubgroupShards | None = None
+    adopted: bool = False
+    held: Held | None = None
+
+
+@dataclass(eq=False)
+class Full:
+    """The full parameters are in memory."""
+
+    adopted: bool = False
+    held: Held | None = None
+
+
+@dataclass(eq=False)
+class Pieces:
+    """Pieces on a few neighbouring ranks are in memory, under ``reshard_after_forward=<int>``."""
+
+    kept: SubgroupShards
+    adopted: bool = False
+    held: Held | None = None
+
+
+State = Sharded | InFlight | Full | Pieces
+
+_MOVES: dict[type[State], tuple[type[State], ...]] = {
+    Sharded: (InFlight,),
+    InFlight: (Full, Sharded),  # the second: nobody came to use it
+    Full: (Pieces, Sharded),
+    Pieces: (InFlight, Sharded),
+}
+_SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Full: "full", Pieces: "subgroup"}
+"""What the modules show in a state. They may show shards in each: while a state dict is taken, until the next use."""
+
+
+# ---- what is held ----
+
+_alive: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+class Held:
+    """What a group's shards were like when its full parameters began to outlive their pass.
+
+    A forward that finds other shards gathers anew. That starts a collective, so it must follow from facts that all
+    ranks see alike: steps of optimizers that hold one of the parameters, version counters of the DTensors, which every
+    rank increments (also one whose shard is empty), and parameters that were replaced. A write through ``to_local()``
+    shows in a version counter of the local tensor, on every rank that has elements to write to.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        self._params = params
+        self._pieces = local_tensors([param.sharded for param in params])
+        self._versions = self._current_versions()
+        self._stepped = False
+        _alive.add(self)
+
+    def _current_versions(self) -> list[int]:
+        return versions_of([*(param.sharded for param in self._params), *self._pieces])
+
+    def note_step(self, stepped: set[int]) -> None:
+        """Note that an optimizer has stepped that holds the tensors with the ids ``stepped``."""
+        self._stepped = self._stepped or any(id(param.sharded) in stepped for param in self._params)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the shards were written, or others are in their place."""
+        if self._stepped or self._versions != self._current_versions():
+            return True
+        return not lie_in(self._params, self._pieces)
+
+
+def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    """Tell held parameters that ``optimizer`` has stepped: no version counter that can be read shows that.
+
+    DTensor operators that change several tensors at once run below autograd, where local tensors count no version.
+    """
+    if not _alive:
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for held in _alive:
+        held.note_step(stepped)
+
+
+class Summoning(Protocol):
+    """A block of ``summon_full_params``."""
+
+    ending: bool  # the block is over, or was interrupted while it ended
+
+
+# ---- the one object ----
+
+
+class Residency:
+    """Where the parameters of one group are."""
+
+    def __init__(self, group: Member, store: ShardStore, comm: CommContext) -> None:
+        self.name = ""
+        self.store = store
+        self.comm = comm
+        self.state: State = Sharded()
+        self.shown: Shown = "sharded"
+        # While summon_full_params shows some of the parameters, nothing is gathered or freed: what the state says is in
+        # memory stays there, and is shown again afterwards.
+        self.summoned: dict[FSDPParam, Summoning] = {}
+        self._group = group  # whose gathers these are, for the observer
+        show(store.params, "sharded")
+
+    def __repr__(self) -> str:
+        held = ", held" if self.held is not None else ""
+        return f"{type(self.state).__name__.lower()}{held}, shows {'summoned' if self.summoned else self.shown}"
+
+    def _move(self, state: State) -> None:
+        if type(state) not in _MOVES[type(self.state)]:
+            raise RuntimeError(
+                f"{self.name or 'the root'}: got a move from {type(self.state).__name__} to {type(state).__name__}, "
+                f"expected one of: {', '.join(allowed.__name__ for allowed in _MOVES[type(self.state)])}"
+            )
+        self.state = state
+
+    # ---- questions ----
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the full parameters are in memory and ready."""
+        return type(self.state) is Full
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather is in flight."""
+        return type(self.state) is InFlight
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether anything beside the shards is in memory, or on its way there."""
+        return type(self.state) is not Sharded
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether ``start`` would start a gather."""
+        return type(self.state) in (Sharded, Pieces) and not self.summoned
+
+    @property
+    def adopted(self) -> bool:
+        """Whether the parameters may be another's, put on the modules for one forward."""
+        return self.state.adopted
+
+    @property
+    def held(self) -> Held | None:
+        """What the shards were like when the memory of the group began to outlive its pass; None if it does not."""
+        return self.state.held
+
+    def is_outdated(self) -> bool:
+        """Return whether memory is held that must not be used any more, because the shards changed.
+
+        Raises:
+            RuntimeError: somebody put others in the place of full parameters.
+        """
+        held = self.state.held
+        if held is None or self.summoned:
+            return False
+        if shows(self.store.params, self.shown):
+            return held.changed
+        if self.shown != "sharded":
+            raise RuntimeError(
+                f"{self.store.params[0].name}: its module shows other parameters than the full ones that unshard() or "
+                "an earlier forward left there; expected these. Call reshard() on the module before you replace "
+                "parameters or use functional_call"
+            )
+        return True  # shards were put in the place of shards: the next gather takes them in
+
+    def refuse_summoned(self, what: str) -> None:
+        """Raise RuntimeError if ``summon_full_params`` shows parameters of the group, in the name of ``what``."""
+        if self.summoned:
+            raise RuntimeError(
+                f"{self.name or 'the root'}: {what} while summon_full_params shows its parameters; expected outside "
+                "of that context. Leave it first, or summon fewer modules"
+            )
+
+    # ---- start ----
+
+    def start(self, take: Take, *, optional: bool = False, in_backward: bool = False) -> None:
+        """Start gathering, unless the full parameters are there or on their way.
+
+        An ``optional`` gather, a prefetch, may be left for later by ``take``.
+        """
+        if self.needs_gather:
+            self._start_gather(take, optional, in_backward)
+        elif self.shown != "full" and type(self.state) is Full and not self.summoned:
+            self.show("full")  # a state dict left the shards on the modules
+
+    @_trace.profiled("all_gather")
+    def _start_gather(self, take: Take, optional: bool, in_backward: bool) -> None:
+        store, lanes = self.store, self.comm.lanes
+        source = self.state.kept if isinstance(self.state, Pieces) else None
+        if source is not None:
+            gather = partial(self._launch, source.gather, source.axis, None, source)
+            axis = source.axis
+        else:
+            if store.replaced(in_backward=in_backward):
+                self.adopt()
+                lanes.gather_after_compute()  # compute wrote the shards that were just taken in
+            buffers = store.gather_buffers or store.make_gather_buffers(lanes.gather)
+            axis = store.mesh.shard
+            gather = partial(self._launch, buffers, axis, store.options.all_gather, None)
+        if store.extensions is not None:
+            self._start_extended(take, gather, axis, optional)
+        elif axis.size == 1:
+            gather()  # nothing is communicated, so other ranks need not know
+        else:
+            take(Step("gather", self._group, store.formats_digest), gather, optional=optional)
+
+    def _start_extended(self, take: Take, gather: Callable[..., None], axis: Axis, optional: bool) -> None:
+        """Start a gather of tensors that decide by themselves what travels.
+
+        The ranks must agree on its sizes. They are known from the gather before; the first time, or where they are
+        others than last time, the observer sees them after the tensors were encoded.
+        """
+        store, extensions, lane = self.store, self.store.extensions, self.comm.lanes.gather
+        assert extensions is not None
+        expected = extensions.sizes
+
+        def encode_and_gather() -> None:
+            extras = extensions.encode(axis.size, lane)
+            if axis.size == 1 or extensions.sizes == expected:
+                gather(extras)
+                return
+            try:
+                take(step(extensions.sizes), partial(gather, extras))
+            except BaseException:
+                extensions.free()  # what was encoded would stay in memory until the next gather
+                raise
+
+        def step(sizes: tuple[int, ...]) -> Step:
+            return Step("gather", self._group, (*store.formats_digest, *sizes))
+
+        if axis.size == 1 or expected is None:
+            encode_and_gather()
+        else:
+            take(step(expected), encode_and_gather, optional=optional)
+
+    def _launch(
+        self,
+        buffers: GatherBuffers,
+        axis: Axis,
+        custom: AllGather | None,
+        source: SubgroupShards | None,
+        extras: Sequence[torch.Tensor] = (),
+    ) -> None:
+        if _trace.recording:
+            _trace.emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
+        work = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
+        self._move(InFlight(work, source, self.state.adopted))
+
+    # ---- ready ----
+
+    def ready(self) -> None:
+        """Wait for the gather in flight, if there is one, and show the full parameters."""
+        if type(self.state) is InFlight:
+            self._ready(self.state)
+
+    @_trace.profiled("all_gather_copy_out")
+    def _ready(self, state: InFlight) -> None:
+        rows = finish_gather(state.work, self.comm.lanes.compute)
+        if self.store.extensions is not None:
+            self.store.extensions.decode(rows, state.work.lane, self.comm.lanes.compute)
+        if state.source is not None:
+            state.source.free()  # the gather has read it
+        self._move(Full(state.adopted, state.held))
+        self.show("full")
+
+    # ---- free ----
+
+    def free(self) -> None:
+        """Keep the shards alone, and show them. A gather in flight is waited for and dropped.
+
+        Raises:
+            RuntimeError: ``summon_full_params`` shows parameters of the group.
+        """
+        if type(self.state) is not Sharded:
+            self.refuse_summoned("reshard")
+            self._free()
+
+    @_trace.profiled("reshard")
+    def _free(self) -> None:
+        state = self.state
+        if isinstance(state, InFlight):
+            finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
+        elif _trace.recording:
+            _trace.emit("reshard", self.name, self.store.full_bytes)
+        if self.shown != "sharded":  # else others may have been put in their place, for the next gather to take in
+            self.show("sharded")
+        if state.held is not None:
+            self.store.reclaim_full()
+        self._free_full()
+        pieces = state.source if isinstance(state, InFlight) else state.kept if isinstance(state, Pieces) else None
+        if pieces is not None:
+            pieces.free()
+        self._move(Sharded())
+
+    def _free_full(self) -> None:
+        # Memory goes back to the lane that it came from, so that lane waits until compute has read it.
+        self.comm.lanes.gather.wait(self.comm.lanes.compute)
+        self.store.free_full()
+
+    def keep_pieces(self, size: int) -> None:
+        """Keep pieces on groups of ``size`` neighbouring ranks, show them, and free the full parameters."""
+        if type(self.state) is Full and not self.summoned:
+            kept = self.store.subgroup(size)
+            kept.copy_from_full()
+            self._move(Pieces(kept, self.state.adopted))
+            self.show("subgroup")
+            self._free_full()
+
+    def hold(self) -> None:
+        """Let what is in memory, or soon is, stay there beyond the pass, as long as the shards do not change."""
+        if not isinstance(self.state, Sharded):
+            self.state.held = Held(self.store.params)
+
+    # ---- show ----
+
+    def show(self, which: Shown) -> None:
+        """Make the modules show these tensors."""
+        self.shown = which
+        if show(self.store.params, which):
+            self.store.note_change()
+
+    def show_shards(self) -> None:
+        """Let the modules show shards for a while. What is in memory stays: perhaps one rank alone saves or copies."""
+        if not self.summoned and self.shown != "sharded":
+            self.show("sharded")
+
+    def show_memory(self) -> None:
+        """Undo ``show_shards``."""
+        if not self.summoned and self.shown != _SHOWN[type(self.state)]:
+            self.show(_SHOWN[type(self.state)])
+
+    # ---- summon_full_params, which decides for a while what the modules show ----
+
+    def summon(self, params: Iterable[FSDPParam], block: Summoning) -> None:
+        """Leave it to ``block`` what the modules show of ``params``. Now they show the shards of the whole group."""
+        self.ready()
+        self.show_shards()
+        self.summoned.update(dict.fromkeys(params, block))
+
+    def dismiss(self, params: Iterable[FSDPParam], values: Mapping[FSDPParam, torch.Tensor]) -> None:
+        """Show ``params`` as before; ``values``, new full ones, go to the shards and to what is in memory.
+
+        What was held and current stays so.
+        """
+        extended, state = self.store.extended, self.state
+        current = state.held is not None and not state.held.changed
+        try:
+            for param, value in values.items():
+                param.write(value, full=isinstance(state, Full) and param not in extended)
+            if isinstance(state, Pieces):
+                state.kept.write(values)
+            if current and values:
+                self.hold()
+        finally:
+            for param in params:
+                self.summoned.pop(param, None)
+            if show(list(params), "sharded"):
+                self.store.note_change()
+            self.shown = "sharded"
+            self.show_memory()
+        if not self.summoned and not extended.isdisjoint(values):
+            self.free()  # only a gather can make new full parameters of these
+
+    # ---- shards that others put in place ----
+
+    def adopt(self) -> None:
+        """Take in parameters that were replaced on the modules, moved, cast or loaded, while these show shards."""
+        if isinstance(self.state, Sharded) and not self.summoned and self.store.adopt():
+            self.state.adopted = True
+
+    def use(self, store: ShardStore, comm: CommContext) -> None:
+        """Go on with the memory of fewer parameters, for which the group must be sharded, or with other lanes."""
+        self.store, self.comm = store, comm
+
+    def reset(self) -> None:
+        """Keep the shards alone, whatever an error left behind (recovery).
+
+        Raises:
+            RuntimeError: inside a block of ``summon_full_params``. One whose end was interrupted is over.
+        """
+        if not all(block.ending for block in self.summoned.values()):
+            self.refuse_summoned("reset_iter_state")
+        self.summoned.clear()
+        self.free()
+        # A gather that raised while it started left its memory allocated, in the state before.
+        self.show("sharded")
+        self._free_full()

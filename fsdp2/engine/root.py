@@ -1,0 +1,370 @@
+"""The root of a tree of units: what they share, and what outlives a pass."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp2 import _trace
+from fsdp2._torch.autograd import queue_end_of_backward
+from fsdp2._torch.hooks import outside_dynamo
+from fsdp2.comm.collectives import chunks_in_flight
+from fsdp2.comm.context import CommContext
+from fsdp2.engine.backward import BackwardPass, Pending
+from fsdp2.engine.forward import ForwardPass
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.param import Slot
+from fsdp2.engine.passes import Pass, Unit, backward_runs
+from fsdp2.engine.steps import Observer, PassKind, Unobserved, make_observer
+from fsdp2.policies import GradientReductionHandle
+
+__all__ = ["GradientReduction", "RootContext"]
+
+U = TypeVar("U", bound=Unit)
+
+
+class RootContext(Generic[U]):
+    """One per root. ``all_states`` are the units under it in ``named_modules`` order, the root's first."""
+
+    def __init__(self, device: torch.device, unit: U) -> None:
+        self.comm = CommContext(device)
+        self.all_states: list[U] = [unit]
+        self.known: list[FSDPParamGroup] = []  # the order in which the last forward met the groups
+        self.pending = Pending()
+        self.forward: ForwardPass | None = None  # the pass that runs
+        self.backward: BackwardPass | None = None
+        self.is_last_backward = True
+        self.manual = False  # the caller ends backwards
+        self.post_optim_event: torch.Event | None = None
+        self.observer: Observer = Unobserved()  # of the passes under this root
+        self._needed_first: FSDPParamGroup | None = None  # by backward, as the last forward to train has shown
+        self._compared = False  # whether the ranks have compared their units
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        """Every group under the root, each once."""
+        return list(dict.fromkeys([group for state in self.all_states for group in state.groups]))
+
+    @property
+    def running(self) -> Pass | None:
+        """The innermost pass that runs."""
+        return self.backward or self.forward
+
+    def name_groups(self, module: nn.Module) -> None:
+        """Name groups and their parameters as ``module``, the root's, names them."""
+        # By place, not by parameter: somebody may have put others there (functional_call does).
+        slots = [(Slot(inner, name), prefix) for prefix, inner in module.named_modules() for name in inner._parameters]
+        names = {slot: (i, f"{prefix}.{slot.name}".lstrip(".")) for i, (slot, prefix) in enumerate(slots)}
+        for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
+            group.set_names(unit.name, names)
+
+    def use_comm(self, comm: CommContext) -> None:
+        """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.
+
+        Without such a wish it is what suits the backend and the group with the most chunks. On streams these are the
+        gradients of the largest group: a compiled block's leave at once, and where communication is what takes long,
+        compute goes on to the next unit meanwhile.
+        """
+        self.comm = comm
+        groups = self.groups
+        asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
+        if not asked:
+            sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
+            asked = [chunks_in_flight(group.mesh.first, chunks) for group, chunks in zip(groups, sizes)]
+        comm.reductions.limit = limit = max(asked, default=1)
+        comm.reductions.limit_bytes = limit * max((group.store.reduce_bytes for group in groups), default=0)
+        comm.largest_bytes = max((group.store.full_bytes for group in groups), default=0)
+        for group in groups:
+            group.use_comm(comm)
+
+    # ---- the observer ----
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether a forward that starts now may be run by one replica while the others do something else."""
+        return not torch.is_grad_enabled() and any(group.mesh.replicate.size > 1 for group in self.groups)
+
+    def observe(self, error: RuntimeError | None, kind: PassKind) -> None:
+        """Show the units to an observer, as soon as all ranks come here, where a pass of ``kind`` is the first.
+
+        Raises:
+            RuntimeError: the observer refuses them, or passes ``error`` on.
+        """
+        self._compared = False
+        if not self.runs_alone:
+            self.observer = make_observer(self, kind, error)
+            self._compared = True
+
+    def observer_by_hand(self, states: list[U], kind: PassKind) -> Observer:
+        """Return the observer of gathers between passes; before the first forward, of what the caller gathers first."""
+        self.all_states += [state for state in states if state not in self.all_states]
+        if not self._compared:
+            self.observe(None, kind)
+        return self.observer
+
+    def options_changed(self, setter: str) -> None:
+        """``setter`` has changed what all ranks must be asked for alike: they compare it, and agree anew on the steps.
+
+        A prefetch that comes earlier than it did would be left for later otherwise, as one that other ranks may not do.
+        """
+        self.observer.forget(setter)
+
+    # ---- forward ----
+
+    def begin_forward(self, unit: U) -> ForwardPass:
+        """Return the forward pass that ``unit`` enters: the one that runs, or a new one in which it is the outermost.
+
+        Raises:
+            RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``, or gradients that
+                ``finalize_backward`` started to reduce were not waited for.
+        """
+        running = self.forward
+        if running is not None and running.outermost is not unit and self.all_states[0] is not unit:
+            return running
+        self._check_last_iteration_ended()
+        alone = self.runs_alone
+        kind = PassKind("forward" if torch.is_grad_enabled() else "evaluation")
+        if not self._compared:
+            self.observe(None, kind)
+        # A forward that is still there was left by an exception. One without gradients holds nothing.
+        aborted = running is not None and running.trains
+        run = ForwardPass(self.groups, self.observer, unit, self.known, self._needed_first, observed=not alone)
+        if alone:
+            run.observer = Unobserved()
+        for group in run.groups:
+            group.begin_forward_pass(aborted=aborted)
+        self.forward, self.backward = run, None
+        _trace.refresh()
+        if _trace.recording:
+            _trace.emit("root_pre_forward", "")
+        if alone:
+            self.observer.suspend()
+        else:
+            self.observer.begin(kind, outermost=True)
+        event, self.post_optim_event = self.post_optim_event, None
+        self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
+        return run
+
+    def _check_last_iteration_ended(self) -> None:
+        inside = next((group for group in self.groups if group.phases.in_backward), None)
+        if inside is not None or (self.backward is not None and self.backward.started):
+            raise RuntimeError(
+                f"{inside.name if inside is not None and inside.name else 'the root'}: forward starts, but its last "
+                "backward did not end (it raised?), so units hold gradients of that iteration; call reset_iter_state() "
+                "on the root module first; that backward's gradients are discarded"
+            )
+        if self.comm.finalizing is not None:
+            raise RuntimeError(
+                "The previous gradient reduction must be waited on before forward: call wait() on what "
+                "finalize_backward(async_op=True) returned"
+            )
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        run = self.forward
+        assert run is not None
+        run.end()
+        self.forward = None
+        if run.observed:
+            self.known = run.order.calls or self.known
+        if run.trains:
+            self.pending.used.update(run.gathered_skippable)
+            self.pending.kept.update(run.kept)
+            self._needed_first = run.ended_with
+
+    # ---- backward ----
+
+    def enter_backward(self) -> BackwardPass:
+        """Return the backward pass that runs; a recomputation may be the first that is heard of it."""
+        if self.backward is None:
+            self.backward = BackwardPass(self.groups, self.observer)
+        return self.backward
+
+    def start_backward(self) -> BackwardPass:
+        """Return the backward pass that runs, which ends when autograd's backward does."""
+        run = self.enter_backward()
+        if run.started:
+            return run
+        run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)
+        _trace.refresh()
+        self.pending.manual = self.finalizes_manually
+        more = "" if self.is_last_backward else ", more to come"
+        self.observer.begin(self._backward_kind("backward", more), outermost=False)
+        queue_end_of_backward(partial(self.end_backward, run))
+        return run
+
+    def _backward_kind(self, name: str, more: str = "") -> PassKind:
+        """Return what ranks compare of a backward, and what decides which steps it takes.
+
+        That is how many groups send gradients, which units it meets that some ranks skip, and which are in memory.
+        """
+        groups = self.groups
+        reduce = sum(group.options.reduce_gradients for group in groups)
+        all_reduce = sum(group.options.all_reduce_gradients for group in groups)
+        used, kept = (
+            tuple(number for number, group in enumerate(groups) if group in some)
+            for some in (self.pending.used, self.pending.kept)
+        )
+        return PassKind(name, f"{reduce} reduce, {all_reduce} all-reduce{more}", used, kept)
+
+    def end_backward(self, run: BackwardPass) -> None:
+        """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.
+
+        Where the caller ends backwards, both are left to ``finalize``.
+        """
+        manual = self.finalizes_manually
+        run.over = True
+        with _trace.span("root_post_backward", ""):
+            run.join_before_end()
+            for state in self.all_states:
+                for group in reversed(state.groups):
+                    self._end_group(run, group, manual)
+            run.end()
+            self.forward = None
+            if manual:
+                for group in run.groups:
+                    group.phases.enter("defer_backward")
+            else:
+                self.wait_for_reductions(run.groups)
+            # Not before: an interrupt while this waits leaves gradients that are not there, and must be noticed.
+            self.backward = None
+            self.comm.lanes.compute.leave_backward()
+        if _trace.recording:
+            _trace.emit("root_post_backward", "")
+
+    def _end_group(self, run: BackwardPass, group: FSDPParamGroup, manual: bool) -> None:
+        if group.residency.summoned:
+            return
+        reduced, reduces = group.is_reduced, group.options.reduce_gradients
+        if manual and reduced and reduces:
+            self.pending.deferred.pop(group, None)
+        elif manual:
+            self.pending.deferred[group] = None
+        if not reduced and not (manual and reduces):
+            run.post_backward(group)
+
+    def wait_for_reductions(self, groups: list[FSDPParamGroup]) -> None:
+        """Wait for what was reduced; after the last backward on the recorded forwards, forget these."""
+        last = self.is_last_backward or self.finalizes_manually
+        for group in groups:
+            group.end_backward_pass(last=last)
+        self.comm.reductions.finish()
+        if last:
+            self.pending = Pending()
+
+    # ---- recovery ----
+
+    def reset(self) -> None:
+        """Drop the passes: gathers and reductions in flight, orders, phases, unreduced gradients.
+
+        Raises:
+            RuntimeError: another root that communicates on the same lanes waits for its gradients.
+        """
+        finalizing = self.comm.finalizing
+        if isinstance(finalizing, GradientReduction) and finalizing.root is not self:
+            raise RuntimeError(
+                "reset_iter_state while a gradient reduction of another root on the same lanes is in flight; wait for "
+                "it, or reset that root first"
+            )
+        self.comm.finalizing = None
+        self.comm.reductions.abandon()
+        self.comm.lanes.compute.leave_backward()
+        self.observer.abandon()
+        for group in self.groups:
+            group.reset()
+        self.forward = self.backward = self._needed_first = None
+        self.pending, self.known = Pending(), []
+
+    # ---- backwards that the caller ends ----
+
+    @property
+    def finalizes_manually(self) -> bool:
+        """Whether the caller ends the backward that runs, or that comes next."""
+        return self.manual if self.pending.manual is None else self.pending.manual
+
+    def set_manual(self, manual: bool) -> None:
+        """Let the caller end backwards (True) or the end of autograd's.
+
+        Raises:
+            RuntimeError: a backward began, and was neither ended nor reset.
+        """
+        if manual != self.manual and backward_runs():
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode during backward, where it was called; call it "
+                "before the forward"
+            )
+        if self.pending.manual is not None and manual != self.pending.manual:
+            raise RuntimeError(
+                f"set_manual_backward_finalization({manual}) cannot change mode after backward starts, and one that "
+                "started has not been ended; call finalize_backward() or reset_iter_state() on the root module first"
+            )
+        self.manual = manual
+
+    @outside_dynamo
+    def finalize(self) -> GradientReduction:
+        """Start what the backwards since the last call left to do."""
+        self._check_finalization()
+        reduction = GradientReduction(self)
+        self.comm.finalizing = reduction
+        deferred = self.pending.deferred
+        self.backward = run = BackwardPass(self.groups, self.observer)
+        with torch.no_grad(), _trace.span("finalize_backward", ""):
+            self.observer.begin(self._backward_kind("finalization"), outermost=False)
+            run.join_before_end()
+            for group in [group for state in reversed(self.all_states) for group in reversed(state.groups)]:
+                if group in deferred:
+                    del deferred[group]
+                    run.post_backward(group)
+                elif group.options.reshard_after_backward and not group.residency.summoned:
+                    group.reshard()
+            run.end()
+        self.backward = None
+        return reduction
+
+    def _check_finalization(self) -> None:
+        if self.comm.finalizing is not None:
+            raise RuntimeError(
+                "finalize_backward: the previous gradient reduction must be waited on before finalizing backward "
+                "again: call wait() on what finalize_backward(async_op=True) returned"
+            )
+        if not self.finalizes_manually:
+            raise RuntimeError(
+                "finalize_backward requires manual backward finalization; call set_manual_backward_finalization(True) "
+                "on the root before forward"
+            )
+        if backward_runs():
+            raise RuntimeError(
+                "finalize_backward must be called after backward completes, and was called inside of it, from a hook "
+                "or an autograd function; call it after loss.backward() returned"
+            )
+        for group in self.pending.deferred:
+            options = group.options
+            if group.mesh.replicate.size > 1 and options.reduce_gradients and not options.all_reduce_gradients:
+                raise RuntimeError(
+                    f"{group.name or 'the root'}: finalize_backward requires all-reduce; call "
+                    "set_requires_all_reduce(True) before it"
+                )
+
+
+class GradientReduction(GradientReductionHandle):
+    """The reductions that one ``finalize_backward`` started."""
+
+    def __init__(self, root: RootContext[Any] | None) -> None:
+        self.root = root
+
+    def wait(self) -> None:
+        """Wait until the gradients are there; once is enough.
+
+        Raises:
+            RuntimeError: ``reset_iter_state`` dropped them.
+        """
+        if self.root is None:
+            return
+        if self.root.comm.finalizing is not self:
+            raise RuntimeError("This gradient reduction was dropped by reset_iter_state; start the iteration anew")
+        root, self.root = self.root, None
+        root.comm.finalizing = None
+        root.wait_for_reductions(root.groups)

@@ -1,0 +1,233 @@
+"""Residency and phase: what may follow what, what stays in memory beyond a pass, and what the modules show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import fully_shard, summon_full_params
+from fsdp2._trace import listening
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.phase import Phase, PhaseTracker
+from fsdp2.engine.residency import Full, InFlight, Pieces, Residency, Sharded
+from tests.support.nccl import too_with_nccl
+from tests.unit.meshes import fake_mesh
+
+pytestmark = too_with_nccl
+ONES = torch.ones(2, 8)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Four ranks."""
+    with fake_mesh((4,), ("dp",)) as mesh:
+        yield mesh
+
+
+def group_of(module: nn.Module) -> FSDPParamGroup:
+    """Return the only group of a unit."""
+    (group,) = module._get_fsdp_state().groups
+    return group
+
+
+def residency(module: nn.Module) -> Residency:
+    """Return where the parameters of a unit are."""
+    return group_of(module).residency
+
+
+def memory(module: nn.Module) -> int:
+    """Return how many bytes the full parameters of a unit take now."""
+    full = group_of(module).params[0].full
+    return 0 if full is None else full.untyped_storage().size()
+
+
+def gathers(run: Callable[[], object]) -> int:
+    """Return how many groups ``run`` gathers."""
+    events: list[str] = []
+    with listening(lambda event, name: events.append(event)):
+        run()
+    return events.count("unshard")
+
+
+def test_the_states_in_turn(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
+    states = [type(residency(module).state)]
+    for move in (
+        lambda: group_of(module).unshard(),
+        lambda: residency(module).ready(),
+        lambda: residency(module).keep_pieces(2),
+        lambda: group_of(module).unshard(),
+        lambda: residency(module).free(),
+        lambda: residency(module).free(),
+    ):
+        move()
+        states.append(type(residency(module).state))
+    assert states == [Sharded, InFlight, Full, Pieces, InFlight, Sharded, Sharded]
+    assert memory(module) == 0 and isinstance(module.weight, DTensor)
+
+
+def test_a_move_that_is_not_allowed_changes_nothing(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    with pytest.raises(RuntimeError, match="got a move from Sharded to Full, expected one of: InFlight"):
+        residency(module)._move(Full())
+    assert type(residency(module).state) is Sharded
+
+
+def test_a_phase_that_is_out_of_order_changes_nothing() -> None:
+    phases = PhaseTracker("layers.0")
+    with pytest.raises(RuntimeError, match=r"^layers\.0: end_backward out of order; the group is forward, expected"):
+        phases.enter("pre_forward")
+        phases.enter("end_backward")
+    assert phases.in_forward
+    for step in ("post_forward", "pre_backward", "post_backward", "end_backward"):
+        phases.enter(step)
+    assert phases.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 2])
+def test_an_evaluation_leaves_nothing_in_memory(mesh: DeviceMesh, reshard: bool | int | None) -> None:
+    """The root stayed full after an evaluation, and with ``reshard_after_forward=False`` the whole model: averages of
+    weights, clipping and ``.grad`` between an evaluation and a step needed a recipe each."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (module[0], module):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            module(ONES)
+        assert [type(residency(unit).state) for unit in (module[0], module)] == [Sharded, Sharded]
+        assert all(isinstance(param, DTensor) for param in module.parameters())
+    module(ONES).sum().backward()
+    assert all(isinstance(param.grad, DTensor) for param in module.parameters())
+
+
+def test_unshard_asks_for_parameters_to_stay_over_many_evaluations(mesh: DeviceMesh) -> None:
+    """Until ``reshard()``: then a sequence can be generated token by token without a gather for each."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (module[0], module):
+        fully_shard(unit, mesh=mesh)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for _ in range(3):
+                module(ONES)
+
+    assert gathers(lambda: module.unshard(recurse=True)) == 2
+    assert gathers(evaluate) == 0 and memory(module) and memory(module[0])
+    module.reshard(recurse=True)
+    assert gathers(evaluate) == 6 and not memory(module)
+
+
+def test_a_prefetch_by_hand_inside_an_evaluation_is_freed_with_the_rest(mesh: DeviceMesh) -> None:
+    """``unshard(async_op=True)`` on the next block is how torch's users overlap by hand."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    module[0].register_forward_pre_hook(lambda *unused: module[1].unshard(async_op=True) and None)
+    with torch.no_grad():
+        module(ONES)
+    assert not any(map(memory, module))
+
+
+def test_an_evaluation_between_forward_and_backward_leaves_what_backward_needs(mesh: DeviceMesh) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (module[0], module):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    loss = module(ONES).sum()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            module(ONES)
+
+    assert gathers(evaluate) == 0
+    assert gathers(loss.backward) == 0
+    assert not memory(module) and not memory(module[0])
+
+
+@pytest.mark.parametrize("change", ["in place", "local", "optimizer", "load"])
+def test_what_is_held_is_gathered_anew_when_the_shards_changed(mesh: DeviceMesh, change: str) -> None:
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    module.unshard()
+    shards = [param.sharded for param in group_of(module).params]
+    assert gathers(lambda: module(ONES).sum().backward()) == 0  # as unsharded before the forward
+    module.unshard()
+    with torch.no_grad():
+        if change == "in place":
+            shards[0].mul_(0.5)
+        elif change == "local":
+            shards[0].to_local().mul_(0.5)
+        elif change == "optimizer":
+            torch.optim.SGD(shards, lr=0.1).step()
+        else:
+            module.load_state_dict(module.state_dict())
+        assert gathers(lambda: module(ONES)) == 1
+
+
+def test_other_parameters_in_the_place_of_full_ones_are_refused(mesh: DeviceMesh) -> None:
+    """``functional_call`` would put the full ones back behind our back. With shards on the module it works."""
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    values = {name: param.detach() * 2 for name, param in module.named_parameters()}
+    module.unshard()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"^weight: its module shows other parameters .*reshard\(\)"):
+            torch.func.functional_call(module, values, (ONES,))
+        module.reset_iter_state()
+        for _ in range(2):
+            torch.func.functional_call(module, values, (ONES,))
+            module(ONES)
+
+
+def test_a_state_dict_shows_shards_and_keeps_what_is_in_memory(mesh: DeviceMesh) -> None:
+    """Perhaps one rank alone makes it, to print its length: the next forward must gather on all ranks or on none."""
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    module.unshard()
+    assert all(isinstance(value, DTensor) for value in module.state_dict().values())
+    assert isinstance(module.weight, DTensor) and memory(module)  # optimizers and DCP look for shards
+    with torch.no_grad():
+        assert gathers(lambda: module(ONES)) == 0
+    assert not isinstance(module.weight, DTensor)
+
+
+def test_data_assigned_to_a_full_parameter_does_not_outlive_it(mesh: DeviceMesh) -> None:
+    """``p.data = x`` gave a full parameter other memory, which no gather wrote to any more."""
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    module.unshard()
+    module.weight.data = torch.zeros(8, 8)
+    module.reshard()
+    module.unshard()
+    full = group_of(module).params[0].full
+    assert full is module.weight and full.untyped_storage().data_ptr() == residency(module).store._full.bytes.data_ptr()
+
+
+def test_an_interrupt_while_a_summoning_ends_can_be_recovered_from(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group stayed summoned: ``reset_iter_state`` told the user to leave a block that was left."""
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    with monkeypatch.context() as patched:
+        patched.setattr(Residency, "dismiss", lambda *unused: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), summon_full_params(module):
+            with pytest.raises(RuntimeError, match="Leave it first"):
+                module.reset_iter_state()
+    module.reset_iter_state()
+    module(ONES).sum().backward()
+    assert isinstance(module.weight.grad, DTensor)
+
+
+def test_the_unit_that_forward_ends_with_stays_for_backward(mesh: DeviceMesh) -> None:
+    """From the second iteration on: freed and gathered again at once, its gather waited for the forward to end."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (module[0], module[1], module):
+        fully_shard(unit, mesh=mesh)
+    for step, expected in enumerate((3 + 2, 3 + 1, 3 + 1)):
+        assert gathers(lambda: module(ONES).sum().backward()) == expected, step
+    module(ONES)  # no backward comes
+    assert memory(module[1]) and not memory(module[0])
+    with torch.no_grad():
+        assert gathers(lambda: module(ONES)) == 1
+    module.reshard(recurse=True)
+    assert not memory(module[1])

@@ -147,6 +147,10 @@ class Clock(TorchDispatchMode):
         """What communicates or waits from now on is for the unit ``name``."""
         self._owner = name
 
+    def lane(self) -> str:
+        """Name the current stream."""
+        return self._current[-1].name
+
     def moment(self) -> float:
         """When the present stream has done what it was given."""
         return self._current[-1].time

@@ -1,4 +1,9 @@
-"""Bytes that are alive while code runs, what each of them is for, and who was running when they were most."""
+"""Bytes that are alive while code runs: what each of them is for, what ran at the peak, and whose pool they came from.
+
+The caching allocator of a device gives a freed block back to the stream that it was allocated on, so that another
+stream cannot have it. What a process reserves is therefore not the peak of the sum but the sum of each stream's own
+peak: ``pools`` has the peaks, ``reserved`` their sum. Blocks that the allocator splits or rounds up are not modeled.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.forecast import TorchDispatchMode, key_of, storage_key
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.forecasting.cost import tensors_in
+from fsdp2.forecasting.timeline import COMPUTE
 
 __all__ = ["KINDS", "Block", "Memory", "Peak"]
 
@@ -26,10 +32,11 @@ _CAST = {"_to_copy", "div", "to"}
 
 @dataclass(eq=False)
 class Block:
-    """Some memory that was given out, and what it is for as far as is known."""
+    """Some memory that was given out, what it is for as far as is known, and the stream whose pool it came from."""
 
     nbytes: int
     kind: str
+    lane: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,15 @@ class Memory(TorchDispatchMode):
     as a list of changes, and ``peak`` goes through it again.
     """
 
-    def __init__(self, running: Callable[[], str] = lambda: "", now: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        running: Callable[[], str] = lambda: "",
+        now: Callable[[], float] = lambda: 0.0,
+        lane: Callable[[], str] = lambda: COMPUTE,
+    ) -> None:
+        """``running`` names what runs, ``now`` tells the time, and ``lane`` names the current stream."""
         super().__init__()
-        self._running, self._now = running, now
+        self._running, self._now, self._lane = running, now, lane
         self._blocks: dict[int, Block] = {}
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Storage]] = {}
@@ -80,7 +93,7 @@ class Memory(TorchDispatchMode):
         if self._sizes[key]:
             self._changes.append((self._blocks[key], -1, self._running(), self._now()))
         self._sizes[key] = size
-        self._blocks[key] = Block(size, kind)
+        self._blocks[key] = Block(size, kind, self._lane())  # memory comes from the pool of the current stream
         if size:
             self._changes.append((self._blocks[key], 1, self._running(), self._now()))
 
@@ -107,6 +120,23 @@ class Memory(TorchDispatchMode):
         for block, sign, *_ in self._changes[:at]:
             by_kind[block.kind] += sign * block.nbytes
         return Peak(most, {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}, running)
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """For each stream the most bytes of its own pool that were alive at once since ``begin``."""
+        now = Counter[str]()
+        for block in self._base:
+            now[block.lane] += block.nbytes
+        most = Counter(now)
+        for block, sign, *_ in self._changes:
+            now[block.lane] += sign * block.nbytes
+            most[block.lane] = max(most[block.lane], now[block.lane])
+        return dict(most)
+
+    @property
+    def reserved(self) -> int:
+        """The bytes that a caching allocator with a pool for each stream holds to serve what ran since ``begin``."""
+        return sum(self.pools.values())
 
     def _at_begin(self) -> Counter[str]:
         by_kind = Counter[str]()

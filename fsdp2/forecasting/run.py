@@ -138,7 +138,11 @@ def forecast(
     """
     clock = Clock(hardware)
     phase = ["building"]
-    memory = Memory(lambda: f"{phase[0]} of {clock.unit}" if clock.unit else phase[0], lambda: clock.compute.time)
+    memory = Memory(
+        lambda: f"{phase[0]} of {clock.unit}" if clock.unit else phase[0],
+        lambda: clock.compute.time,
+        clock.lane,
+    )
     marks: list[Mark] = []
     stage, report = "building", progress or (lambda doing: None)
     report(stage)

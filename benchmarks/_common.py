@@ -50,7 +50,7 @@ class Row:
     def target(self) -> str:
         if self.limit is None:
             return "-"
-        return f"<= {self.limit:g} of torch's" if self.relative else f"<= {self.limit:g} {self.unit}".rstrip()
+        return f"<= {self.limit:g} of torch's" if self.relative else f"<= {self.limit:.4g} {self.unit}".rstrip()
 
     @property
     def reached(self) -> bool | None:

@@ -1,27 +1,30 @@
 """Python calls, dispatcher calls and microseconds that sharding adds per unit and training step.
 
 A unit is a llama-shaped block of 9 parameters; the process group is `fake`, so nothing is sent and what remains is host
-work. Every figure is a slope between two depths, minus the same slope of the model that is not sharded: what one more
-unit costs, with the root and other constants cancelled. Times are processor time of the one thread that works, medians
-of many steps in which the candidates take turns; calls are exact counts of a step after the third one (forward and
+work. First come calls on the way that a GPU takes: 8 ranks, lanes are streams, the group counts as NCCL. Tensors are a
+CPU's there, streams are simulated, and a call of a stream counts as one. Then come calls and times on the way that a
+CPU takes, where the host waits for collectives.
+
+Every figure is a slope between two depths, minus the same slope of the model that is not sharded: what one more unit
+costs, with the root and other constants cancelled. Times are processor time of the one thread that works, medians of
+many steps in which the candidates take turns; calls are exact counts of a step after the third one (forward and
 backward, no optimizer).
 
-The fake group copies its input once per pretended rank. Those operators are not counted, times are taken on 2 ranks
-where they weigh least, and the rows over ranks have the growth of that copying subtracted.
+The fake group copies its input once per pretended rank. Those operators are not counted, the CPU's figures are taken on
+2 ranks where they weigh least, and the rows over ranks have the growth of that copying subtracted.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _calls import calls_of
 from _common import (
     FullyShard,
     Row,
@@ -34,6 +37,7 @@ from _common import (
     shard_units,
 )
 from _models import Block, Columns
+from _simulated import lanes_on_streams
 from _traces import in_collective
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,15 +45,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-WORLD, WIDTH, LARGE_WIDTH, WARM_STEPS = 2, 64, 1024, 3
+WORLD, STREAMS_WORLD, WIDTH, LARGE_WIDTH, WARM_STEPS = 2, 8, 64, 1024, 3
 SHALLOW, DEEP = 4, 16
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Step = Callable[[], object]
-KINDS = {  # what is counted: (its title, what is asked of ours / torch's)
-    "python": ("Python calls (of Python and of C functions)", 0.33),
-    "functions": ("of these, Python functions", None),
-    "operators": ("dispatcher calls (nested ones included)", 0.5),
-    "dispatched": ("of these, seen by a dispatch mode", None),
+KINDS = {  # what is counted: (its title, what is asked of ours / torch's on streams, and on a CPU)
+    "python": ("Python calls (of Python and of C functions)", 0.5, 0.33),
+    "functions": ("of these, Python functions", None, None),
+    "operators": ("dispatcher calls (nested ones included)", None, 0.5),
+    "dispatched": ("of these, seen by a dispatch mode", None, None),
 }
 
 
@@ -104,17 +108,7 @@ def clear(parameters: list[nn.Parameter]) -> None:
 
 def count(step: Step) -> dict[str, int]:
     """Calls in one step, by the keys of `KINDS`."""
-    events = {"call": 0, "c_call": 0}
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        if event in events:
-            events[event] += 1
-
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
+    events = calls_of(step)
     step.clear()  # type: ignore[attr-defined]
     with Dispatches() as dispatches:
         step()
@@ -250,15 +244,23 @@ def over_worlds(sides: dict[str, FullyShard], worlds: tuple[int, ...]) -> dict[s
     return found
 
 
-def count_rows(sides: dict[str, FullyShard], mesh: DeviceMesh) -> list[Row]:
-    """The exact figures."""
+def count_rows(sides: dict[str, FullyShard], mesh: DeviceMesh, way: str) -> list[Row]:
+    """The exact figures on one way, "streams" or "CPU"."""
     rows = []
-    settings = (("fp32", WIDTH, False), ("mixed", WIDTH, True), ("fp32, width 1024", LARGE_WIDTH, False))
-    for name, width, mixed in settings:
-        found = counts(sides, mesh, width, mixed)
-        for kind, (title, limit) in KINDS.items():
-            rows.append(Row(f"{title}, {name}", found["ours"][kind], found["theirs"][kind], "", limit))
+    for width in (WIDTH, LARGE_WIDTH):
+        for name, mixed in (("fp32", False), ("mixed", True)):
+            found = counts(sides, mesh, width, mixed)
+            for kind, (title, on_streams, on_a_cpu) in KINDS.items():
+                limit = on_streams if way == "streams" else on_a_cpu
+                figure = f"{way}, matrices of {width}, {name}: {title}"
+                rows.append(Row(figure, found["ours"][kind], found["theirs"][kind], "", limit))
     return rows
+
+
+def stream_rows(sides: dict[str, FullyShard]) -> list[Row]:
+    """The exact figures on the way that a GPU takes."""
+    with lanes_on_streams():
+        return count_rows(sides, fake_mesh(STREAMS_WORLD), "streams")
 
 
 def time_rows(sides: dict[str, FullyShard], mesh: DeviceMesh, options: argparse.Namespace) -> list[Row]:
@@ -292,7 +294,9 @@ def main() -> None:
     if options.profile:
         show_profile(Case(DEEP).step_of(sides["ours"], mesh))
         return
-    rows = count_rows(sides, mesh)
+    rows = stream_rows(sides)
+    mesh = fake_mesh(WORLD)  # the last one that was made is the one that works
+    rows += count_rows(sides, mesh, "CPU")
     if not options.counts:
         rows += time_rows(sides, mesh, options)
     finish("host", rows, __doc__ or "", options)

@@ -1,10 +1,14 @@
-"""Peak live bytes of a training step above the sharded state, in units of one unsharded layer.
+"""Peak bytes of a training step above the sharded state, in units of one unsharded layer.
 
-Eight layers of six bias-free 1024x1024 matrices on a pretended world of 64 ranks (`fake` process group), one row of
-input, the third step and later. Every block that torch's CPU allocator handed out and has not got back is counted:
-storage resizes, buffers held inside asynchronous works, saved activations (below 0.01 B here) and the shards' gradients
-of the step. Only the local parameter shards are subtracted. B is one unsharded layer in its compute dtype: 24 MiB in
-fp32, 12 MiB in bf16.
+First on the way that a GPU takes, simulated: lanes are streams, the process group counts as NCCL. Eight layers of six
+bias-free 4096x4096 matrices with one row of input: `forward` and `backward` are without the shards' gradients, which
+stay behind the step. Then blocks of Llama 8B with 2048 tokens, whose activations count. `live` is the most that is
+alive at once, `pools` the sum of each stream's own peak, which is what a caching allocator reserves.
+
+Then on the way that a CPU takes, measured: matrices of 1024 on a pretended world of 64 ranks (`fake` process group),
+the third step and later. There every block that torch's CPU allocator handed out and has not got back is counted:
+storage resizes, buffers held inside asynchronous works, saved activations (below 0.01 B) and the shards' gradients of
+the step. Only the local parameter shards are subtracted. B is one unsharded layer in its compute dtype.
 """
 
 from __future__ import annotations
@@ -13,23 +17,31 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed.fsdp as torchs
 from _common import (
     FullyShard,
     Row,
     arguments,
+    candidates,
     collect_garbage,
     fake_sides,
     finish,
     shard_units,
 )
 from _models import chain
+from _simulated import Result, simulate, stream_row
+from _simulated import Row as Step
 from _traces import Event, allocations, events_of, peak_of_cpu
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import fsdp2
+
 LAYERS, WIDTH, MATRICES, WORLD, WARM_STEPS, STEPS = 8, 1024, 6, 64, 2, 4
+STREAM_WIDTH, RANKS, TOKENS = 4096, (8, 64, 256, 1024), 2048
+MANY, LESS = 256, 0.5
 Build = Callable[[], nn.Module]
 
 
@@ -49,7 +61,15 @@ class Setting:
 
     @property
     def layer_bytes(self) -> int:
-        return MATRICES * WIDTH * WIDTH * self.compute.itemsize
+        return self.bytes_of_layer(WIDTH)
+
+    def bytes_of_layer(self, width: int) -> int:
+        return MATRICES * width * width * self.compute.itemsize
+
+    def most(self, ranks: int) -> float:
+        """Layers that a step on streams may take on so many ranks."""
+        cast = self.reduce not in (None, self.compute)
+        return (4.2 if cast else 3.6) if ranks >= MANY else (3.6 if cast else 3.1)
 
 
 FP32, BF16 = Setting(), Setting(torch.bfloat16)
@@ -123,6 +143,70 @@ def product_scratch() -> str:
     return f"a bf16 matrix product takes {layers:.2f} B of scratch here" if layers >= 0.01 else ""
 
 
+def on_streams(fully_shard: FullyShard, setting: Setting, ranks: int) -> Result:
+    """One step of the model with wide matrices, on streams."""
+
+    def build(mesh: DeviceMesh) -> nn.Module:
+        model = chain(LAYERS, STREAM_WIDTH, MATRICES)
+        return shard_units(model, model.children(), fully_shard, mesh, setting.policy)
+
+    return simulate(build, lambda: torch.empty(1, STREAM_WIDTH, dtype=setting.compute), {"shard": ranks})
+
+
+def stream_rows(sides: dict[str, FullyShard]) -> list[Row]:
+    """The peaks on streams: transient bytes, with the shards' gradients, and of the pools.
+
+    The last two are to be half a layer below torch's.
+    """
+    found = []
+    settings = (("fp32", FP32), ("bf16", BF16), ("bf16, fp32 reduce", BF16_FP32))
+    for ranks in RANKS:
+        for name, setting in settings:
+            unit, most = setting.bytes_of_layer(STREAM_WIDTH), setting.most(ranks)
+            ours, theirs = (on_streams(sides[side], setting, ranks) for side in ("ours", "theirs"))
+            title = f"streams, {ranks} ranks, {name}"
+            parts = (("forward", ours.forward, theirs.forward), ("backward", ours.backward, theirs.backward))
+            for part, *memories in parts:
+                transient = [one.transient / unit for one in memories]
+                found.append(Row(f"{title}: {part}", *transient, "B", most, relative=False))
+            live = [one.live / unit for one in (ours, theirs)]
+            found.append(Row(f"{title}: with gradients", *live, "B", live[1] - LESS, relative=False))
+            pools = [one.reserved / unit for one in (ours, theirs)]
+            found.append(Row(f"{title}: pools", *pools, "B", pools[1] - LESS, relative=False, note=lanes(ours, unit)))
+    return found
+
+
+def llama_rows(itself: bool) -> list[Row]:
+    """Peaks of the step of Llama blocks; they are to be half a block below torch's.
+
+    The live bytes of compiled blocks that are reduced in one dtype are only not to be above torch's: all gradients
+    appear at once, while those of the block before are on their way.
+    """
+    found = []
+    libraries = (torchs if itself else fsdp2, torchs)
+    for kind in ("eager", "compiled"):
+        for ranks in RANKS[:3]:
+            for name, reduce in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+                compiled, unit = kind == "compiled", Step(model="8b").block
+                ours, theirs = (
+                    stream_row("8b", ranks, compiled, reduce, "h100", library, tokens=TOKENS) for library in libraries
+                )
+                title = f"llama 8b blocks, {kind}, {ranks} ranks, {name} reduce"
+                live = [one.live / unit for one in (ours, theirs)]
+                pools = [one.reserved / unit for one in (ours, theirs)]
+                less = 0 if compiled and name == "bf16" else LESS
+                found.append(Row(f"{title}: live", *live, "B", live[1] - less, relative=False))
+                found.append(
+                    Row(f"{title}: pools", *pools, "B", pools[1] - LESS, relative=False, note=lanes(ours, unit))
+                )
+    return found
+
+
+def lanes(result: Result, unit: int) -> str:
+    """What each of our lanes takes."""
+    return ", ".join(f"{lane} {nbytes / unit:.2f}" for lane, nbytes in sorted(result.pools.items()))
+
+
 def rows(sides: dict[str, FullyShard], mesh: DeviceMesh) -> list[Row]:
     """The figures of the table."""
     settings = (FP32, BF16, BF16_FP32, KEPT, KEPT_BF16)
@@ -135,15 +219,15 @@ def rows(sides: dict[str, FullyShard], mesh: DeviceMesh) -> list[Row]:
         return Row(figure, ours, theirs, "B", limit, relative=False, note=note)
 
     return [
-        row("forward peak, fp32", FP32, "forward", 2.05),
-        row("forward peak, bf16", BF16, "forward", 2.05),
-        row("backward peak, fp32", FP32, "backward", 2.65),
-        row("backward peak, bf16", BF16, "backward", 2.65),
-        row("forward peak, bf16, fp32 reduce", BF16_FP32, "forward", 2.05),
-        row("backward peak, bf16, fp32 reduce", BF16_FP32, "backward", 3.0),
-        row("kept after forward, forward peak, fp32", KEPT, "forward", 8.1),
-        row("kept after forward, forward peak, bf16", KEPT_BF16, "forward", 8.1),
-        row("kept after forward, backward peak, fp32", KEPT, "backward", None),
+        row("CPU, 64 ranks: forward peak, fp32", FP32, "forward", 2.05),
+        row("CPU, 64 ranks: forward peak, bf16", BF16, "forward", 2.05),
+        row("CPU, 64 ranks: backward peak, fp32", FP32, "backward", 2.65),
+        row("CPU, 64 ranks: backward peak, bf16", BF16, "backward", 2.65),
+        row("CPU, 64 ranks: forward peak, bf16, fp32 reduce", BF16_FP32, "forward", 2.05),
+        row("CPU, 64 ranks: backward peak, bf16, fp32 reduce", BF16_FP32, "backward", 3.0),
+        row("CPU, 64 ranks: kept after forward, forward peak, fp32", KEPT, "forward", 8.1),
+        row("CPU, 64 ranks: kept after forward, forward peak, bf16", KEPT_BF16, "forward", 8.1),
+        row("CPU, 64 ranks: kept after forward, backward peak, fp32", KEPT, "backward", None),
     ]
 
 
@@ -190,8 +274,15 @@ def explain(fully_shard: FullyShard, setting: Setting, mesh: DeviceMesh, part: s
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--explain", action="store_true", help="list the blocks that live at each of our peaks")
+    parser.add_argument("--explain", action="store_true", help="list the blocks that live at each of our CPU peaks")
+    parts = ("streams", "llama", "cpu")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="only these parts")
     options = parser.parse_args()
+    found = []
+    if "streams" in options.only and not options.explain:
+        found += stream_rows(candidates(options.ours))
+    if "llama" in options.only and not options.explain:
+        found += llama_rows(options.ours == "torch")
     sides, mesh = fake_sides(options, WORLD)
     if options.explain:
         word = "fsdp" if options.ours == "torch" else "fsdp2/"
@@ -199,7 +290,9 @@ def main() -> None:
             for part in ("forward", "backward"):
                 print(explain(sides["ours"], setting, mesh, part, word))
         return
-    finish("memory", rows(sides, mesh), __doc__ or "", options)
+    if "cpu" in options.only:
+        found += rows(sides, mesh)
+    finish("memory", found, __doc__ or "", options)
 
 
 if __name__ == "__main__":

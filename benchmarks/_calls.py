@@ -1,0 +1,56 @@
+"""Python calls of a step, without those that are the simulation's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+
+import torch._compile
+from torch._library import simple_registry
+from torch._subclasses import fake_tensor
+
+from fsdp2.forecasting import clock, memory
+
+LOOKUP = simple_registry.__file__
+"""Where torch looks for what a dispatch mode does with an operator."""
+SIMULATION = {clock.__file__, memory.__file__, fake_tensor.__file__, LOOKUP}
+"""What is called below a function of these files would not be called on a device."""
+
+
+def calls_of(step: Callable[[], object]) -> dict[str, int]:
+    """How often one step calls a function of Python (`call`) or of C (`c_call`).
+
+    A method of a simulated stream counts as one call. What dispatch modes do with an operator does not count.
+    """
+    events = {"call": 0, "c_call": 0}
+    inside: list[FrameType] = []  # the outermost frame of the simulation, while it runs
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if inside:
+            if event == "return" and frame is inside[0]:
+                inside.clear()
+            return
+        if event == "call":
+            code = _code(frame)
+            if code.co_filename in SIMULATION:
+                inside.append(frame)
+                if code.co_name.startswith(("_", "<")) or code.co_filename == LOOKUP:
+                    return  # what a dispatch mode does with an operator, or the callback of a storage that died
+        if event in events:
+            events[event] += 1
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return events
+
+
+def _code(frame: FrameType) -> CodeType:
+    """What a frame runs; torch wraps the methods of dispatch modes in a function of its own."""
+    code = frame.f_code
+    if code.co_filename == torch._compile.__file__ and code.co_name == "inner":
+        return frame.f_locals["fn"].__code__
+    return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 
@@ -12,10 +13,10 @@ from torch._subclasses import fake_tensor
 
 from fsdp2.forecasting import clock, memory
 
-LOOKUP = simple_registry.__file__
-"""Where torch looks for what a dispatch mode does with an operator."""
-SIMULATION = {clock.__file__, memory.__file__, fake_tensor.__file__, LOOKUP}
+SIMULATION = {clock.__file__, memory.__file__, fake_tensor.__file__}
 """What is called below a function of these files would not be called on a device."""
+UNSEEN = {(simple_registry.__file__, "find_torch_dispatch_rule"), (weakref.__file__, "remove")}
+"""So is this: how torch looks for what a mode does with an operator, and how a dead fake tensor is forgotten."""
 
 
 def calls_of(step: Callable[[], object]) -> dict[str, int]:
@@ -33,9 +34,10 @@ def calls_of(step: Callable[[], object]) -> dict[str, int]:
             return
         if event == "call":
             code = _code(frame)
-            if code.co_filename in SIMULATION:
+            unseen = (code.co_filename, code.co_name) in UNSEEN
+            if unseen or code.co_filename in SIMULATION:
                 inside.append(frame)
-                if code.co_name.startswith(("_", "<")) or code.co_filename == LOOKUP:
+                if unseen or code.co_name.startswith(("_", "<")):
                     return  # what a dispatch mode does with an operator, or the callback of a storage that died
         if event in events:
             events[event] += 1

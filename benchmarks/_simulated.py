@@ -242,6 +242,8 @@ class Row:
     """fp32, or bf16 as it is computed with."""
     hardware: str = "h100"
     """A name in `MACHINES`."""
+    keep_last: bool = False
+    """Whether the last block stays gathered between forward and backward."""
     constants: tuple[tuple[str, float], ...] = ()
     """Of the cost model, in place of the machine's."""
 
@@ -249,7 +251,8 @@ class Row:
         network = f", {self.gigabits:g} Gbit/s" if self.gigabits else ""
         machine = f", {self.hardware}" if self.hardware != "h100" else ""
         name = f"{self.model} {self.layers} layers, {self.tokens} tokens, {self.kind}, {self.ranks} ranks"
-        return f"{name}, {self.reduce} reduce{machine}{network}"
+        kept = ", last kept" if self.keep_last else ""
+        return f"{name}, {self.reduce} reduce{kept}{machine}{network}"
 
     @property
     def block(self) -> int:
@@ -306,7 +309,8 @@ def unsharded(row: Row, *, calls: bool = False) -> Result:
 def alone(row: Row, *, calls: bool = False) -> Result:
     """`unsharded`, which does not depend on ranks and on what is reduced."""
     kind = "compiled" if row.kind == "compiled" else "eager"
-    return unsharded(replace(row, ranks=1, reduce="fp32", gigabits=0.0, kind=kind), calls=calls)
+    row = replace(row, ranks=1, reduce="fp32", gigabits=0.0, kind=kind, keep_last=False)
+    return unsharded(row, calls=calls)
 
 
 def least_seconds(row: Row) -> float:
@@ -336,14 +340,17 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if row.kind == "int8" and which is fsdp2:
         options["compression"] = fsdp2.CompressionPolicy(gather=torch.int8, reduce=torch.int8)
-    for _ in range(row.layers):
+    for number in range(row.layers):
         block = Block(shape)
+        if row.keep_last and number == row.layers - 1:
+            options["reshard_after_forward"] = False
         if row.kind == "lists":
             which.fully_shard(block.feed.experts, **options)
         layers.append(Compiled(block) if row.kind == "compiled" else block)
         if row.kind == "groups":
             options |= two_groups(block, mesh)
         which.fully_shard(layers[-1], **options)
+    options.pop("reshard_after_forward", None)
     model = which.fully_shard(nn.Sequential(*layers), **options)
     if row.kind == "lists":
         prefetch(layers)

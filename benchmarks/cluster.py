@@ -159,7 +159,8 @@ def chosen(options: argparse.Namespace) -> list[Row]:
     if options.all and not any(lists):
         rows += EXTRA
     constants = tuple((name, float(value)) for name, _, value in (one.partition("=") for one in options.set))
-    return [replace(row, constants=constants) for row in rows if options.only in str(row)]
+    rows = [replace(row, constants=constants, keep_last=options.keep_last) for row in rows]
+    return [row for row in rows if options.only in str(row)]
 
 
 def summary(found: Iterable[Compared]) -> str:
@@ -195,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
     add("--hardware", nargs="+", choices=MACHINES, help="on these machines (h100)")
     add("--tokens", nargs="+", type=int, help="tokens of a step on one rank, a multiple of 2048 (8192)")
     add("--layers", type=int, help="blocks of the model (6 of 8b, 4 of others)")
+    add("--keep-last", action="store_true", help="keep the last block gathered between forward and backward")
     add("--only", default="", help="rows whose name contains this, such as 'compiled, 64 ranks'")
     add("--processes", type=int, default=1, help="run as many rows at once (1)")
     add("--picture", help="draw the lanes of the first row into this file")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 # The public collectives spend more time in Python on checks than a small collective takes; a group's methods do not.
 from torch.distributed.distributed_c10d import (
@@ -50,6 +53,7 @@ __all__ = [
     "group_all_reduce",
     "group_all_to_all",
     "group_reduce_scatter",
+    "group_timeout",
     "without_modes",
 ]
 
@@ -69,6 +73,16 @@ group_reduce_scatter = _group_method("reduce_scatter_single", "_reduce_scatter_b
 group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
 
 group_all_reduce = _group_method("allreduce", "allreduce")
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the collectives of ``group`` may take.
+
+    Nothing public says it, and the store's own timeout is another one. A backend written in Python has no options.
+    """
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", default_pg_timeout)
+
 
 # Newer than torch 2.11: symmetric memory for collectives.
 SymmMemAllGather: Any = getattr(_fsdp_collectives, "SymmMemAllGather", None)

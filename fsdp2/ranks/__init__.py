@@ -7,4 +7,5 @@ monitor  the ranks under one root agree on what they communicate
 start    the comparison before the first forward
 steps    the steps of this rank, and those that all ranks know
 board    where ranks write to each other
+store    the keys they write to, in any kind of store
 """

@@ -11,16 +11,17 @@ import json
 import time
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
+from threading import RLock
 from typing import Any, Protocol
 
-import torch.distributed as dist
+from fsdp2.ranks.store import Keys, StoreEnded
 
 __all__ = ["Board", "Source"]
 
 _PATIENCE = (2.0, 30.0)  # seconds that one waits for a meeting before one looks why it takes long; then again
 _ANSWER_SECONDS = 4.0  # how long ranks that wait have to answer
 _EXPLAIN_SECONDS = 8.0  # how long a failed collective is held until it is known why
+_READ_SECONDS = 1.0  # for a key that was there a moment ago, and may have been deleted since
 _COUNT_BITS = 17  # of the number of ranks; above them is the sum of what they want
 _DIFFER = 1 << _COUNT_BITS
 
@@ -49,13 +50,17 @@ def _digest(want: str) -> int:
 
 
 class Board:
-    """The keys of one root below ``store``, whose ``get`` waits no longer than this object sets it to."""
+    """What the ranks of one root write for each other below ``keys``.
 
-    def __init__(self, store: dist.Store, rank: int, ranks: tuple[int, ...], patience: float = 1800.0) -> None:
+    Several threads may come here at once: one that waits for a collective looks at the boards of all roots.
+    """
+
+    def __init__(self, keys: Keys, rank: int, ranks: tuple[int, ...], patience: float = 1800.0) -> None:
         self.rank, self.ranks = rank, ranks
         self.failure: str | None = None
-        self._store = store
+        self._keys = keys
         self._patience = patience
+        self._lock = RLock()  # for what follows; nobody waits for a meeting with it
         self._shown = ""  # what this rank wrote on the board
         self._answered = False
 
@@ -68,59 +73,73 @@ class Board:
             RuntimeError: some rank failed, ended, or did not come.
         """
         self.check()
-        store, ranks = self._store, len(self.ranks)
-        total = store.add(f"meet/{epoch}", _digest(want) << _COUNT_BITS | 1)
+        try:
+            return self._meet(epoch, want, source, last)
+        except StoreEnded as error:
+            self.failure = str(error)  # the pass that comes next cannot meet anybody, either
+            raise
+
+    def _meet(self, epoch: int, want: str, source: Source, last: Callable[[], str] | None) -> str | None:
+        keys, ranks, mine = self._keys, len(self.ranks), _digest(want) << _COUNT_BITS | 1
+        total = keys.add(f"meet/{epoch}", mine)
         if total % _DIFFER == ranks:
-            same = total == ranks * (_digest(want) << _COUNT_BITS | 1)
-            store.delete_key(f"meet/{epoch}")
+            same = total == ranks * mine
+            keys.delete(f"meet/{epoch}")
             outcome = last() if same and last is not None else ""
             if last is not None:
-                store.set(f"chosen/{epoch}", outcome)
-            left = store.add(f"go/{epoch}", 1 if same else 1 + _DIFFER)
+                keys.set(f"chosen/{epoch}", outcome)
+            left = keys.add(f"go/{epoch}", 1 if same else 1 + _DIFFER)
         else:
             same = self._wait_for(f"go/{epoch}", source) < _DIFFER
-            outcome = store.get(f"chosen/{epoch}").decode() if last is not None and same else ""
-            left = store.add(f"go/{epoch}", 1)
-        if left % _DIFFER == ranks:
-            store.delete_key(f"go/{epoch}")
+            outcome = keys.get(f"chosen/{epoch}") if last is not None and same else ""
+            left = keys.add(f"go/{epoch}", 1)
+        if left % _DIFFER != ranks:
+            keys.note(f"go/{epoch}")
+        else:
             if last is not None:
-                store.delete_key(f"chosen/{epoch}")
+                keys.delete(f"chosen/{epoch}")
+            # At the end: while this key is there, a process that hosts the store stays.
+            keys.delete(f"go/{epoch}")
+            keys.note(None)
         return outcome if same else None
 
     def _wait_for(self, key: str, source: Source) -> int:
         end, seconds = time.monotonic() + self._patience, _PATIENCE[0]
         try:
-            while True:
-                self._store.set_timeout(timedelta(seconds=seconds))
-                try:
-                    return int(self._store.get(key))
-                except dist.DistNetworkError as error:
-                    raise RuntimeError(f"the process that hosts the store ended: {error}") from error
-                except dist.DistStoreError:
-                    pass
+            while (value := self._keys.get_within(key, seconds)) is None:
                 if time.monotonic() > end:
-                    self.fail(f"rank {self.rank} waited {self._patience:.0f} s for ranks that did not come")
+                    self.fail(
+                        f"rank {self.rank} waited {self._patience:.0f} s, the timeout of its process group, for ranks "
+                        "that did not come. Expected: every rank comes within this time; see what the other ranks "
+                        "print, or pass a longer timeout to init_process_group"
+                    )
                 self.look(source, shows=True)
-                if self._store.check(["ended"]) and not self._store.check([key]):
-                    self.fail(self._store.get("ended").decode())
+                if (ended := self._ended()) and not self._keys.has(key):
+                    self.fail(ended)
                 seconds = _PATIENCE[1]
+            return int(value)
         finally:
             self.leave()
+
+    def _ended(self) -> str:
+        """What a rank that ended wrote; empty if none did."""
+        # Whoever is the last to read of a failure deletes this key.
+        return self._keys.get_within("ended", _READ_SECONDS) or "" if self._keys.has("ended") else ""
 
     def choose(self, epoch: int, want: str, source: Source, choose: Callable[[dict[int, Any]], Any]) -> Any:
         """What ``choose`` makes of all different wants (JSON values), each by a rank that has it, on all ranks.
 
         Each different want is written once, so this costs a rank no more where there are more of them.
         """
-        store, digest = self._store, _digest(want)
-        if store.add(f"want/{epoch}/{digest}", 1) == 1:
-            store.set(f"slot/{epoch}/{store.add(f'slots/{epoch}', 1)}", json.dumps([digest, self.rank, want]))
+        keys, digest = self._keys, _digest(want)
+        if keys.add(f"want/{epoch}/{digest}", 1) == 1:
+            keys.set(f"slot/{epoch}/{keys.add(f'slots/{epoch}', 1)}", json.dumps([digest, self.rank, want]))
 
         def last() -> str:
-            slots = [f"slot/{epoch}/{i + 1}" for i in range(store.add(f"slots/{epoch}", 0))]
-            wants = [json.loads(store.get(slot)) for slot in slots]
+            slots = [f"slot/{epoch}/{i + 1}" for i in range(keys.add(f"slots/{epoch}", 0))]
+            wants = [json.loads(keys.get(slot)) for slot in slots]
             for key in (*slots, f"slots/{epoch}", *(f"want/{epoch}/{digest}" for digest, _, _ in wants)):
-                store.delete_key(key)
+                keys.delete(key)
             return json.dumps(choose({rank: json.loads(want) for _, rank, want in wants}))
 
         return json.loads(self.meet(epoch, "", source, last) or "null")
@@ -139,13 +158,14 @@ class Board:
         """
         self.check()
         wanted, seen = json.dumps({"failure": text, "epoch": epoch}), ""
-        while (got := self._store.compare_set("board", seen, wanted).decode()) != wanted:
-            if "failure" in json.loads(got or "{}"):
-                break
-            seen = got
-        if epoch is not None:
-            self._store.add(f"go/{epoch}", _DIFFER)
-        self._read(got, None)
+        with self._lock:
+            while (got := self._keys.compare_set("board", seen, wanted)) != wanted:
+                if "failure" in json.loads(got or "{}"):
+                    break
+                seen = got
+            if epoch is not None:
+                self._keys.add(f"go/{epoch}", _DIFFER)
+            self._read(got, None)
 
     def settle(self, source: Source) -> None:
         """Raise RuntimeError with what each rank did, where a meeting found that they differ."""
@@ -161,21 +181,25 @@ class Board:
         Raises:
             RuntimeError: some rank failed, or they parted.
         """
-        self.check()
-        position = source.position()
+        with self._lock:
+            self.check()
+            self._look(source, shows)
+
+    def _look(self, source: Source, shows: bool) -> None:
+        position, mine = source.position(), ""
         if position is None or not shows:
-            got = self._store.get("board").decode() if self._store.check(["board"]) else ""
+            got = self._keys.get_within("board", _READ_SECONDS) or "" if self._keys.has("board") else ""
         else:
-            mine = json.dumps({"rank": self.rank, "at": position, "steps": source.digests(*position, shown=True)})
-            got = self._store.compare_set("board", self._shown, mine).decode()
+            mine = json.dumps({"rank": self.rank, "at": position, "steps": source.digests(*position, shown=True) or []})
+            got = self._keys.compare_set("board", self._shown, mine)
             if self._shown and got in ("", self._shown) and got != mine:  # the key is gone, and not this rank's doing
-                got = self._store.compare_set("board", "", mine).decode()
+                got = self._keys.compare_set("board", "", mine)
             if got == mine:
                 self._shown = mine
                 return
         self._shown = ""
         if got:
-            self._read(got, source, mine if position is not None and shows else "")
+            self._read(got, source, mine)
 
     def _read(self, value: str, source: Source | None, mine: str = "") -> None:
         entry = json.loads(value)
@@ -197,14 +221,14 @@ class Board:
             self._part(value, {"parted": [epoch, number, index], "epoch": epoch, "by": self.rank}, source)
         elif mine and (ours is None or len(ours) < len(theirs)):
             # The board is for the one that is furthest behind: all others can compare what it did.
-            if self._store.compare_set("board", value, mine).decode() == mine:
+            if self._keys.compare_set("board", value, mine) == mine:
                 self._shown = mine
 
     def _part(self, value: str, entry: dict[str, Any], source: Source) -> None:
         wanted = json.dumps(entry)
-        got = self._store.compare_set("board", value, wanted).decode()
+        got = self._keys.compare_set("board", value, wanted)
         if got == wanted:
-            self._store.add(f"go/{entry['epoch']}", _DIFFER)  # whoever waits for a meeting looks now
+            self._keys.add(f"go/{entry['epoch']}", _DIFFER)  # whoever waits for a meeting looks now
         if got:
             self._read(got, source)
 
@@ -213,15 +237,16 @@ class Board:
         if not self._answered:
             self._answered = True
             at = entry["parted"]
-            self._store.set(f"did/{self.rank}", source.text(*at) if at else "is here")
+            self._keys.set(f"did/{self.rank}", source.text(*at) if at else "is here")
         if entry["by"] != self.rank:
             return
-        answers = [f"did/{rank}" for rank in self.ranks]
-        try:
-            self._store.wait(answers, timedelta(seconds=_ANSWER_SECONDS))
-        except dist.DistStoreError:
-            answers = [key for key in answers if self._store.check([key])]
-        texts = {int(key[4:]): self._store.get(key).decode() for key in answers}
+        end, texts = time.monotonic() + _ANSWER_SECONDS, {}
+        for rank in self.ranks:
+            key, seconds = f"did/{rank}", end - time.monotonic()
+            # Also when the time is over: this rank may have answered while another was waited for.
+            text = self._keys.get_within(key, seconds) if seconds > 0 or self._keys.has(key) else None
+            if text is not None:
+                texts[rank] = text
         if entry["parted"]:
             self.fail(source.refuse({rank: text for rank, text in texts.items() if text}), entry["epoch"])
         silent = ", ".join(str(rank) for rank in self.ranks if rank not in texts)
@@ -237,18 +262,23 @@ class Board:
         if self.failure is None:
             self.failure = text
             if self._answered:
-                self._store.delete_key(f"did/{self.rank}")
-            if self._store.add("read", 1) == len(self.ranks):
-                for key in ("board", "read", "ended", f"go/{epoch}", f"meet/{epoch}"):
-                    self._store.delete_key(key)
+                self._keys.delete(f"did/{self.rank}")
+            if self._keys.add("read", 1) == len(self.ranks):
+                for key in ("board", "ended", f"go/{epoch}", f"meet/{epoch}", "read"):
+                    self._keys.delete(key)
+            else:
+                self._keys.note("read")
         self.check()
 
     def leave(self) -> None:
         """This rank waits no more."""
-        if self._shown:
-            if not self._store.compare_set("board", self._shown, "").decode():
-                self._store.delete_key("board")
-            self._shown = ""
+        with self._lock:
+            shown, self._shown = self._shown, ""
+            try:
+                if shown and not self._keys.compare_set("board", shown, ""):
+                    self._keys.delete("board")
+            except StoreEnded:
+                pass  # nobody can see the board, and this rank has what it waited for, or a better error
 
     def explain(self, source: Source) -> None:
         """Raise RuntimeError if it can be found out why a collective failed."""
@@ -256,15 +286,16 @@ class Board:
         called = False
         while time.monotonic() < end:
             self.look(source, shows=True)
-            if self._store.check(["ended"]):
-                self.fail(self._store.get("ended").decode())
+            if ended := self._ended():
+                self.fail(ended)
             time.sleep(0.1)
             if not called and time.monotonic() > end - _EXPLAIN_SECONDS + 1:
                 called = True
                 epoch, _ = source.position() or (0, 0)
-                self._part(self._shown, {"parted": None, "epoch": epoch, "by": self.rank}, source)
+                with self._lock:
+                    self._part(self._shown, {"parted": None, "epoch": epoch, "by": self.rank}, source)
         self.leave()
 
     def end(self, text: str) -> None:
         """This process ends: nobody shall wait for it."""
-        self._store.compare_set("ended", "", text)
+        self._keys.compare_set("ended", "", text)

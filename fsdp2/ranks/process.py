@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import os
 import queue
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from threading import Thread
+from multiprocessing.util import Finalize
+from threading import Lock, Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2._torch.checkpoint import async_saves
-from fsdp2._torch.collectives import default_store, without_modes
+from fsdp2._torch.collectives import default_store, group_timeout, without_modes
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import observe_waits
 from fsdp2.engine.root import RootContext
@@ -26,12 +27,14 @@ from fsdp2.engine.steps import PassKind, observe_with
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
+from fsdp2.ranks.store import Connections, Keys, StoreEnded
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
 __all__ = ["monitor_ranks", "set_rank_checks"]
 
 logger = logging.getLogger("fsdp2")
 
+_READERS_SECONDS = 5.0  # how long a process that ends waits for ranks that have not read what it told them
 _LOOK_SECONDS = 2.0  # how often a rank whose host never waits looks whether others have parted from it
 _SAVING = (
     "torch.distributed.checkpoint.async_save is still saving on a process group that the model trains on, and its "
@@ -55,45 +58,61 @@ def set_rank_checks(enabled: bool) -> None:
 
 
 class _Process:
-    """What one default process group has to do with ranks that compare themselves."""
+    """What one default process group has to do with ranks that compare themselves. Several threads may come here."""
 
-    def __init__(self, world: dist.ProcessGroup, store: dist.Store) -> None:
-        self._pid, self.rank = os.getpid(), dist.get_rank()
+    def __init__(self, world: dist.ProcessGroup, connections: Connections) -> None:
+        self.rank = dist.get_rank()
         self._world = weakref.ref(world)
-        self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in the stubs
-        self._store = store.clone()  # type: ignore[attr-defined]  # waits block a connection, so they have their own
+        self._connections = connections
         self._incarnations: dict[tuple[int, ...], str] = {}
         self._roots: Counter[tuple[int, ...]] = Counter()
-        self.monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
+        self._lock = Lock()  # for what follows; never held while this process waits for another one
+        self._monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: Thread | None = None
-        atexit.register(self.leave)
+        # Not atexit: processes that multiprocessing started end without it. In a fork of this process it does nothing.
+        self.ends = Finalize(None, self.leave, exitpriority=0)
+
+    @property
+    def monitors(self) -> list[RankMonitor]:
+        """Those of all roots that are alive."""
+        with self._lock:
+            return list(self._monitors)
+
+    def watch(self, monitor: RankMonitor) -> None:
+        """Compare the ranks under its root wherever this process waits, as long as it is alive."""
+        with self._lock:
+            self._monitors.add(monitor)
 
     def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> Board:
         """A board for the next root on ``ranks``, in the same order on all of them.
 
         Its keys belong to one incarnation of the job: torchrun keeps its store when it restarts the processes.
         """
+        axes = [(axis, axis.group) for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
         if ranks not in self._incarnations:
             # Only what the process group itself carries is sure not to be left by an earlier one.
             number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=mesh.device)
             try:
                 with without_modes():
-                    for axis in (mesh.shard, mesh.replicate):
+                    for axis, _ in axes:
                         all_reduce_max(number, axis)
             except RuntimeError as error:
                 text = "the first collective failed: a rank ended before it came to the first forward"
                 raise RuntimeError(f"{text}; its output may say why ({error})") from error
             self._incarnations[ranks] = f"fsdp2/{int(number):x}"
         self._roots[ranks] += 1
-        store = dist.PrefixStore(f"{self._incarnations[ranks]}/{self._roots[ranks]}", self._store)
-        return Board(store, self.rank, ranks, self._patience)
+        keys = Keys(self._connections, self._incarnations[ranks], str(self._roots[ranks]))
+        # Not the timeout of the store, which the caller may have made for another purpose, and with less patience.
+        patience = max(group_timeout(group, mesh.device) for _, group in axes)
+        return Board(keys, self.rank, ranks, patience.total_seconds())
 
     def run(self, job: Callable[[], None]) -> None:
         """Run ``job``, which waits for other ranks, in the background."""
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name="fsdp2-ranks", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = Thread(target=self._work, name="fsdp2-ranks", daemon=True)
+                self._thread.start()
         self._jobs.put(job)
 
     def _work(self) -> None:
@@ -112,25 +131,31 @@ class _Process:
             monitors = [monitor for monitor in self.monitors if monitor.board.failure is None]
             if monitors:
                 monitor = monitors[turn % len(monitors)]
-                monitor.board.look(monitor, shows=False)
+                try:
+                    monitor.board.look(monitor, shows=False)
+                except StoreEnded as error:  # perhaps the job is over there; who needs the store is told so
+                    logger.debug("rank %d: %s", self.rank, error)
         else:
             job()
 
     def leave(self) -> None:
-        """Let ranks that wait for this process know that it ended, and with which exception if there is one."""
-        if os.getpid() != self._pid:  # a fork of the process
-            return
+        """Let ranks that wait for this process know that it ended, and with which exception if there is one.
+
+        Ranks that have still to read why a job failed, or that a meeting is over, may need the store of this process.
+        """
         error = getattr(sys, "last_value", None)
         text = f"rank {self.rank} ended{'' if error is None else f' with {type(error).__name__}: {error}'}"
-        for monitor in self.monitors:
-            if monitor.board.failure is None:
-                try:
+        try:
+            for monitor in self.monitors:
+                if monitor.board.failure is None:
                     monitor.board.end(text)
-                except RuntimeError:
-                    return  # whoever hosts the store ended first
+            self._connections.wait_for_readers(_READERS_SECONDS)
+        except RuntimeError:
+            return  # whoever hosts the store ended first
 
 
-_processes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Process] = weakref.WeakKeyDictionary()
+_processes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Process | None] = weakref.WeakKeyDictionary()
+_lock = Lock()  # for these
 
 
 def _this_process() -> _Process | None:
@@ -141,11 +166,27 @@ def _this_process() -> _Process | None:
     backend = dist.get_backend_config(world)
     if "fake" in backend or "threaded" in backend:
         return None
-    if world not in _processes:
-        for process in _processes.values():  # of a process group that is gone
-            atexit.unregister(process.leave)
-        _processes[world] = _Process(world, default_store())
-    return _processes[world]
+    with _lock:
+        if world not in _processes:
+            for process in _processes.values():  # of a process group that is gone
+                if process is not None:
+                    process.ends.cancel()
+            _processes[world] = _make_process(world)
+        return _processes[world]
+
+
+def _make_process(world: dist.ProcessGroup) -> _Process | None:
+    connections = Connections(default_store())
+    if missing := connections.lacks:
+        warnings.warn(
+            f"the store of the process group has no {missing}, so ranks are not compared: a rank that skips a unit "
+            "makes the others hang, and set_reduce_scatter_unused_params does not let it skip one. Expected: a store "
+            "with compare_set, check and delete_key (deleteKey in a subclass of Store), such as TCPStore; to go on "
+            "without, call fsdp2.set_rank_checks(False) on every rank",
+            stacklevel=2,
+        )
+        return None
+    return _Process(world, connections)
 
 
 def monitor_ranks(root: RootContext, kind: PassKind, error: RuntimeError | None) -> RankMonitor | None:
@@ -168,7 +209,7 @@ def monitor_ranks(root: RootContext, kind: PassKind, error: RuntimeError | None)
     else:
         monitor = RankMonitor(board, root, process.run)
     monitor.log.epoch = met
-    process.monitors.add(monitor)
+    process.watch(monitor)
     return monitor
 
 
@@ -181,7 +222,10 @@ class _Waits:
 
     def waiting(self) -> None:
         for monitor in _monitors():
-            monitor.board.look(monitor, shows=True)
+            try:
+                monitor.board.look(monitor, shows=True)
+            except StoreEnded as error:  # the collective may be the last one, and end all the same
+                logger.debug("rank %d: %s", monitor.board.rank, error)
 
     def waited(self) -> None:
         for monitor in _monitors():
@@ -198,7 +242,7 @@ class _Waits:
 def _monitors() -> list[RankMonitor]:
     world = dist.group.WORLD if dist.is_initialized() else None
     process = None if world is None else _processes.get(world)
-    return [] if process is None else list(process.monitors)
+    return [] if process is None else process.monitors
 
 
 observe_with(monitor_ranks)

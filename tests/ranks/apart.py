@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -38,13 +40,21 @@ class Ended:
         return lines[-1] if lines else ""
 
 
-def run_apart(program: Callable[[int, int], None], world: int) -> list[Ended]:
+Meeting = Literal["launcher", "rank 0", "file"]
+"""Where the processes of a test meet: in a store that the test hosts, in one that rank 0 hosts, or in a file."""
+
+
+def run_apart(program: Callable[[int, int], None], world: int, meeting: Meeting = "launcher") -> list[Ended]:
     """Run ``program(rank, world)`` in ``world`` gloo processes; how each of them ended."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         paths = [Path(folder, f"{rank}.txt") for rank in range(world)]
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = listener.getsockname()[1]
+        store = _host(listener.dup(), port) if meeting == "launcher" else None
         logs = enumerate(map(str, paths))
-        processes = [start_process(_run, program, rank, world, store.port, log=log) for rank, log in logs]
+        given = lambda rank: (port, listener if meeting == "rank 0" and rank == 0 else None)
+        file = str(Path(folder, "store")) if meeting == "file" else ""
+        processes = [start_process(_run, program, rank, world, *given(rank), file, log=log) for rank, log in logs]
+        listener.close()  # a process that hosts the store has its own copy
         running, deadline = {process.sentinel for process in processes}, time.monotonic() + LIMIT_SECONDS
         while running and (ended := wait(running, timeout=max(0.0, deadline - time.monotonic()))):
             running.difference_update(ended)  # type: ignore[arg-type]
@@ -52,12 +62,25 @@ def run_apart(program: Callable[[int, int], None], world: int) -> list[Ended]:
         for process in processes:
             process.kill()
             process.join()
+        del store
         return [Ended(status, path.read_text()) for status, path in zip(statuses, paths)]
 
 
-def _run(program: Callable[[int, int], None], rank: int, world: int, port: int) -> None:
+def _host(listener: socket.socket, port: int) -> dist.TCPStore:
+    descriptor = listener.detach()
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _run(
+    program: Callable[[int, int], None], rank: int, world: int, port: int, listener: socket.socket | None, file: str
+) -> None:
     host_work._SLICE, board._PATIENCE = timedelta(seconds=SOON), (SOON, board._PATIENCE[1])
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if file:
+        store: dist.Store = dist.FileStore(file, world)
+    elif listener is not None:
+        store = _host(listener, port)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     status = 0
     try:
@@ -66,5 +89,7 @@ def _run(program: Callable[[int, int], None], rank: int, world: int, port: int) 
         traceback.print_exc()
         status = 1
     sys.stderr.flush()
+    if listener is not None:
+        sys.exit(status)  # as a program ends: what it hosts may be needed by others for a moment
     # Collectives that nobody will finish are still under way: leave without waiting for them.
     os._exit(status)

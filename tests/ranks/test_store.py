@@ -15,6 +15,7 @@ from fsdp2.engine.steps import END, Answer, PassKind, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
+from fsdp2.ranks.store import Connections, Keys
 
 
 class Memory:
@@ -34,6 +35,10 @@ class CountingStore:
         self.operations: Counter[str] = Counter()
         self.sent = 0
         self.seconds = 30.0
+
+    def clone(self) -> CountingStore:
+        """Each simulated rank has one already."""
+        return self
 
     def set_timeout(self, limit: timedelta) -> None:
         self.seconds = 30.0  # a simulated rank is slow where thousands share a processor
@@ -125,13 +130,18 @@ class Model:
         self.monitor.end()
 
 
+def board_on(store: Any, rank: int, ranks: int) -> Board:
+    """The board of one simulated rank."""
+    return Board(Keys(Connections(store), "job", "1"), rank, tuple(range(ranks)))
+
+
 def on_threads(ranks: int, stores: list[Any], program: Any, units: int = 4) -> None:
     """Run ``program(model, rank, phase)`` on threads that stand for ranks; raise what one of them raised."""
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            program(Model(Board(stores[rank], rank, tuple(range(ranks))), units), rank)
+            program(Model(board_on(stores[rank], rank, ranks), units), rank)
         except BaseException as error:
             errors.append(error)
 
@@ -201,7 +211,6 @@ def test_one_that_differs_is_named_on_all() -> None:
             texts.append(str(error))
 
     for store in stores:
-        store.wait = lambda keys, limit, store=store: [store.get(key, 30.0) for key in keys]  # type: ignore[attr-defined]
         store.set_timeout = lambda limit, store=store: setattr(store, "seconds", 0.2)  # type: ignore[method-assign]
     on_threads(8, stores, program)
     assert len(texts) == 8 and len(set(texts)) == 1
@@ -213,7 +222,7 @@ def test_an_error_names_its_rank_once() -> None:
     """What some rank has raised may come back as the error of another, and read "rank 1: rank 0: ..." then."""
     memory = Memory()
     for text in ("rank 0: FSDP parameters are on meta", "FSDP parameters are on meta"):
-        boards = [Board(CountingStore(memory), rank, (0, 1)) for rank in range(2)]  # type: ignore[arg-type]
+        boards = [board_on(CountingStore(memory), rank, 2) for rank in range(2)]
         with pytest.raises(RuntimeError, match=f"^{text}$"):
             compare(boards[1], Model(boards[1], 1), [], PassKind("forward"), RuntimeError(text))  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=text if text.startswith("rank") else f"^rank 1: {text}$"):

@@ -1,0 +1,254 @@
+"""The store that a program brings decides nothing: a file, a store written in Python, one with a time limit of its own,
+and one that ends with the process of rank 0."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2._torch.collectives import default_store
+from fsdp2.ranks import process
+from fsdp2.ranks.board import Board
+from fsdp2.ranks.store import Connections, Keys
+from tests.ranks.apart import SOON, run_apart
+
+LIMIT = timedelta(seconds=20)
+
+
+def sharded() -> nn.Sequential:
+    """Two units and a root."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit)
+    return model
+
+
+def train(model: nn.Module) -> None:
+    """One forward and backward."""
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def before_comparing(act: Callable[[], None]) -> None:
+    """Let this rank ``act`` in its first forward, after the first collective and before it meets the others."""
+    compare = process.compare
+
+    def later(*args: Any) -> int:
+        act()
+        return compare(*args)
+
+    process.compare = later
+
+
+def late(rank: int, world: int, store: Any = None) -> None:
+    """The last rank comes to the meeting of the first forward after another one has looked why that takes long."""
+    store, look = store or default_store().clone(), Board.look
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        look(*args, **kwargs)
+        store.set("looked", "")
+
+    Board.look = noting  # type: ignore[method-assign]
+    if rank == world - 1:
+        before_comparing(lambda: store.wait(["looked"], LIMIT))
+    model = sharded()
+    for _ in range(3):
+        train(model)
+    expected = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    expected.load_state_dict({name: param.full_tensor() for name, param in model.named_parameters()})
+    for _ in range(3):
+        train(expected)
+    assert torch.equal(model[0].weight.grad.full_tensor(), expected[0].weight.grad)
+
+
+def test_a_rank_is_late_to_a_meeting_in_a_file():
+    """With ``init_method="file://..."`` a rank more than two seconds late ended the job of all: a wait that is over
+    raises another exception there than in a TCP store."""
+    ended = run_apart(late, 2, "file")
+    assert [one.status for one in ended] == [0, 0], ended
+
+
+def late_for_the_store(rank: int, world: int) -> None:
+    """The caller's store waits less long than the process group."""
+    default_store().set_timeout(timedelta(seconds=SOON / 2))
+    late(rank, world)
+
+
+def test_a_rank_is_later_than_the_timeout_of_the_store():
+    """A store waits five minutes by default and a process group thirty. A rank that came later than the five minutes
+    ended a job that would have gone on."""
+    ended = run_apart(late_for_the_store, 2)
+    assert [one.status for one in ended] == [0, 0], ended
+
+
+class Written(dist.Store):
+    """A store that is written in Python: it forwards operations to a real one, and cannot be cloned."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Forward."""
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Forward."""
+        return self.store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Forward."""
+        return self.store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        """Forward."""
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], limit: timedelta = LIMIT) -> None:
+        """Forward; what it raises is its own business."""
+        try:
+            self.store.wait(keys, limit)
+        except dist.DistStoreError as error:
+            raise LookupError("no such keys") from error
+
+
+class Complete(Written):
+    """It can do all that ranks need to compare themselves."""
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        """Forward."""
+        return self.store.compare_set(key, expected, wanted)
+
+    def deleteKey(self, key: str) -> bool:
+        """Forward."""
+        return self.store.delete_key(key)
+
+    delete_key = deleteKey
+
+
+def on_a_store_in_python(rank: int, world: int, kind: type[Written]) -> None:
+    """Start anew on a store of that kind."""
+    real = default_store().clone()
+    dist.destroy_process_group()
+    store = kind(dist.PrefixStore("again", real))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        late(rank, world, real) if kind is Complete else train(sharded())
+    told = [str(one.message) for one in caught if "ranks are not compared" in str(one.message)]
+    assert len(told) == (kind is Written), told
+    assert all("the store of the process group has no compare_set" in text for text in told)
+
+
+def complete(rank: int, world: int) -> None:
+    """A store in Python that has all operations."""
+    on_a_store_in_python(rank, world, Complete)
+
+
+def incomplete(rank: int, world: int) -> None:
+    """A store in Python that has those which a process group needs."""
+    on_a_store_in_python(rank, world, Written)
+
+
+@pytest.mark.parametrize("program", [complete, incomplete], ids=lambda program: program.__name__)
+def test_a_store_written_in_python(program):
+    """A subclass of ``torch.distributed.Store`` has no ``clone``, so the first forward raised. Ranks compare themselves
+    in it if it has the operations for that; else they say that they do not, and train."""
+    ended = run_apart(program, 2)
+    assert [one.status for one in ended] == [0, 0], ended
+
+
+def test_a_thread_that_waits_does_not_keep_another_from_the_store():
+    """On a device a thread waits for other ranks while the host goes on. Both used one connection, so each operation
+    of the host took as long as the wait."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connections = Connections(dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    keys, waits, got = Keys(connections, "job", "1"), threading.Event(), []
+
+    def wait() -> None:
+        assert connections.own is not None
+        waits.set()
+        got.append(keys.get_within("late", 3.0))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waits.wait()
+    for _ in range(100):
+        keys.add("meanwhile", 1)
+    keys.set("late", "here")  # which comes in time only if nothing before it had to wait for the wait
+    thread.join()
+    assert got == ["here"]
+
+
+def slow_reader(rank: int, world: int) -> None:
+    """Rank 0, which hosts the store, fails before the other one has come to see that; that one is slow."""
+    store = default_store().clone()
+
+    def until_the_host_is_gone() -> None:
+        store.wait(["raised"], LIMIT)
+        try:
+            store.wait(["nothing"], timedelta(seconds=1))
+        except RuntimeError:
+            pass  # the time is over, or the store is not there any more
+
+    if rank == 0:
+        with torch.device("meta"):
+            model = fsdp2.fully_shard(nn.Linear(8, 8))
+        try:
+            train(model)
+        except RuntimeError:
+            store.set("raised", "")
+            raise
+    else:
+        before_comparing(until_the_host_is_gone)
+        train(fsdp2.fully_shard(nn.Linear(8, 8)))
+
+
+def test_the_host_of_the_store_fails_first():
+    """Rank 0 hosts the store, knows first why the job fails, and ends; another rank could not read it any more, and
+    raised a network error."""
+    ended = run_apart(slow_reader, 2, "rank 0")
+    assert [one.status for one in ended] == [1, 1], ended
+    assert all("FSDP parameters should be materialized" in one.error for one in ended), ended
+
+
+def slow_to_leave(rank: int, world: int) -> None:
+    """The program ends with a meeting, to which rank 0 comes last, and which the other one leaves later."""
+    store, add, get_within = default_store().clone(), Keys.add, Keys.get_within
+
+    def host_comes_last(keys: Keys, key: str, amount: int) -> int:
+        if rank == 0 and key.startswith("meet/"):
+            store.wait([f"here/{key}"], LIMIT)
+        total = add(keys, key, amount)
+        if rank == 1 and key.startswith("meet/"):
+            store.set(f"here/{key}", "")
+        return total
+
+    def slow(keys: Keys, key: str, seconds: float) -> str | None:
+        if rank == 1 and key.startswith("go/"):
+            try:
+                store.wait(["nothing"], timedelta(seconds=1))
+            except RuntimeError:
+                pass  # the time is over, or the store is not there any more
+        return get_within(keys, key, seconds)
+
+    model = fsdp2.fully_shard(nn.Linear(8, 8))
+    loss = model(torch.ones(2, 8)).sum()
+    Keys.add, Keys.get_within = host_comes_last, slow  # type: ignore[method-assign]
+    loss.backward()  # nobody knows the steps of the first one, so they are compared at its end
+
+
+def test_the_host_of_the_store_ends_first():
+    """A meeting was the last thing of a program. Rank 0, which hosts the store, left it first and ended, and the other
+    rank raised a network error although both were done."""
+    ended = run_apart(slow_to_leave, 2, "rank 0")
+    assert [one.status for one in ended] == [0, 0], ended

@@ -64,8 +64,10 @@ class _Process:
         self.rank = dist.get_rank()
         self._world = weakref.ref(world)
         self._connections = connections
-        self._incarnations: dict[tuple[int, ...], str] = {}
-        self._roots: Counter[tuple[int, ...]] = Counter()
+        # By the names of the groups that a root communicates on, not by its ranks: threads that train on groups of the
+        # same ranks come here in another order on each rank.
+        self._incarnations: dict[tuple[str, ...], str] = {}
+        self._roots: Counter[tuple[str, ...]] = Counter()
         self._lock = Lock()  # for what follows; never held while this process waits for another one
         self._monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -85,12 +87,13 @@ class _Process:
             self._monitors.add(monitor)
 
     def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> Board:
-        """A board for the next root on ``ranks``, in the same order on all of them.
+        """A board for the next root on the process groups of ``mesh``, in the same order on all of its ``ranks``.
 
         Its keys belong to one incarnation of the job: torchrun keeps its store when it restarts the processes.
         """
         axes = [(axis, axis.group) for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
-        if ranks not in self._incarnations:
+        names = tuple(group.group_name for _, group in axes)
+        if names not in self._incarnations:
             # Only what the process group itself carries is sure not to be left by an earlier one.
             number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=mesh.device)
             try:
@@ -100,9 +103,9 @@ class _Process:
             except RuntimeError as error:
                 text = "the first collective failed: a rank ended before it came to the first forward"
                 raise RuntimeError(f"{text}; its output may say why ({error})") from error
-            self._incarnations[ranks] = f"fsdp2/{int(number):x}"
-        self._roots[ranks] += 1
-        keys = Keys(self._connections, self._incarnations[ranks], str(self._roots[ranks]))
+            self._incarnations[names] = f"fsdp2/{int(number):x}"
+        self._roots[names] += 1
+        keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
         # Not the timeout of the store, which the caller may have made for another purpose, and with less patience.
         patience = max(group_timeout(group, mesh.device) for _, group in axes)
         return Board(keys, self.rank, ranks, patience.total_seconds())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import RootContext
@@ -27,11 +27,7 @@ from fsdp2.ranks.steps import StepLog
 __all__ = ["RankMonitor"]
 
 _DEVIATIONS = 1  # that a pass asks about before it is open
-_REMEDY = (
-    "every rank must run the same units in the same order, after the same calls of setters and of unshard(); give each "
-    "rank some input for the unit, or call set_reduce_scatter_unused_params(True) on the root for units that some "
-    "ranks skip (one that no rank used in the step before must be used by all)"
-)
+_REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
 _FORWARDS = ("forward", "evaluation")
 _Job = Callable[[], None]
 CanJoin = Callable[[Step], bool]
@@ -175,8 +171,8 @@ class RankMonitor:
                 if optional and (log.decided is not None or log.expects_later(step)):
                     return Answer.LATER
                 if log.decided is not None:
-                    texts = {self.board.ranks[0]: self._text(log.kind, expected), -1: self._text(log.kind, step)}
-                    self.board.fail(self.refuse(texts), log.epoch)
+                    did = {self.board.ranks[0]: self._did(log.kind, expected), -1: self._did(log.kind, step)}
+                    self.board.fail(self.refuse(did), log.epoch)
             if self._electing:
                 log.decide(self._choose(step))
             elif log.open:
@@ -215,11 +211,8 @@ class RankMonitor:
         want: dict[str, Any] = {"step": [step.kind, None, []]}
         if step.group is not None:
             number = groups.index(step.group)
-            # Where ranks wait for each other's units, a forward goes on with the first of them and a backward with
-            # the one that was last in forward.
-            backward = log.kind is not None and log.kind.name == "backward"
-            order = -self._places.get(step.group, number) if backward else number
-            want = {"step": [step.kind, number, list(step.part)], "order": order}
+            # Where ranks wait for each other's units, they go on with the first of them.
+            want = {"step": [step.kind, number, list(step.part)], "order": self._order(log.kind, step)}
             want["optional"] = step.group.options.reduce_unused
         chosen = self.board.choose(log.epoch, json.dumps(want), stand, _choose)
         if chosen is None:
@@ -228,6 +221,12 @@ class RankMonitor:
         log.met()
         kind, number, part = chosen
         return Step(kind, None if number is None else groups[number], tuple(part))
+
+    def _order(self, kind: PassKind | None, step: Step) -> int:
+        """Smaller for what comes earlier in a pass: a forward goes from first to last, a backward back."""
+        number = self._root.groups.index(step.group)
+        backward = kind is not None and kind.name == "backward"
+        return -self._places.get(step.group, number) if backward else number
 
     # ---- what other ranks see ----
 
@@ -256,7 +255,15 @@ class RankMonitor:
         kind, steps = self.log.find(epoch, number) or (None, [])
         if not index:
             return "" if kind is None else str(kind)
-        return self._text(kind, steps[index - 1]) if index <= len(steps) else ""
+        return self._did(kind, steps[index - 1]) if index <= len(steps) else ""
+
+    def _did(self, kind: PassKind | None, step: Step) -> str:
+        """One step, for ``refuse`` on another rank."""
+        group, text = step.group, self._text(kind, step)
+        if group is None:
+            return json.dumps(_Did(text))
+        order = (step.kind != "gather", self._order(kind, step))
+        return json.dumps(_Did(text, group.name, order, group.options.reduce_unused))
 
     def _text(self, kind: object, step: Step) -> str:
         group = step.group
@@ -277,14 +284,51 @@ class RankMonitor:
 
     def refuse(self, texts: dict[int, str]) -> str:
         """The error where ranks parted."""
+        did = {rank: _Did(*json.loads(text)) if text.startswith("[") else text for rank, text in texts.items()}
         by_text: dict[str, list[int]] = {}
-        for rank, text in texts.items():
-            by_text.setdefault(text, []).append(rank)
+        for rank, one in did.items():
+            by_text.setdefault(one if isinstance(one, str) else one.text, []).append(rank)
         parts = [
             f"{'this rank' if ranks == [-1] else 'rank ' + ', '.join(map(str, ranks))}: {text}"
             for text, ranks in by_text.items()
         ]
-        return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}"
+        return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}{_skipping(list(did.values()))}"
+
+
+class _Did(NamedTuple):
+    """A step of one rank: in words, and with which unit (None at the end of a pass)."""
+
+    text: str
+    unit: str | None = None
+    order: tuple[bool, int] = (False, 0)  # gathers before reductions, as they are prefetched; then as in the pass
+    may_skip: bool = False  # the unit has set_reduce_scatter_unused_params(True)
+
+
+def _skipping(did: list[_Did | str]) -> str:
+    """What else is expected where some of the ranks skip a unit, given what each rank did; a str is no step."""
+    steps = [one for one in did if isinstance(one, _Did)]
+    units = [one for one in steps if one.unit is not None]
+    if not units or len(steps) < len(did) or len({one.unit for one in steps}) == 1:
+        return ""
+    first = min(units, key=lambda one: one.order)  # a rank that is further on has skipped it
+    name = repr(first.unit) if first.unit else "the root"
+    if first.may_skip:
+        return f"; some ranks may skip {name}, but if no rank used it in the step before, all must use it"
+    line = "{}.set_reduce_scatter_unused_params(True)"
+    unit = line.format(_in_python(first.unit or ""))
+    every = f", or {line.format('model')} for every unit of the root" if first.unit else ""
+    return (
+        f"; give each rank some input for {name}, or, where ranks may skip it, call `{unit}`{every}, on all ranks "
+        "(then a unit that no rank used in the step before must be used by all)"
+    )
+
+
+def _in_python(name: str) -> str:
+    """The module of a unit as Python finds it in the root; the first one where the unit has several."""
+    text = "model"
+    for part in name.split(", ")[0].split(".") if name else ():
+        text += f"[{part}]" if part.isdigit() else f".{part}"
+    return text
 
 
 class _Stand:
@@ -319,7 +363,7 @@ class _Stand:
         """The same in words."""
         if (epoch, number) != self._at:
             return self._monitor.text(epoch, number, index)
-        texts = [self._title, *(self._monitor._text(self._kind, step) for step in (*self._taken, *self._wanted))]
+        texts = [self._title, *(self._monitor._did(self._kind, step) for step in (*self._taken, *self._wanted))]
         texts += [line.text for line in self._options]
         return texts[index] if index < len(texts) else ""
 

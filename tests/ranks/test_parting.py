@@ -89,7 +89,23 @@ def stops_early(rank: int, world: int) -> None:
         model(torch.ones(2, 8))
 
 
-APART = [skip_first, skip_later, skip_last_unit_later, no_gradient, evaluates, stops_early]
+def another_is_marked(rank: int, world: int) -> None:
+    """The last rank leaves a unit out, and the option is set for another one."""
+    model = sharded()
+    model.c.set_reduce_scatter_unused_params(True)
+    train(model, use_b=rank != world - 1)
+
+
+APART = {
+    skip_first: "model.b",
+    skip_later: "model.b",
+    skip_last_unit_later: "model.c",
+    no_gradient: "model.b",
+    another_is_marked: "model.b",
+    evaluates: "",
+    stops_early: "",
+}
+"""Programs, and the unit for which the option for skipped units helps, if one does."""
 
 
 def told(ended: list[Ended]) -> list[str]:
@@ -101,9 +117,13 @@ def told(ended: list[Ended]) -> list[str]:
 
 @pytest.mark.parametrize("program", APART, ids=lambda program: program.__name__)
 def test_every_rank_raises_and_names_what_each_does(program):
+    """The error names the line that helps where a rank skips a unit, and none where the ranks run different passes."""
     errors = told(run_apart(program, 2))
     assert len(set(errors)) == 1 and errors[0].startswith("RuntimeError: ranks do not do the same: ")
-    assert "rank 0: " in errors[0] and "rank 1: " in errors[0] and "set_reduce_scatter_unused_params(True)" in errors[0]
+    assert "rank 0: " in errors[0] and "rank 1: " in errors[0]
+    option, unit = "set_reduce_scatter_unused_params(True)", APART[program]
+    lines = f"call `{unit}.{option}`, or model.{option} for every unit of the root, on all ranks"
+    assert lines in errors[0] if unit else option not in errors[0], errors[0]
 
 
 def test_a_unit_skipped_by_one_of_four_is_named():

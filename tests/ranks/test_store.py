@@ -218,6 +218,23 @@ def test_one_that_differs_is_named_on_all() -> None:
     assert not memory.values
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_option_that_is_set_is_not_advised(marked: bool) -> None:
+    """Where a rank skips a unit, the error names the option that lets it; but not where the unit has it already."""
+    texts = {}
+    for rank, units in enumerate(((0, 1, 2, 3), (0, 2, 3))):
+        model = Model(board_on(CountingStore(Memory()), 0, 1), 4)
+        for group in model.groups:
+            group.options = SimpleNamespace(reduce_unused=marked)
+        model.run("forward", [Step("gather", model.groups[unit]) for unit in units])
+        texts[rank] = model.monitor.text(*model.monitor.position(), 2)
+    error = model.monitor.refuse(texts)
+    assert "rank 0: gather '1' in forward; rank 1: gather '2' in forward" in error
+    assert ("model[1].set_reduce_scatter_unused_params(True)" in error) is not marked
+    assert ("if no rank used it in the step before, all must use it" in error) is marked
+    assert ("set_reduce_scatter_unused_params" in error) is not marked
+
+
 def test_an_error_names_its_rank_once() -> None:
     """What some rank has raised may come back as the error of another, and read "rank 1: rank 0: ..." then."""
     memory = Memory()

@@ -174,7 +174,7 @@ class RankMonitor:
                     did = {self.board.ranks[0]: self._did(log.kind, expected), -1: self._did(log.kind, step)}
                     self.board.fail(self.refuse(did), log.epoch)
             if self._electing:
-                log.decide(self._choose(step))
+                log.decide(self._choose(step, optional))
             elif log.open:
                 break
             else:
@@ -204,8 +204,8 @@ class RankMonitor:
         meet() if self._electing else self._run(meet)
         log.met()
 
-    def _choose(self, step: Step) -> Step:
-        """What all ranks do next, each of which wants some ``step``."""
+    def _choose(self, step: Step, prefetch: bool) -> Step:
+        """What all ranks do next, each of which wants some ``step``, or could do without it where it is a prefetch."""
         log, groups = self.log, self._root.groups
         stand = _Stand(self, step, compares=False)
         want: dict[str, Any] = {"step": [step.kind, None, []]}
@@ -213,7 +213,7 @@ class RankMonitor:
             number = groups.index(step.group)
             # Where ranks wait for each other's units, they go on with the first of them.
             want = {"step": [step.kind, number, list(step.part)], "order": self._order(log.kind, step)}
-            want["optional"] = step.group.options.reduce_unused
+            want["optional"], want["prefetch"] = step.group.options.reduce_unused, prefetch
         chosen = self.board.choose(log.epoch, json.dumps(want), stand, _choose)
         if chosen is None:
             stand.compares = True
@@ -385,4 +385,8 @@ def _choose(wants: dict[int, Any]) -> Any:
     if len(wants) == 1:
         return next(iter(wants.values()))["step"]
     optional = [want for want in wants.values() if want.get("optional")]
-    return min(optional, key=lambda want: want["order"])["step"] if optional else None
+    if optional:
+        return min(optional, key=lambda want: want["order"])["step"]
+    # Where some ranks skip a unit, others prefetch another one there: it can wait for the one step that others need.
+    needed = [want["step"] for want in wants.values() if not want.get("prefetch")]
+    return needed[0] if needed and all(step == needed[0] for step in needed) else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -124,6 +126,46 @@ def test_every_rank_raises_and_names_what_each_does(program):
     option, unit = "set_reduce_scatter_unused_params(True)", APART[program]
     lines = f"call `{unit}.{option}`, or model.{option} for every unit of the root, on all ranks"
     assert lines in errors[0] if unit else option not in errors[0], errors[0]
+
+
+class Layers(nn.Module):
+    """Layers of which one can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, left_out: int | None) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number == left_out else torch.tanh(layer(x))
+        return x
+
+
+def with_line(line: str, rank: int, world: int) -> None:
+    """The last rank leaves a layer out; ``line`` is run before the first forward."""
+    torch.manual_seed(0)
+    model, alone = Layers(), Layers()
+    alone.load_state_dict(model.state_dict())
+    for unit in (*model.layers, model):
+        fsdp2.fully_shard(unit)
+    exec(line, {"model": model})
+    x = torch.ones(2, 8)
+    for _ in range(3):
+        model.zero_grad()
+        model(x, 1 if rank == world - 1 else None).sum().backward()
+    sum(alone(x, 1 if one == world - 1 else None).sum() / world for one in range(world)).backward()
+    for (name, param), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
+
+
+def test_the_line_that_the_error_names_helps():
+    """The line can be copied. Where the option was set for the skipped unit alone, ranks that prefetched the next one
+    instead of it parted from the others again, in backward."""
+    (error,) = set(told(run_apart(partial(with_line, ""), 2)))
+    (line,) = re.findall("call `(.*?)`", error)
+    assert line == "model.layers[1].set_reduce_scatter_unused_params(True)"
+    ended = run_apart(partial(with_line, line), 2)
+    assert [one.status for one in ended] == [0, 0], ended
 
 
 def test_a_unit_skipped_by_one_of_four_is_named():

@@ -14,6 +14,7 @@ from fsdp2._torch.hooks import outside_dynamo
 
 __all__ = [
     "around_init_group",
+    "around_use",
     "check_finite_and_unscale",
     "foreach_mul",
     "foreach_norm",
@@ -48,6 +49,32 @@ def around_init_group(
         return around(lambda: own(reference(), group, *lists), group, lists)
 
     optimizer._init_group = init_group  # type: ignore[attr-defined]  # as above
+
+
+def around_use(
+    before_zeroing: Callable[[torch.optim.Optimizer], None], after_adding: Callable[[torch.optim.Optimizer], None]
+) -> None:
+    """Call these before each ``zero_grad`` and after each ``add_param_group`` of every optimizer in the process.
+
+    An optimizer's ``__init__`` adds its groups too. torch has hooks for steps and state dicts only, so the two methods
+    of the base class are replaced by ones that call them; subclasses that override them call the base class's.
+    """
+    base = torch.optim.Optimizer
+    zero, add = base.zero_grad, base.add_param_group
+
+    @outside_dynamo  # as torch's own are
+    @functools.wraps(zero)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        before_zeroing(self)
+        zero(self, set_to_none)
+
+    @outside_dynamo
+    @functools.wraps(add)
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        after_adding(self)
+
+    base.zero_grad, base.add_param_group = zero_grad, add_param_group  # type: ignore[method-assign]  # on purpose
 
 
 def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:

@@ -1,6 +1,5 @@
 """Optimizers: from the top down; a file imports only what stands below it.
 
-prebuilt     those built before sharding
 full_params  steps on full parameters, each by its owner
 full_state   the state of such steps
 exchange     what travels between holders and owners of parameters
@@ -11,6 +10,7 @@ collecting   a group's tensors for a step, as torch's optimizer collects them
 proxies      plain parameters that stand for shards in optimizers that are not torch's own
 clip         gradient clipping
 grad_scaler  gradient scaling, and one verdict for all ranks
+prebuilt     optimizers that hold other tensors than the shards
 alike        shards and states that are cut the same way
 runs         lists of tensors regrouped for operators that read every element
 """

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.param import is_temporary
+from fsdp2.optim.prebuilt import shards_of
 from fsdp2.optim.runs import joined, norms_of, scale
 from fsdp2.sharding.mesh import Axis, listed_ranks
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
@@ -47,7 +48,8 @@ def clip_grad_norm_(
     in float32.
 
     Args:
-        parameters: Sharded, replicated and plain parameters on any meshes, or a single one.
+        parameters: Sharded, replicated and plain parameters on any meshes, or a single one. A parameter that
+            ``fully_shard`` has replaced, as an optimizer built before it holds them, stands for its shard.
         max_norm: The largest norm that is not scaled down.
         norm_type: The order of the norm: a positive number or ``inf``.
         error_if_nonfinite: Raise if the norm is NaN or infinite, before anything is scaled.
@@ -64,7 +66,7 @@ def clip_grad_norm_(
         RuntimeError: with ``error_if_nonfinite``, on every rank: the norm is not finite; or a parameter is
             unsharded, so that its reduced gradient is elsewhere.
     """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    params = shards_of([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
     norm_type = _check(params, float(norm_type), pp_mesh)
     cuts = _cuts(params)
     measured, scaled = _collect(params, cuts)

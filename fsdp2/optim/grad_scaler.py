@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.collectives import all_reduce
+from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.runs import unscale
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.spec import on_this_rank
@@ -48,6 +49,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale gradients in place; by device, whether any rank found one that is not finite (more than 0)."""
+        repair(optimizer)  # the step would: too late for gradients of shards that it does not hold yet
         grads: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for param in group["params"]:

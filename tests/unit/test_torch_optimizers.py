@@ -96,3 +96,25 @@ def test_dynamo_tells_that_it_traces() -> None:
     torch.compile(optimizer.step, backend="eager")()
     torch._dynamo.reset()
     assert inside[1] and not _torch.dynamo_is_tracing()
+
+
+@probes("around_use")
+def test_optimizers_zero_and_are_given_parameters_by_methods_of_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, seen = torch.optim.Optimizer, []
+    monkeypatch.setattr(base, "zero_grad", base.zero_grad)  # so that both are put back
+    monkeypatch.setattr(base, "add_param_group", base.add_param_group)
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+
+    _torch.around_use(lambda o: seen.append(shown.grad), lambda o: seen.append(len(o.param_groups)))
+    shown = nn.Parameter(torch.ones(3))
+    optimizer = Own([{"params": [shown]}, {"params": [nn.Parameter(torch.ones(1))]}], lr=0.1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert seen == [1, 2, 3]
+    grad = shown.grad = torch.ones(3)
+    optimizer.zero_grad(set_to_none=False)
+    assert seen[3] is grad and torch.equal(shown.grad, torch.zeros(3))
+    optimizer.zero_grad()
+    assert seen[4] is grad and shown.grad is None

@@ -1,0 +1,258 @@
+"""Optimizers that hold other tensors than the shards: all that is done with them before their first step counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from tests.optim.stepping import Model, batch, build
+from tests.support.parity import full, mesh_1d, mesh_of
+from tests.support.pool import on_ranks
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with two moments and a counter."""
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+def shard(module: Any, **options: Any) -> Any:
+    """Make ``one`` of a ``Model`` a unit, and the rest another."""
+    for unit in (module.one, module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d(), **options)
+    return module
+
+
+def prebuilt(make: Make = adamw) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a sharded model and an optimizer that was built before it was sharded."""
+    torch.manual_seed(3)
+    module = Model()
+    optimizer = make(module.parameters())
+    return shard(module), optimizer
+
+
+def fresh(make: Make = adamw) -> tuple[Any, torch.optim.Optimizer]:
+    """Return an equal model whose optimizer was built afterwards."""
+    module = build()
+    return module, make(module.parameters())
+
+
+def backward(module: nn.Module, step: int, scale: float = 1.0) -> None:
+    """Compute gradients of every parameter that is trained."""
+    (module(batch(step), rare=True).square().mean() * scale).backward()
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    """Assert that two sharded models have the same weights, bit for bit."""
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local()), name
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_scaler_unscales_the_gradients_of_shards(rank, world, unscale):
+    """The scaler looked at the originals, which have no gradients, before the step let the optimizer have the shards.
+
+    So the first step used gradients that were still multiplied by the scale, and an infinity went unnoticed.
+    """
+    models = [prebuilt(lambda p: torch.optim.SGD(p, lr=0.1)), fresh(lambda p: torch.optim.SGD(p, lr=0.1))]
+    for module, optimizer in models:
+        scaler = fsdp2.ShardedGradScaler("cpu", init_scale=1024.0)
+        scaler.scale(module(batch(0)).square().mean()).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert_same_weights(models[0][0], models[1][0])
+
+
+@on_ranks(1, 2)
+def test_gradients_of_originals_are_clipped(rank, world):
+    """The parameters of an optimizer are a usual argument; as originals they had no gradients, and a norm of 0.0."""
+    models, norms = [prebuilt(), fresh()], []
+    for module, optimizer in models:
+        backward(module, 0)
+        norms.append(fsdp2.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01))
+    assert norms[0] > 0.01 and torch.equal(*norms)
+    for mine, theirs in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_before_the_first_step(rank, world, set_to_none):
+    """A batch that is thrown away left its gradients on the shards, since the optimizer cleared the originals."""
+    models = [prebuilt(), fresh()]
+    for module, optimizer in models:
+        backward(module, 0)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(module, 1)
+        optimizer.step()
+    assert_same_weights(models[0][0], models[1][0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("flatten", [False, True])
+def test_resuming(rank, world, flatten):
+    """torch makes state by a step with zero gradients, which it puts on the originals; the shards had none then.
+
+    A flattened checkpoint is loaded into the state there is: none. So AdamW began anew at its first step.
+    """
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    models = [prebuilt(), fresh()]
+    source, optimizer = fresh()
+    for step in range(3):
+        backward(source, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = get_optimizer_state_dict(source, optimizer, options=options)
+    for module, other in models:
+        module.load_state_dict(source.state_dict())
+        set_optimizer_state_dict(module, other, copy.deepcopy(saved), options=options)
+        backward(module, 3)
+        other.step()
+        assert {int(entry["step"]) for entry in other.state.values()} == {4}
+    assert_same_weights(models[0][0], models[1][0])
+
+
+@on_ranks(2)
+def test_gradients_of_originals_reach_the_shards(rank, world):
+    """Gradients that somebody gives the optimizer's parameters are what it steps with, as without sharding."""
+    models = [prebuilt(), fresh()]
+    for index, (module, optimizer) in enumerate(models):
+        for param in optimizer.param_groups[0]["params"]:
+            if param.requires_grad:
+                value = torch.ones(param.shape)
+                param.grad = (
+                    value
+                    if index == 0
+                    else torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)
+                )
+        optimizer.step()
+        assert all(param.grad is not None for param in module.parameters() if param.requires_grad)
+    assert_same_weights(models[0][0], models[1][0])
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", ["shards", "replicas", "whole"])
+def test_state_that_was_loaded_before_the_first_step(rank, world, kind):
+    """State cut like the shards was cut once more, which failed on one rank while the others waited."""
+    source, trained = fresh()
+    backward(source, 0)
+    trained.step()
+    saved = copy.deepcopy(trained.state_dict())
+    for index, entry in saved["state"].items():
+        for key, value in entry.items():
+            if kind != "shards" and isinstance(value, DTensor):
+                everywhere = value.redistribute(placements=[Replicate()])
+                saved["state"][index][key] = everywhere if kind == "replicas" else full(value)
+    module, optimizer = prebuilt()
+    optimizer.load_state_dict(saved)
+    module.load_state_dict(source.state_dict())
+    for one, other in ((module, optimizer), (source, trained)):
+        one.zero_grad()
+        backward(one, 1)
+        other.step()
+    assert_same_weights(module, source)
+    for mine, theirs in zip(optimizer.state.values(), trained.state.values(), strict=True):
+        for key, value in mine.items():
+            assert type(value) is type(theirs[key]) and torch.equal(full(value), full(theirs[key]))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["shards", "whole"])
+def test_state_of_parameters_that_tensor_parallelism_cut(rank, world, kind):
+    """The same where the originals are DTensors themselves."""
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+
+    def make(before: bool) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        module = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False))
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        optimizer = adamw(module.parameters()) if before else None
+        fsdp2.fully_shard(module, mesh=mesh["dp"])
+        return module, optimizer or adamw(module.parameters())
+
+    def step(module: Any, optimizer: torch.optim.Optimizer) -> None:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank // 2))
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    source, trained = make(before=False)
+    step(source, trained)
+    saved = copy.deepcopy(trained.state_dict())
+    if kind == "whole":
+        for entry in saved["state"].values():
+            entry.update({key: full(value) for key, value in entry.items()})
+    module, optimizer = make(before=True)
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        for mine, theirs in zip(module.parameters(), source.parameters(), strict=True):
+            mine.to_local().copy_(theirs.to_local())
+    for one, other in ((module, optimizer), (source, trained)):
+        step(one, other)
+    assert_same_weights(module, source)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("add", [False, True])
+def test_an_optimizer_built_while_full_parameters_are_summoned(rank, world, writeback, add):
+    """It held tensors that no module shows after the block, and trained nothing, without a word."""
+    models = [(build(), None), fresh()]
+    with fsdp2.summon_full_params(models[0][0], writeback=writeback):
+        params = list(models[0][0].parameters())
+        assert not any(isinstance(param, DTensor) for param in params)
+        optimizer = adamw(params[:2] if add else params)
+        if add:
+            optimizer.add_param_group({"params": params[2:]})
+    models[0] = (models[0][0], optimizer)
+    for step in range(2):
+        for module, one in models:
+            backward(module, step)
+            one.step()
+            one.zero_grad()
+            assert all(param.grad is None for param in module.parameters())
+    assert_same_weights(models[0][0], models[1][0])
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    assert all(mine is shown for mine, shown in zip(held, models[0][0].parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_an_optimizer_that_steps_while_full_parameters_are_summoned(rank, world):
+    """Its state is whole then; it is cut when the optimizer steps on shards."""
+    torch.manual_seed(3)
+    reference, module = Model(), build()
+    others = adamw(reference.parameters())
+    with fsdp2.summon_full_params(module):
+        optimizer = adamw(module.parameters())
+        for one, model in ((optimizer, module), (others, reference)):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            one.step()
+            one.zero_grad()
+    for param, plain in zip(module.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(full(param), plain)
+        plain.grad = torch.ones_like(plain)
+        param.grad = torch.distributed.tensor.distribute_tensor(plain.grad, param.device_mesh, param.placements)
+    optimizer.step()
+    others.step()
+    for param, plain in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param), plain.detach())
+        moment = optimizer.state[param]["exp_avg"]
+        assert isinstance(moment, DTensor) and torch.equal(full(moment), others.state[plain]["exp_avg"])

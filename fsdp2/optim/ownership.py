@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,7 @@ class Ownership:
             RankSet(ranks, [params[i] for i in by_ranks[ranks]], [owners[i] for i in by_ranks[ranks]])
             for ranks in ordered
         ]
+        self._owners: dict[Any, int] = dict(zip(params, owners))
 
     def is_of(self, params: list[DTensor]) -> bool:
         """Whether these are the parameters, in this order."""
@@ -109,11 +111,15 @@ class Ownership:
 
     def owner_of(self, param: Any) -> int | None:
         """The global rank that owns ``param``; None of another parameter."""
-        return next((s.ranks[owned.route.owner] for s in self.sets for owned in s.owned if owned.param is param), None)
+        return self._owners.get(param)
 
 
 def _same(one: Any, other: Any) -> bool:
     return one is other
+
+
+# The process groups made for sets of ranks: by the default one, since they end with it, and by the ranks.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def _axis(ranks: tuple[int, ...], device_type: str) -> Axis:
@@ -122,7 +128,7 @@ def _axis(ranks: tuple[int, ...], device_type: str) -> Axis:
     assert world is not None
     if len(ranks) == world.size():
         return Axis.of_group(world, device_type)
-    groups = world.__dict__.setdefault("_fsdp2_rank_sets", {})
+    groups = _groups.setdefault(world, {})
     if ranks not in groups:
         groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp2_owners")
     return Axis.of_group(groups[ranks], device_type)

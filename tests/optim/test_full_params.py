@@ -442,3 +442,36 @@ def test_cost_decides_who_owns(rank, world):
             p.grad = torch.ones_like(p)
         optimizer.step()
         assert len(optimizer.state) in expected
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["pipeline", "one layer without tensor parallelism"])
+def test_parameters_on_some_of_the_ranks(rank, world, kind):
+    """The ranks that hold them get a process group of their own; making it failed (``ProcessGroup`` has no dict)."""
+    reference = stack()
+    if kind == "pipeline":
+        mesh = mesh_of(2, 2, names=("pp", "dp"))
+        module, reference = (model[:2] if rank < 2 else model[2:] for model in (stack(), reference))
+        shard(module, mesh["dp"])
+        inputs = lambda step: rows(step) if rank < 2 else rows(step)[:, :3]
+    else:
+        mesh = mesh_of(2, 2, names=("dp", "tp"))
+        module, inputs = stack(), rows
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        shard(module, mesh["dp"])
+    for name in ("Muon", "Adafactor"):
+        optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+        plain = OPTIMIZERS[name](reference.parameters())
+        for step in range(2):
+            module(inputs(step)).square().sum().backward()
+            for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+                theirs.grad = mine.grad.full_tensor()
+            for one in (optimizer, plain):
+                one.step()
+                one.zero_grad()
+            assert_equal(module.parameters(), reference.parameters())
+        saved = optimizer.state_dict()
+        assert_same_state(saved, plain.state_dict())
+        again = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+        again.load_state_dict(copy.deepcopy(saved))
+        assert_same_state(again.state_dict(), saved)

@@ -22,14 +22,14 @@ from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import agreeing_local
 from fsdp2.optim.exchange import Arriving, Layout
-from fsdp2.optim.full_state import OwnedState, keep_owned, shown_at_holders
+from fsdp2.optim.full_state import OwnedState, keep_owned, names_in, shown_at_holders
 from fsdp2.optim.owners import default_cost
 from fsdp2.optim.ownership import Owned, Ownership, RankSet
+from fsdp2.optim.prebuilt import STEPS_ON_WHOLE, repair
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["use_full_params"]
 
-_MARK = "_fsdp2_full_params"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _NO_GRADIENT, _NOTHING_HERE, _FEWEST = -1, -2, -(1 << 20)
 
@@ -66,10 +66,10 @@ def use_full_params(
         )
     if bucket_mb <= 0:
         raise ValueError(f"use_full_params: expected bucket_mb > 0, got {bucket_mb}")
-    if _MARK in optimizer.__dict__:
+    if STEPS_ON_WHOLE in optimizer.__dict__:
         return optimizer
     _check_kind(optimizer)
-    optimizer.__dict__[_MARK] = True
+    optimizer.__dict__[STEPS_ON_WHOLE] = True
     _FullParams(optimizer, cost or default_cost, int(bucket_mb * (1 << 20))).take_over()
     return optimizer
 
@@ -168,7 +168,8 @@ class _FullParams:
         self._state.stepped = True
 
     def _refresh(self) -> None:
-        """Follow parameter groups that changed, and state that somebody set."""
+        """Follow parameters that were sharded, parameter groups that changed, and state that somebody set."""
+        repair(self._optimizer)  # a step has done so, but a state dict may be asked for first
         params = [p for group in self._optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
         optimizer, state = self._optimizer, self._optimizer.state
         if not self._ownership.is_of(params):
@@ -266,12 +267,15 @@ class _FullParams:
     def _end_together(self, error: Exception | None, groups: _Groups) -> None:
         """Raise on every rank if the optimizer raised on one; else let all ranks have what a group counted at some.
 
+        They also hear of the names of new state.
+
         Raises:
             RuntimeError: the optimizer raised elsewhere; the weights of other parameters are changed by then.
         """
         for ranks in reversed(self._ownership.sets):
-            mine = [0 if error is None else ranks.axis.rank + 1, bool(groups.changed)]
-            failed, changed = max_over_ranks(mine, ranks.axis, ranks.device)
+            names = self._new_names(ranks)
+            mine = [0 if error is None else ranks.axis.rank + 1, bool(groups.changed), bool(names)]
+            failed, changed, named = max_over_ranks(mine, ranks.axis, ranks.device)
             if error is None and failed:
                 where = f"{type(self._optimizer).__name__} raised on rank {ranks.ranks[failed - 1]} during this step"
                 error = RuntimeError(
@@ -282,8 +286,17 @@ class _FullParams:
                 for theirs in exchange_objects(groups.changed, ranks.axis, ranks.device):
                     for index, options in theirs.items():
                         self._optimizer.param_groups[index].update(options)
+            if named and not failed:
+                for theirs in exchange_objects(names, ranks.axis, ranks.device):
+                    self._state.names.update({ranks.owned[i].param: found for i, found in theirs.items()})
         if error is not None:
             raise error
+
+    def _new_names(self, ranks: RankSet) -> dict[int, list[Any]]:
+        """The names in the state of what this rank owns, by its index, where they changed: at a first step, mostly."""
+        found = {i: names_in(self._state.get(owned.param)) for i, owned in enumerate(ranks.owned) if owned.mine}
+        known = self._state.names
+        return {i: names for i, names in found.items() if names != known.get(ranks.owned[i].param, [])}
 
     def _name(self, param: torch.Tensor) -> str:
         for g, group in enumerate(self._optimizer.param_groups):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,7 +19,7 @@ from fsdp2.optim.ownership import Owned, Ownership, RankSet
 from fsdp2.sharding.boxes import whole
 from fsdp2.sharding.spec import dtensor_like, on_this_rank, placed_alike
 
-__all__ = ["OwnedState", "keep_owned", "shown_at_holders"]
+__all__ = ["OwnedState", "keep_owned", "names_in", "shown_at_holders"]
 
 _BUCKET_BYTES = 64 << 20
 
@@ -27,13 +27,15 @@ _BUCKET_BYTES = 64 << 20
 class OwnedState(dict):
     """State of the parameters that this rank owns (plain, whole tensors), and of plain parameters.
 
-    It is true as soon as any rank has state, so that ranks which own nothing decide as the others do.
+    It is true as soon as any rank has state, so that ranks which own nothing decide as the others do. Of a parameter
+    that another rank owns it has the names of the state's entries alone.
     """
 
     def __init__(self, ownership: Ownership) -> None:
         super().__init__()
         self._ownership = ownership
         self.stepped = False
+        self.names: dict[Any, list[Any]] = {}  # by parameter, of all of them, as of the last step or loading
 
     def __bool__(self) -> bool:
         return self.stepped
@@ -42,10 +44,36 @@ class OwnedState(dict):
         owner = self._ownership.owner_of(param)
         if owner is None:
             raise KeyError(param)
+        return _Elsewhere(self.names.get(param, []), tuple(param.shape), owner)
+
+
+class _Elsewhere(Mapping):
+    """The state of a parameter that another rank owns: names without values.
+
+    torch.distributed.checkpoint.state_dict asks for the names, to find the values in a flattened state dict.
+    """
+
+    def __init__(self, names: list[Any], shape: tuple[int, ...], owner: int) -> None:
+        self._names, self._shape, self._owner = names, shape, owner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names
+
+    def __getitem__(self, key: Any) -> NoReturn:
         raise RuntimeError(
-            f"optimizer.state: the state of this parameter of shape {tuple(param.shape)} is held by its owner, rank "
-            f"{owner}, if there is any yet (use_full_params); call optimizer.state_dict() on all ranks to get it"
+            f"optimizer.state: the state {key!r} of this parameter of shape {self._shape} is held by its owner, rank "
+            f"{self._owner}, if there is any yet (use_full_params); expected to be read there. Call "
+            "optimizer.state_dict() on all ranks to get it"
         )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__getitem__(key)
 
 
 @dataclass(frozen=True)
@@ -61,10 +89,11 @@ class _Leaf:
 def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultdict[Any, Any]:
     """What the optimizer would have if it stepped on DTensors; every rank must call this.
 
-    Tensors of a parameter's shape are cut like the parameter, single elements are plain, others are replicated.
+    Tensors of a parameter's shape are cut like the parameter, single elements are plain, others are replicated. State
+    of parameters that ``ownership`` does not know (sharded since, say) has that form already.
     """
     shown: defaultdict[Any, Any] = defaultdict(dict)
-    shown.update({param: entry for param, entry in state.items() if not isinstance(param, DTensor)})
+    shown.update({param: entry for param, entry in state.items() if ownership.owner_of(param) is None})
     for ranks in ownership.sets:
         mine = {i: _describe(state[owned.param], owned) for i, owned in enumerate(ranks.owned) if owned.param in state}
         described: dict[int, Any] = {}
@@ -97,20 +126,31 @@ _Piece = tuple[int, int, Route, _Leaf]  # parameter, leaf, how it travels, what 
 
 def _pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[list[_Piece]]:
     """All tensors that travel, in order, in bounded buckets."""
-    bucket: list[_Piece] = []
-    nbytes = 0
+    return _in_buckets(_sized_pieces(described, ranks))
+
+
+def _sized_pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[tuple[_Piece, int]]:
     for i in sorted(described):
         route = ranks.owned[i].route
         for k, leaf in enumerate(take_apart(described[i])[0]):
-            if not isinstance(leaf, _Leaf) or leaf.value is not None:
-                continue
-            way = route if leaf.shape == route.shape else route.everywhere(leaf.shape)
-            size = torch.Size(leaf.shape).numel() * leaf.dtype.itemsize
-            if bucket and nbytes + size > _BUCKET_BYTES:
-                yield bucket
-                bucket, nbytes = [], 0
-            bucket.append((i, k, way, leaf))
-            nbytes += size
+            if isinstance(leaf, _Leaf) and leaf.value is None:
+                way = route if leaf.shape == route.shape else route.everywhere(leaf.shape)
+                yield (i, k, way, leaf), torch.Size(leaf.shape).numel() * leaf.dtype.itemsize
+
+
+_T = TypeVar("_T")
+
+
+def _in_buckets(entries: Iterable[tuple[_T, int]]) -> Iterator[list[_T]]:
+    """``entries``, given with their bytes, in lists of up to 64 MiB or of one."""
+    bucket: list[_T] = []
+    total = 0
+    for entry, nbytes in entries:
+        if bucket and total + nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(entry)
+        total += nbytes
     if bucket:
         yield bucket
 
@@ -155,34 +195,43 @@ def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
     kept.stepped = bool(state)
     kept.update({param: entry for param, entry in state.items() if ownership.owner_of(param) is None})
     for ranks in ownership.sets:
+        taken: list[tuple[Owned, list[Any], Any]] = []
+        cut: list[tuple[tuple[Owned, list[Any], int], int]] = []
         for owned in ranks.owned:
             if owned.param not in state:
                 continue
-            leaves, rebuild = take_apart(state[owned.param])
-            found = _bring(leaves, owned, ranks)
-            if owned.mine:
-                kept[owned.param] = rebuild(found)
+            entry = state[owned.param]
+            kept.names[owned.param] = names_in(entry)
+            leaves, rebuild = take_apart(entry)
+            leaves = list(leaves)
+            taken.append((owned, leaves, rebuild))
+            for k, leaf in enumerate(leaves):
+                if not isinstance(leaf, DTensor):
+                    continue
+                if tuple(leaf.shape) == owned.route.shape and placed_alike(leaf, owned.param):
+                    cut.append(((owned, leaves, k), leaf.numel() * leaf.dtype.itemsize))
+                elif all(isinstance(p, Replicate) for p in leaf.placements):
+                    leaves[k] = on_this_rank(leaf)
+                else:
+                    leaves[k] = leaf.full_tensor()
+        for bucket in _in_buckets(cut):
+            _bring(bucket, ranks)
+        kept.update({owned.param: rebuild(leaves) for owned, leaves, rebuild in taken if owned.mine})
     return kept
 
 
-def _bring(leaves: list[Any], owned: Owned, ranks: RankSet) -> list[Any]:
-    """The leaves of one parameter's state, whole at its owner: those cut like the parameter travel together."""
-    found = list(leaves)
-    cut: list[int] = []
-    for k, leaf in enumerate(leaves):
-        if not isinstance(leaf, DTensor):
-            continue
-        if tuple(leaf.shape) == owned.route.shape and placed_alike(leaf, owned.param):
-            cut.append(k)
-        elif all(isinstance(p, Replicate) for p in leaf.placements):
-            found[k] = on_this_rank(leaf)
-        else:
-            found[k] = leaf.full_tensor()
-    dtypes = [leaves[k].dtype for k in cut]
-    layout = Layout([owned.route] * len(cut), dtypes, ranks.axis, ranks.device, to_owner=True)
-    arriving = layout.start([on_this_rank(leaves[k]) for k in cut], [owned.here] * len(cut))
-    wholes = [owned.empty(dtype) if owned.mine else None for dtype in dtypes]
-    arriving.deliver(wholes, [owned.whole] * len(cut))
-    for k, full in zip(cut, wholes):
-        found[k] = full
-    return found
+def names_in(entry: Any) -> list[Any]:
+    """The names in the state of one parameter."""
+    return list(entry) if isinstance(entry, dict) else []
+
+
+def _bring(pieces: list[tuple[Owned, list[Any], int]], ranks: RankSet) -> None:
+    """Replace leaves that are cut like their parameters by whole ones at the owners, by None elsewhere."""
+    dtypes = [leaves[k].dtype for _, leaves, k in pieces]
+    layout = Layout([owned.route for owned, _, _ in pieces], dtypes, ranks.axis, ranks.device, to_owner=True)
+    sources = [on_this_rank(leaves[k]) for _, leaves, k in pieces]
+    arriving = layout.start(sources, [owned.here for owned, _, _ in pieces])
+    wholes = [owned.empty(dtype) if owned.mine else None for (owned, _, _), dtype in zip(pieces, dtypes)]
+    arriving.deliver(wholes, [owned.whole for owned, _, _ in pieces])
+    for (_, leaves, k), full in zip(pieces, wholes):
+        leaves[k] = full

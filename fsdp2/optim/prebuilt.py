@@ -26,9 +26,11 @@ from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.engine.unit import live_states
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
-__all__ = ["follow_parameters", "repair", "shards_of"]
+__all__ = ["STEPS_ON_WHOLE", "follow_parameters", "repair", "shards_of"]
 
 _SIZE = "_fsdp2_size"  # of an optimizer: how many parameters it had when it was last looked through
+STEPS_ON_WHOLE = "_fsdp2_full_params"
+"""An attribute of optimizers that step on whole parameters, for which state of any shape is right as it is."""
 _hooked = False
 # Gradients that originals had when they were replaced: of this rank's data alone, or written to the shard already.
 _old_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original -> weak gradient
@@ -99,11 +101,13 @@ def _look_through(optimizer: torch.optim.Optimizer, size: int) -> None:
             managed = None if is_managed_tensor(param) and not is_temporary(param) else param_of(param)
             if managed is None or managed.sharded is None:
                 continue
-            params[i] = managed.sharded  # in place: LBFGS and schedulers keep the same list
+            if param in optimizer.state:  # first, since it may raise: the next step must not begin without this state
+                any_shape = STEPS_ON_WHOLE in optimizer.__dict__
+                optimizer.state[managed.sharded] = _cut_state(optimizer.state[param], param, managed, any_shape)
+                del optimizer.state[param]
             if not is_temporary(param):  # what a full parameter has is still to be reduced
                 _carry_gradient(param, managed)
-            if param in optimizer.state:
-                optimizer.state[managed.sharded] = _cut_state(optimizer.state.pop(param), param, managed)
+            params[i] = managed.sharded  # in place: LBFGS and schedulers keep the same list
 
 
 def _carry_gradient(original: torch.Tensor, managed: FSDPParam) -> None:
@@ -120,11 +124,12 @@ def _carry_gradient(original: torch.Tensor, managed: FSDPParam) -> None:
     managed.set_gradient(arrived(grad.full_tensor()) if isinstance(grad, DTensor) else grad)
 
 
-def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam) -> dict[str, Any]:
+def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam, any_shape: bool) -> dict[str, Any]:
     """The optimizer's state of one parameter, tensors of the parameter's shape cut like the parameter itself.
 
     Raises:
-        RuntimeError: a tensor in it has another shape and more than one element, so nobody knows how to cut it.
+        RuntimeError: a tensor in it has another shape and more than one element, so nobody knows how to cut it; not
+            with ``any_shape``, where it stays whole.
     """
     cut = {}
     for key, value in state.items():
@@ -133,10 +138,13 @@ def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam
             cut[key] = value
         elif value.shape == original.shape:
             cut[key] = _cut(value, original, managed)
+        elif any_shape:
+            cut[key] = value
         else:
             raise RuntimeError(
                 f"{managed.name}: the optimizer was stepped before fully_shard and its state {key!r} has shape "
-                f"{tuple(value.shape)}, expected {tuple(original.shape)}; build the optimizer after fully_shard"
+                f"{tuple(value.shape)}, expected {tuple(original.shape)}; build the optimizer after "
+                "fully_shard, or, if it updates each parameter independently, call use_full_params on it"
             )
     return cut
 

@@ -353,21 +353,29 @@ def test_an_error_at_one_owner_is_raised_everywhere(rank, world):
 
 @on_ranks(2)
 def test_state_of_others_says_where_it_is(rank, world):
-    """The owner's is whole and plain; elsewhere the error names the owner."""
+    """The owner's is whole and plain; elsewhere its names are known, and reading a value names the owner."""
     module = shard(stack(), mesh_1d())
     optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
     module(rows(0)).sum().backward()
     assert not optimizer.state
     optimizer.step()
-    assert optimizer.state
+    assert optimizer.state  # on each rank
     held = [p for p in module.parameters() if p in optimizer.state]
     assert 0 < len(held) < 4
     for p in module.parameters():
         if p in optimizer.state:
             assert optimizer.state[p]["momentum_buffer"].shape == p.shape
         else:
-            with pytest.raises(RuntimeError, match=f"held by its owner, rank {1 - rank}.*state_dict"):
-                optimizer.state[p]
+            entry = optimizer.state[p]
+            assert list(entry) == ["momentum_buffer"] and len(entry) == 1 and "momentum_buffer" in entry
+            for read in (entry.get, entry.__getitem__):
+                with pytest.raises(RuntimeError, match=f"held by its owner, rank {1 - rank}.*state_dict"):
+                    read("momentum_buffer")
+            with pytest.raises(RuntimeError, match="held by its owner"):
+                list(entry.values())
+    stranger = nn.Parameter(torch.ones(2))
+    with pytest.raises(KeyError):
+        optimizer.state[stranger]
 
 
 @on_ranks(2)

@@ -154,6 +154,8 @@ def test_state_of_another_shape_is_refused_by_name() -> None:
         fully_shard(ours, mesh=mesh)
         with pytest.raises(RuntimeError, match=r"0.weight: .* state 'row_mean' has shape \(5,\), expected \(5, 3\)"):
             optimizer.step()
+        with pytest.raises(RuntimeError, match="'row_mean'"):  # and not lost for the next step
+            optimizer.step()
 
 
 def test_state_that_is_no_tensor_or_a_number_is_kept() -> None:

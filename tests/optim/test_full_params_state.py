@@ -1,0 +1,120 @@
+"""``use_full_params``: the state that an optimizer has is kept when its parameters are sharded, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import fsdp2
+from tests.optim.test_full_params import OPTIMIZERS, assert_equal, assert_same_state, rows, shard, stack, train, whole
+from tests.support.counting import Collectives
+from tests.support.parity import mesh_1d
+from tests.support.pool import on_ranks
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Shampoo"])
+@pytest.mark.parametrize("when", ["before the steps", "after the steps", "after sharding"])
+def test_training_begins_before_sharding(rank, world, name, when):
+    """State that an optimizer has when its parameters are sharded is kept: as matrices, factors, and counts.
+
+    It was dropped, because the owners that were known had no such parameters; factors were refused.
+    """
+    module, reference = stack(), stack()
+    optimizer, plain = OPTIMIZERS[name](module.parameters()), OPTIMIZERS[name](reference.parameters())
+    for step in range(4):
+        if when == ("before the steps", "after the steps", "after sharding")[min(step, 2)]:
+            fsdp2.use_full_params(optimizer)
+        if step == 2:
+            shard(module, mesh_1d())
+            if when == "after sharding":
+                fsdp2.use_full_params(optimizer)
+        module(rows(step)).square().sum().backward()
+        for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            theirs.grad = whole(mine.grad).clone()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+        assert_equal(module.parameters(), reference.parameters())
+    assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_state_dicts_between_sharding_and_the_first_step(rank, world, loaded):
+    """They have the form that the state has on shards, and what is loaded is used."""
+    module, reference = stack(), stack()
+    optimizer, plain = (fsdp2.use_full_params(OPTIMIZERS["Muon"](one.parameters())) for one in (module, reference))
+    for one, other in ((module, optimizer), (reference, plain)):
+        one(rows(0)).square().sum().backward()
+        other.step()
+        other.zero_grad()
+    shard(module, mesh_1d())
+    saved = optimizer.state_dict()
+    assert_same_state(saved, plain.state_dict())
+    assert all(isinstance(entry["momentum_buffer"], DTensor) for entry in saved["state"].values())
+    if loaded:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    train(module, optimizer, reference, plain, range(1, 3))
+    assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_flattened_state_dicts(rank, world, name, fresh):
+    """torch asks the optimizer for the names of each parameter's state, of those that other ranks own too."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    module, reference = shard(stack(), mesh_1d()), stack()
+    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+    plain = OPTIMIZERS[name](reference.parameters())
+    train(module, optimizer, reference, plain, range(2))
+    saved = get_optimizer_state_dict(module, optimizer, options=options)
+    again = optimizer
+    if fresh:
+        again = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
+    else:
+        module(rows(9)).sum().backward()
+        again.step()  # what is loaded replaces this
+        with torch.no_grad():
+            for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+                mine.copy_(distribute_tensor(theirs, mine.device_mesh, mine.placements))
+    set_optimizer_state_dict(module, again, saved, options=options)
+    assert_same_state(again.state_dict(), plain.state_dict())
+    again.zero_grad()
+    train(module, again, reference, plain, range(2, 4))
+
+
+@on_ranks(2)
+def test_loading_many_small_parameters(rank, world):
+    """Their state travels together, as it does when it is saved; it went one parameter at a time."""
+    torch.manual_seed(0)
+    module = shard(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(20))), mesh_1d())
+    optimizer = fsdp2.use_full_params(OPTIMIZERS["Adafactor"](module.parameters()))
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    again = fsdp2.use_full_params(torch.optim.AdamW(module.parameters()))
+    moments = {"step": torch.tensor(1.0)}
+    groups = again.state_dict()["param_groups"]
+    state = {
+        i: {**moments, "exp_avg": p.detach() + i, "exp_avg_sq": p.detach() - i}
+        for i, p in enumerate(module.parameters())
+    }
+    for other, given in ((optimizer, saved), (again, {"state": state, "param_groups": groups})):
+        with Collectives() as seen:
+            other.load_state_dict(given)
+        assert sum(seen.counts.values()) <= 2, seen.counts
+        for index, entry in other.state_dict()["state"].items():
+            for key, value in given["state"][index].items():
+                assert torch.equal(whole(entry[key]), whole(value))

@@ -78,14 +78,17 @@ def _check_kind(optimizer: optim.Optimizer) -> None:
     reason = ""
     if isinstance(optimizer, optim.LBFGS):
         reason = "it takes products over all elements of all parameters, and its step needs a closure"
+        remedy = "It steps on DTensors as it is, if all ranks' pieces of each parameter have the same size"
     elif isinstance(optimizer, optim.SparseAdam):
         reason = "it needs sparse gradients, and those of shards are dense"
+        remedy = "Leave its parameters out of sharding (ignored_params of fully_shard), or use Adam"
     elif "_fsdp2_local_shards" in optimizer.__dict__:
         reason = "use_local_shards was called on it, and it computes either with whole parameters or with shards"
+        remedy = "Call one of the two on a new optimizer"
     if reason:
         raise ValueError(
             f"use_full_params: {type(optimizer).__name__} cannot step on whole parameters, because {reason}; expected "
-            "an optimizer that updates each parameter independently, such as Muon. Use it as it is, on DTensors"
+            f"an optimizer that updates each parameter independently, such as Muon. {remedy}"
         )
 
 

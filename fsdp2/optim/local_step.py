@@ -40,11 +40,18 @@ _ELEMENTWISE = {
     optim.Rprop,
     optim.SGD,
 }
-_NOT_ELEMENTWISE = {
-    optim.Adafactor: "it averages over whole rows and columns of a parameter",
-    optim.LBFGS: "it takes products over all elements of all parameters",
-    optim.Muon: "it orthogonalizes whole matrices",
-    optim.SparseAdam: "it needs sparse gradients, and those of shards are dense",
+_ON_WHOLE = "Call fsdp2.use_full_params on it, which lets it step on whole parameters"
+_NOT_ELEMENTWISE = {  # why not, and what to do instead
+    optim.Adafactor: ("it averages over whole rows and columns of a parameter", _ON_WHOLE),
+    optim.LBFGS: (
+        "it takes products over all elements of all parameters",
+        "It steps on DTensors as it is, if all ranks' pieces of each parameter have the same size",
+    ),
+    optim.Muon: ("it orthogonalizes whole matrices", _ON_WHOLE),
+    optim.SparseAdam: (
+        "it needs sparse gradients, and those of shards are dense",
+        "Leave its parameters out of sharding (ignored_params of fully_shard), or use Adam",
+    ),
 }
 _MARK = "_fsdp2_local_shards"
 
@@ -75,11 +82,12 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
             "that a wrapper holds"
         )
     kind = type(optimizer)
-    reason = next((reason for known, reason in _NOT_ELEMENTWISE.items() if isinstance(optimizer, known)), None)
-    if reason is not None:
+    refused = next((why for known, why in _NOT_ELEMENTWISE.items() if isinstance(optimizer, known)), None)
+    if refused is not None:
+        reason, remedy = refused
         raise ValueError(
             f"use_local_shards: {kind.__name__} cannot step on local shards, because {reason}; got {kind.__name__}, "
-            "expected an elementwise optimizer such as AdamW. Use it as it is, on DTensors"
+            f"expected an elementwise optimizer such as AdamW. {remedy}"
         )
     if kind not in _ELEMENTWISE and not elementwise:
         raise ValueError(

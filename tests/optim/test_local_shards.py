@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -157,3 +158,26 @@ def test_plain_parameters_in_the_same_group(rank, world, way):
     assert_equal(modules[0].state_dict(), modules[1].state_dict())
     states = [{k: o.state[p] for k, p in m.named_parameters()} for o, m in zip(optimizers, modules, strict=True)]
     assert_equal(*states)
+
+
+@on_ranks(2)
+def test_lbfgs_steps_on_dtensors_of_even_pieces(rank, world):
+    """The errors that refuse it say so."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 6)
+    reference = copy.deepcopy(module)
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    x = torch.randn(4, 4)
+    for one in (module, reference):
+        optimizer = torch.optim.LBFGS(one.parameters(), lr=0.1)
+
+        def closure(one=one, optimizer=optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = one(x).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach())

@@ -27,6 +27,24 @@ __all__ = ["optim_state_dict", "optim_state_dict_to_load"]
 
 _SMALL = 64
 """Tensors of so many elements or fewer, step counters above all, are not sent one by one but with what they are for."""
+_MOMENTS = frozenset(
+    (
+        "acc_delta",
+        "ax",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "grad_avg",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "prev",
+        "square_avg",
+        "step_size",
+        "sum",
+        "variance",
+    )
+)
+"""What torch's optimizers call state of the parameter's own shape."""
 
 
 def optim_state_dict(
@@ -115,7 +133,9 @@ def optim_state_dict_to_load(
     Whole tensors, DTensors and pieces of this rank are accepted under any setting of ``model``; they are sharded
     without communication and copied. With ``FullOptimStateDictConfig(rank0_only=True)`` only the first rank's argument
     is used, and sent to the others one tensor at a time. State of parameters that ``optim`` does not train is left out.
-    Groups get the hyperparameters that their parameters were saved with, in any order of groups.
+    Groups get the hyperparameters that their parameters were saved with, in any order of groups. The state dict of a
+    plain optimizer, which numbers its parameters, is taken too: they are those of ``optim`` in the same order, or of
+    the names that it was built with.
 
     Args:
         model: The model, sharded or not.
@@ -125,15 +145,19 @@ def optim_state_dict_to_load(
         load_directly: Also call ``optim.load_state_dict`` with the result.
 
     Raises:
-        ValueError: a tensor does not fit its parameter, or one group's parameters were saved with different
-            hyperparameters.
+        ValueError: a tensor does not fit its parameter, one group's parameters were saved with different
+            hyperparameters, or numbered parameters are not as many, group by group, as ``optim`` has.
     """
     places = _places("optim_state_dict_to_load", model, optim)
     by_name = {name: place for place in places.values() for name in place.names}
     ranks = Ranks.alone()
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         ranks = ranks_of(model, managed=True) or Ranks.world()
-    saved = _convert_state(_as_dictionaries(optim_state_dict), by_name, ranks)
+    given = _as_dictionaries(optim_state_dict)
+    with ranks.agreed():
+        if ranks.first:  # others may have been given anything, and with several ranks it is not used
+            given = _numbers_to_names(given, optim, places)
+    saved = _convert_state(given, by_name, ranks)
     if not isinstance(saved, Mapping) or "state" not in saved:
         raise TypeError(f"optim_state_dict_to_load: expected a dictionary with 'state', got {type(saved).__name__}")
     states = {clean_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()}
@@ -177,13 +201,54 @@ def _groups_to_load(
                     homes.setdefault(group_of[name], name)
         if not homes and not group["params"] and len(saved) == len(optim.param_groups):
             homes = {number: ""}
-        options = [{key: value for key, value in saved[home].items() if key != "params"} for home in homes]
+        # "param_names" belongs to the order of the parameters, which the group has, and to no hyperparameters.
+        own = {key: group[key] for key in ("param_names",) if key in group}
+        options = [
+            {key: value for key, value in saved[home].items() if key not in ("params", "param_names")} for home in homes
+        ]
         if any(other != options[0] for other in options[1:]):
             raise ValueError(
                 f"optim_state_dict_to_load: group {number} of the optimizer holds {list(homes.values())}, which were "
                 "saved in groups with different hyperparameters; build the optimizer with groups like the saved ones"
             )
-        result.append(options[0] if options else group)
+        result.append({**options[0], **own} if options else group)
+    return result
+
+
+def _numbers_to_names(saved: Any, optim: torch.optim.Optimizer, places: Mapping[Any, Place]) -> Any:
+    """``saved``, with names of parameters where an optimizer's own state dict has numbers.
+
+    Raises:
+        ValueError: it has other numbers of parameters in its groups than ``optim``, or state of a number in none.
+    """
+    if not isinstance(saved, Mapping) or "state" not in saved:
+        return saved
+    groups = saved.get("param_groups")
+    held = [key for group in groups or () for key in group["params"]]
+    if not any(isinstance(key, int) for key in (*saved["state"], *held)):
+        return saved
+    own = [[places[param].name for param in group["params"]] for group in optim.param_groups]
+    if groups is None:
+        names: dict[Any, str] = {i: places[param].name for i, param in enumerate(_params(optim))}
+    elif all("param_names" in group for group in groups):
+        names = {key: name for group in groups for key, name in zip(group["params"], group["param_names"])}
+    else:
+        sizes, expected = [len(group["params"]) for group in groups], [len(group) for group in own]
+        if sizes != expected:
+            raise ValueError(
+                f"optim_state_dict_to_load: the state dict has numbers for names, in groups of {sizes} parameters, "
+                f"expected {expected} as in the optimizer; save with fsdp2.optim_state_dict, which names parameters"
+            )
+        names = {key: name for group, home in zip(groups, own) for key, name in zip(group["params"], home)}
+    strange = [key for key in saved["state"] if isinstance(key, int) and key not in names]
+    if strange:
+        raise ValueError(
+            f"optim_state_dict_to_load: the numbers {strange} in the state are of no parameter; expected those of the "
+            f"groups, {list(names)}; save with fsdp2.optim_state_dict, which names parameters"
+        )
+    result = {**saved, "state": {names.get(key, key): value for key, value in saved["state"].items()}}
+    if groups is not None:
+        result["param_groups"] = [{**g, "params": [names.get(key, key) for key in g["params"]]} for g in groups]
     return result
 
 
@@ -221,7 +286,9 @@ def _convert_state(state_dict: Any, by_name: Mapping[str, Place], ranks: Ranks) 
         part, name, key, *_ = *keys[index], "", "", ""
         place = by_name.get(clean_name(name)) if part == "state" else None
         if place is not None:
-            result[index] = _value_to_load(value, place, f"{clean_name(name)}: {key}", counter=key == "step")
+            moment = key in _MOMENTS and len(keys[index]) == 3  # not something inside of it
+            where = f"{clean_name(name)}: {key}"
+            result[index] = _value_to_load(value, place, where, counter=key == "step", moment=moment)
         elif received:  # into memory that is used again
             result[index] = value.clone()
 
@@ -256,7 +323,7 @@ def _announce(value: Any, sent: list[torch.Tensor]) -> Any:
     return Entry(tuple(value.shape), value.dtype)
 
 
-def _value_to_load(value: Any, place: Place, where: str, *, counter: bool) -> torch.Tensor:
+def _value_to_load(value: Any, place: Place, where: str, *, counter: bool, moment: bool) -> torch.Tensor:
     """A copy of ``value`` cut like the parameter; what does not have its shape stays whole."""
     param, managed = place.tensor, place.param
     if is_piece(value):
@@ -274,7 +341,7 @@ def _value_to_load(value: Any, place: Place, where: str, *, counter: bool) -> to
     else:
         whole = whole_of(value) if isinstance(value, DTensor) else value.detach()
         if not isinstance(param, DTensor) or whole.shape != param.shape or counter:
-            _check_shape(whole, param, where)
+            _check_shape(whole, param, where, moment)
             return whole.clone()
         if managed is None:
             whole = whole.to(param.device)
@@ -283,9 +350,14 @@ def _value_to_load(value: Any, place: Place, where: str, *, counter: bool) -> to
     return managed.spec.shard_as(own_memory(local, managed.spec, managed.local.device))
 
 
-def _check_shape(value: torch.Tensor, param: torch.Tensor, where: str) -> None:
-    """Factored states have fewer dimensions, or 1 in some; anything else of a parameter's rank must have its shape."""
-    if value.ndim == param.ndim and any(got not in (1, size) for got, size in zip(value.shape, param.shape)):
+def _check_shape(value: torch.Tensor, param: torch.Tensor, where: str, moment: bool) -> None:
+    """Refuse what can be no state of ``param``.
+
+    Factored states have fewer dimensions, or 1 in some; a moment, and anything else of as many dimensions, must have
+    the parameter's shape. A single number may stand for what the parameter has as a whole, under any name.
+    """
+    alike = value.ndim == param.ndim and any(got not in (1, size) for got, size in zip(value.shape, param.shape))
+    if alike or (moment and value.numel() != 1 and value.shape != param.shape):
         raise ValueError(
             f"optim_state_dict_to_load: {where} has shape {tuple(value.shape)}, expected {tuple(param.shape)} as the "
             "parameter; load the state of the same model"

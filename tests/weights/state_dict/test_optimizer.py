@@ -393,3 +393,67 @@ def test_named_optimizers_and_loading_directly(rank, world):
         one, two = optimizer.state[parameter]["momentum_buffer"], other.state[parameter]["momentum_buffer"]
         assert one.placements == two.placements and torch.equal(one.to_local(), two.to_local())
     assert whole(module).keys() == build().state_dict().keys()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["sharded", "full_on_rank0"])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_state_dict_of_a_plain_optimizer(rank, world, kind, named):
+    """Its numbers stand for parameters in the order of the groups, or for the names that the groups hold.
+
+    They were passed on, and so whole tensors where the optimizer needs shards.
+    """
+    plain = build()
+    modules = [plain, shard(build())]
+    optimizers = []
+    for module in modules:
+        entries = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        groups = [entries[:3], entries[3:]]
+        if named and module is plain:
+            groups = [groups[0][::-1], groups[1]]  # names count, not places
+        pick = lambda group: group if named else [p for _, p in group]
+        optimizers.append(
+            torch.optim.AdamW([{"params": pick(group), "lr": lr} for group, lr in zip(groups, (0.05, 0.02))])
+        )
+    train(plain, optimizers[0], range(2))
+    state = optimizers[0].state_dict()
+    if kind == "full_on_rank0" and rank:
+        state = {}
+    modules[1].load_state_dict(plain.state_dict())
+    load(modules[1], optimizers[1], state, kind)
+    assert all(isinstance(entry["exp_avg"], DTensor) for entry in optimizers[1].state.values())
+    torch.testing.assert_close(train(modules[1], optimizers[1], range(2, 4)), train(plain, optimizers[0], range(2, 4)))
+
+
+@on_ranks(2)
+def test_numbers_that_fit_no_parameters(rank, world):
+    """More or fewer parameters in a group, other groups, numbers of nothing: refused, as torch refuses them."""
+    module, optimizer = trained()
+    plain = build()
+    for count, groups, got in ((3, 1, r"groups of \[3\] parameters"), (4, 2, r"groups of \[4, 3\] parameters")):
+        params = [p for p in plain.parameters() if p.requires_grad]
+        parts = [params[:count]] if groups == 1 else [params[:count], params[count:]]
+        other = torch.optim.AdamW([{"params": part} for part in parts])
+        train(plain, other, range(1))
+        with pytest.raises(ValueError, match=rf"numbers for names, in {got}, expected .*fsdp2.optim_state_dict"):
+            load(module, optimizer, other.state_dict())
+    state = optimizer.state_dict()
+    state["state"][99] = {}
+    with pytest.raises(ValueError, match=r"the numbers \[99\] in the state are of no parameter"):
+        load(module, optimizer, state)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", [(30,), (5, 6, 1), (1, 5), (6, 1)])
+def test_moments_of_another_shape(rank, world, shape):
+    """Refused by name: they stayed whole and plain, and the step failed, or worked with other elements."""
+    module, optimizer = trained()
+    state = saved(module, optimizer, "full")
+    state["state"]["first.2.weight"]["exp_avg"] = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"first.2.weight: exp_avg has shape .*, expected \(6, 5\)"):
+        load(module, optimizer, state)
+    bias = state["state"]["first.2.bias"]
+    state = saved(module, optimizer, "full")
+    state["state"]["first.2.bias"]["exp_avg_sq"] = bias["exp_avg_sq"][None]
+    with pytest.raises(ValueError, match=r"first.2.bias: exp_avg_sq has shape \(1, 6\), expected \(6,\)"):
+        load(module, optimizer, state)

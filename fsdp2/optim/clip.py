@@ -4,6 +4,10 @@ Every rank adds up what its own elements contribute (powers of norms, in float64
 then summed over each dimension of the mesh that any of its parameters is cut over. What is the same on all ranks of
 such a dimension, because its parameter is not cut over it, is divided by the dimension's size beforehand. Which
 collectives there are depends on the parameters alone, never on which of them have gradients.
+
+Parameters on smaller meshes are averaged over the largest in the end. That is right for copies: a norm layer on the
+data-parallel mesh alone, beside layers that tensor parallelism cut. Experts that only some data-parallel ranks have
+must be summed, so they are multiplied by the number of such sets of ranks beforehand (`_weights`).
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
-from fsdp2.engine.param import is_temporary
+from fsdp2.engine.index import param_of
+from fsdp2.engine.param import is_managed_tensor, is_temporary
 from fsdp2.optim.prebuilt import shards_of
 from fsdp2.optim.runs import joined, norms_of, scale
 from fsdp2.sharding.mesh import Axis, listed_ranks
@@ -25,9 +30,9 @@ from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
 __all__ = ["clip_grad_norm_"]
 
-# The mesh of a parameter and its dimensions that cut it; (None, ()) for a plain one.
-_Cut = tuple[DeviceMesh | None, tuple[int, ...]]
-_PLAIN: _Cut = (None, ())
+# The mesh of a parameter, its dimensions that cut it, and whether it is a shard; (None, (), False) for a plain one.
+_Cut = tuple[DeviceMesh | None, tuple[int, ...], bool]
+_PLAIN: _Cut = (None, (), False)
 _Buckets = dict[tuple[torch.device, torch.dtype, _Cut], list[torch.Tensor]]
 
 
@@ -43,9 +48,10 @@ def clip_grad_norm_(
     """Scale all gradients down to a total norm of ``max_norm`` if it is larger; return the norm before, on every rank.
 
     Each rank of a parameter's mesh must call this with that parameter, whether it has a gradient here or not; plain
-    parameters must be passed on all ranks or on none. Gradients of plain tensors should be equal on all ranks; where
-    they are not, ranks use the mean of their powers and still agree. The norm of half-precision gradients is computed
-    in float32.
+    parameters must be passed on all ranks or on none. A parameter that is sharded over fewer data-parallel ranks than
+    others is taken for an expert, which those other ranks do not have. If they have copies of it, and you sum their
+    gradients yourself, each copy counts. Gradients of plain tensors should be equal on all ranks; where they are not,
+    ranks use the mean of their powers and still agree. The norm of half-precision gradients is computed in float32.
 
     Args:
         parameters: Sharded, replicated and plain parameters on any meshes, or a single one. A parameter that
@@ -74,8 +80,10 @@ def clip_grad_norm_(
     meshes = _Meshes({_PLAIN if cut is None else cut for cut in cuts})
     powers = _Powers(norm_type, foreach, device)
     parts: dict[DeviceMesh | None, torch.Tensor] = {}
-    for (_, _, (mesh, dims)), tensors in measured.items():
-        part = powers.of(tensors, meshes.copies(mesh, dims))
+    weights = _weights(params, cuts) if meshes.averages else {}
+    for (_, _, cut), tensors in measured.items():
+        mesh = cut[0]
+        part = powers.of(tensors, meshes.copies(cut) / weights.get(cut, 1))
         parts[mesh] = powers.combined(parts[mesh], part) if mesh in parts else part
     total = meshes.reduce(parts, powers)
     if pp_mesh is not None:
@@ -109,7 +117,7 @@ def _check(params: list[Any], norm_type: float, pp_mesh: DeviceMesh | None) -> f
 
 def _cuts(params: list[torch.Tensor]) -> list[_Cut | None]:
     """How each parameter is cut; None for one that is itself a partial sum and so is nowhere cut."""
-    keys = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in params]
+    keys = [(p.device_mesh, p.placements, is_managed_tensor(p)) if isinstance(p, DTensor) else None for p in params]
     found: dict[Any, _Cut | None] = {}
     for key in dict.fromkeys(keys):
         if key is None or key[0].get_coordinate() is None:
@@ -117,8 +125,33 @@ def _cuts(params: list[torch.Tensor]) -> list[_Cut | None]:
         elif any(placement.is_partial() for placement in key[1]):
             found[key] = None
         else:
-            found[key] = key[0], tuple(i for i, place in enumerate(key[1]) if not isinstance(place, Replicate))
+            dims = tuple(i for i, place in enumerate(key[1]) if not isinstance(place, Replicate))
+            found[key] = key[0], dims, key[2]
     return [found[key] for key in keys]
+
+
+def _weights(params: list[torch.Tensor], cuts: list[_Cut | None]) -> dict[_Cut, float]:
+    """How many sets of ranks have a shard of their own where this rank has one, by how it is cut.
+
+    Ranks that are data-parallel for any parameter have different data; a shard on some of these ranks alone, whose
+    gradients no other of them sums, is trained there alone. Beyond the data-parallel ranks of what tensor parallelism
+    cut there are copies.
+    """
+    one_of_each = {cut: param for param, cut in zip(params, cuts) if cut is not None and cut[2]}
+    ranks: dict[_Cut, frozenset[int]] = {}
+    tensor_parallel: list[frozenset[int]] = []
+    for cut, param in one_of_each.items():
+        shard = param_of(param)
+        if shard is None:  # its module is gone
+            continue
+        ranks[cut] = frozenset(listed_ranks(shard.group.mesh.mesh))
+        if shard.spec.full is not None:
+            tensor_parallel.append(ranks[cut])
+    found = {}
+    for cut, own in ranks.items():
+        around = [other for other in tensor_parallel if own <= other] or [o for o in ranks.values() if own <= o]
+        found[cut] = max(map(len, around)) / len(own)
+    return found
 
 
 def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buckets, _Buckets]:
@@ -158,7 +191,7 @@ class _Powers:
         self._foreach = foreach
         self._device = device
 
-    def of(self, tensors: list[torch.Tensor], copies: int) -> torch.Tensor:
+    def of(self, tensors: list[torch.Tensor], copies: float) -> torch.Tensor:
         """What ``tensors`` (of one device and dtype) contribute, if as many ranks as ``copies`` contribute the same."""
         found = norms_of(tensors, self._order, at_once=self._foreach is not False).to(self._device, torch.float64)
         return found.max() if math.isinf(self._order) else found.pow(self._order).sum() / copies
@@ -196,7 +229,7 @@ class _Meshes:
 
     def __init__(self, cuts: set[_Cut]) -> None:
         dims: dict[DeviceMesh, set[int]] = {}
-        for mesh, own in cuts:
+        for mesh, own, _ in cuts:
             if mesh is not None:
                 dims.setdefault(mesh, set()).update(own)
         order = sorted(dims, key=_size_and_ranks)
@@ -208,9 +241,15 @@ class _Meshes:
                 dims[order[-1]].update(range(order[-1].ndim))
         self._dims = {mesh: sorted(dims[mesh]) for mesh in order}
 
-    def copies(self, mesh: DeviceMesh | None, cut: tuple[int, ...]) -> int:
-        """How many of the ranks that are reduced over have the same of a parameter cut over these dimensions."""
-        return 1 if mesh is None else math.prod(mesh.size(dim) for dim in self._dims[mesh] if dim not in cut)
+    @property
+    def averages(self) -> bool:
+        """Whether what lies on smaller meshes is averaged over the largest."""
+        return self._last is not None and len(self._dims) > 1
+
+    def copies(self, cut: _Cut) -> int:
+        """How many of the ranks that are reduced over have the same of a parameter that is cut so."""
+        mesh, dims, _ = cut
+        return 1 if mesh is None else math.prod(mesh.size(dim) for dim in self._dims[mesh] if dim not in dims)
 
     def reduce(self, parts: dict[DeviceMesh | None, torch.Tensor], powers: _Powers) -> torch.Tensor:
         """The contributions of all ranks of all meshes together, from this rank's to each mesh."""

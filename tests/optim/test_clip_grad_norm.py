@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -292,3 +293,64 @@ def test_cpu_offload(rank, world):
     params = list(module.parameters())
     assert_clipped(params, whole(params), 2.0, 0.01)
     assert isinstance(module, Model)
+
+
+@composes("clipping", "several meshes")
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+@pytest.mark.parametrize("dense", ["one dimension", "hybrid", "with plain parameters"])
+def test_experts_that_only_some_ranks_have(rank, world, norm_type, dense):
+    """Two ranks shard one expert, two others another one of another size, and all of them the rest.
+
+    Each expert counts once. Half of each counted: the mean over all ranks of what each of them has.
+    """
+    torch.manual_seed(5)
+    head, experts = nn.Linear(WIDTH, 3), [nn.Linear(3, 7, bias=False), nn.Linear(3, 5, bias=False)]
+    plain = nn.Parameter(torch.ones(3))
+    alone = copy.deepcopy([head, *experts, plain])
+    mine = experts[rank // 2]
+    fsdp2.fully_shard(mine, mesh=mesh_of(2, 2, names=("experts", "shard"))["shard"])
+    fsdp2.fully_shard(head, mesh=mesh_2d() if dense == "hybrid" else mesh_1d())
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    mine(head(x) * plain).square().mean().backward()
+    params = [*head.parameters(), *mine.parameters()]
+    reference = [*alone[0].parameters()]
+    for param, other in zip(params, reference, strict=False):
+        other.grad = full(param.grad)
+    if dense == "with plain parameters":
+        dist.all_reduce(plain.grad)
+        params.append(plain)
+        reference.append(alone[3])
+        alone[3].grad = plain.grad.clone()
+    for index, expert in enumerate(alone[1:3]):
+        grad = full(mine.weight.grad) if rank // 2 == index else torch.zeros_like(expert.weight)
+        dist.all_reduce(grad)
+        expert.weight.grad = grad / 2
+        reference.append(expert.weight)
+    expected = torch.nn.utils.clip_grad_norm_(reference, 0.01, norm_type)
+    total = fsdp2.clip_grad_norm_(params, 0.01, norm_type)
+    torch.testing.assert_close(total, expected, rtol=2e-6, atol=0)
+    assert_same_everywhere(total)
+    torch.testing.assert_close(full(mine.weight.grad), alone[1 + rank // 2].weight.grad, rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(full(head.weight.grad), alone[0].weight.grad, rtol=2e-6, atol=1e-9)
+
+
+@composes("clipping", "tensor parallel", "several meshes")
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_layer_that_tensor_parallelism_leaves_alone(rank, world, norm_type, everywhere):
+    """It is on the data-parallel mesh alone, and the ranks of the other dimension have copies: it counts once.
+
+    So it is where another layer is sharded over all ranks.
+    """
+    mesh = mesh_2d("dp", "tp")
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fsdp2.fully_shard(model[3], mesh=mesh_1d() if everywhere else mesh["dp"])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank // 2))
+    model(x).square().mean().backward()
+    params = list(model.parameters())
+    assert_clipped(params, whole(params), norm_type, 0.01)

@@ -213,3 +213,16 @@ def test_values_of_every_dtype(rank, world):
     for number, dtype in enumerate(dtypes):
         expected = torch.arange(-5, 6).to(torch.float32).to(dtype)
         assert torch.equal(module.get_buffer(f"b{number}").view(torch.uint8), expected.view(torch.uint8))
+
+
+@on_ranks(2)
+def test_the_remedy_for_fsdp1s_argument(rank, world):
+    """FSDP1's ``sync_module_states=True`` spread the checkpoint that rank 0 had loaded. The error for it named a call
+    after sharding, which copies replicas alone: the other ranks kept half of a model of their own."""
+    module = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(module.weight, 0.0 if rank else 7.0)
+    with pytest.raises(TypeError, match=r"call fsdp2.sync_module_states\(model\) before the first fully_shard"):
+        fsdp2.fully_shard(module, mesh=mesh_1d(), sync_module_states=True)
+    fsdp2.sync_module_states(module)
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    assert whole(module.weight).tolist() == [[7, 7], [7, 7]]

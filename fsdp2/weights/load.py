@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.sharding.boxes import Entry, Part, blocks, narrow, numel, whole
 from fsdp2.weights.matching import Loaded, check_ties, match, partly_loaded
 from fsdp2.weights.materialize import materialize
-from fsdp2.weights.names import clean_name
+from fsdp2.weights.names import clean_names
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import WeightFiles
@@ -59,6 +59,7 @@ def broadcast_from_rank0(
 
     Raises:
         RuntimeError: keys, shapes or kinds of dtypes differ (on any rank), or a forward or backward is running.
+        ValueError: two keys of rank 0's ``state_dict`` stand for one tensor of the plain model.
         TypeError: ``model`` is not an nn.Module, or rank 0's ``state_dict`` not a mapping of names to plain tensors.
 
     Errors are raised on every rank and leave the model as it was; if one occurs while rank 0 reads its tensors, the
@@ -95,7 +96,8 @@ def load_safetensors(
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is truncated or not a safetensors file, or an index is wrong.
+        ValueError: a file is truncated or not a safetensors file, an index is wrong or names a file outside its
+            folder, or two keys stand for one tensor of the plain model.
         RuntimeError: keys, shapes or kinds of dtypes differ, or a forward or backward is running.
         ImportError: the package safetensors is not installed.
 
@@ -192,7 +194,7 @@ class _FromFirst:
                 f"{_FROM_RANK0}: the state_dict of rank 0 must map names to tensors, got {type(state_dict).__name__}; "
                 "pass the full state dict of the plain model there"
             )
-        keys = {clean_name(key): key for key in state_dict}
+        keys = clean_names(state_dict, f"{_FROM_RANK0}: rank 0's state_dict")
         extras = {name: state_dict[key] for name, key in keys.items() if name in selection.extras}
         found = {name: _entry(state_dict[key], key) for name, key in keys.items() if name in selection.by_name}
         if strict:

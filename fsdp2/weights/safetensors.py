@@ -8,15 +8,15 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from fsdp2.sharding.boxes import Box, Entry
-from fsdp2.weights.names import clean_name
+from fsdp2.weights.names import clean_names
 
-__all__ = ["DTYPE_NAMES", "INDEX", "WeightFiles", "write_header", "write_tensor"]
+__all__ = ["DTYPE_NAMES", "INDEX", "RESERVED", "WeightFiles", "write_header", "write_tensor"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -44,6 +44,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 """Its name of each."""
 
 INDEX = ".safetensors.index.json"
+RESERVED = "__metadata__"
+"""The key of a header that is no tensor."""
 
 
 class WeightFiles:
@@ -59,7 +61,8 @@ class WeightFiles:
         Raises:
             ImportError: the package safetensors is missing.
             FileNotFoundError: a file is.
-            ValueError: a file is no complete safetensors file, an index is wrong, or a folder does not tell which.
+            ValueError: a file is no complete safetensors file, an index is wrong or names a file outside its folder,
+                a folder does not tell which file to take, or a tensor of the plain model is there twice.
         """
         self._found: dict[str, tuple[Any, str]] = {}
         self.given: dict[str, Entry] = {}
@@ -67,8 +70,8 @@ class WeightFiles:
         listed: Mapping[Path, list[str] | None] = {file: None}
         if file.suffix == ".json":
             listed = _index(file, where)
-        for file, keys in listed.items():
-            self._add(file, keys, where, stack.enter_context(_open(file, where)))
+        for path, keys in listed.items():
+            self._add(path, keys, where, stack.enter_context(_open(path, where)))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in ``box`` of a tensor, mapped from its file."""
@@ -79,10 +82,10 @@ class WeightFiles:
     def _add(self, path: Path, keys: list[str] | None, where: str, handle: Any) -> None:
         """Take in what a file has: the tensors that its index lists, or all."""
         there = set(handle.keys())
-        for key in there if keys is None else keys:
+        for name, key in clean_names(sorted(there) if keys is None else keys, f"{where}: {path}").items():
             if key not in there:
                 raise ValueError(f"{where}: {path} lacks {key}, which the index lists; write both again")
-            part, name = handle.get_slice(key), clean_name(key)
+            part = handle.get_slice(key)
             dtype = _DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise ValueError(
@@ -114,10 +117,9 @@ def _locate(path: Path, where: str) -> Path:
 
 def _index(path: Path, where: str) -> dict[Path, list[str]]:
     """The files that an index names, each with its tensors."""
-    files: dict[Path, list[str]] = {}
     try:
-        for key, name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items():
-            files.setdefault(path.parent / name, []).append(key)
+        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        names = {key: PurePath(name) for key, name in weight_map.items()}
     except OSError:
         raise
     except Exception as error:
@@ -125,6 +127,16 @@ def _index(path: Path, where: str) -> dict[Path, list[str]]:
             f"{where}: {path} is not an index of safetensors files; got {type(error).__name__}: {error}; expected JSON "
             "with a weight_map from names to files; write it again"
         ) from error
+    clean_names(names, f"{where}: {path}")
+    files: dict[Path, list[str]] = {}
+    for key, name in names.items():
+        # The text decides, not where a link leads: a Hugging Face cache consists of links out of the folder.
+        if name.is_absolute() or name.drive or ".." in name.parts:
+            raise ValueError(
+                f"{where}: {path} names a file outside its folder; got {str(name)!r} for {key}, expected the name of a "
+                "file beside the index; if you trust it, copy that file there and correct the index"
+            )
+        files.setdefault(path.parent / name, []).append(key)
     return files
 
 
@@ -150,7 +162,7 @@ def _open(path: Path, where: str) -> Any:
 
 def write_header(file: Any, tensors: Sequence[tuple[str, Entry]]) -> None:
     """Start a safetensors file whose ``tensors`` follow in this order, widest dtypes first so that all are aligned."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {RESERVED: {"format": "pt"}}
     start = 0
     for name, entry in tensors:
         end = start + entry.nbytes

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -86,11 +87,15 @@ class Place:
         dims = (dim for dim, placement in enumerate(self.tensor.placements) if isinstance(placement, Replicate))
         return Ranks.along(self.tensor.device_mesh, dims)
 
-    def speaks_for_all(self, ranks: Ranks) -> bool:
-        """Whether this rank's box is the one to take, of its copies and where it lies on fewer than all ``ranks``."""
+    def speaks_for_all(self, ranks: Ranks, holder: int | None = None) -> bool:
+        """Whether this rank's box is the one to take, of its copies and where it lies on fewer than all ``ranks``.
+
+        ``holder`` is the first rank that has the tensor: by default the first of ``ranks``.
+        """
+        holder = ranks.first_rank if holder is None else holder
         if self.mesh is None:
-            return ranks.first
-        return self.copies.first and bool((self.mesh.mesh == ranks.first_rank).any())
+            return not ranks.lines or dist.get_rank() == holder
+        return self.copies.first and bool((self.mesh.mesh == holder).any())
 
     def read(self, box: Box, target: torch.Tensor) -> None:
         """Copy to ``target``, which is ``box`` of the whole tensor, what this rank holds of it."""
@@ -168,15 +173,23 @@ class Selection:
 
         Raises:
             ValueError: a parameter does not know its shape yet.
-            RuntimeError: ``summon_full_params`` shows parameters, one is of no group, or with ``idle`` a forward or
-                backward is going on, which would continue with other values than it began with.
+            RuntimeError: ``summon_full_params`` shows parameters, one is of no group, two tensors have the same name in
+                the plain model, or with ``idle`` a forward or backward is going on, which would continue with other
+                values than it began with.
             NotImplementedError: a DTensor parameter is placed in a way whose pieces are no boxes.
         """
         for group in self.groups:
             group.residency.refuse_summoned(where)
             if idle:
                 _check_idle(group, where)
+        named: dict[str, Place] = {}
         for place in self.places + self.left_out:
+            for name in place.names:
+                if named.setdefault(name, place) is not place:
+                    raise RuntimeError(
+                        f"{where}: two tensors of the module are {name} without the prefixes of torch.compile and "
+                        "checkpoint_wrapper; got two values for one name, expected one; rename one of them"
+                    )
             if isinstance(place.tensor, (UninitializedBuffer, UninitializedParameter)):
                 raise ValueError(
                     f"{where}: {place.name} is uninitialized; got a lazy parameter, expected one with a shape; run a "

@@ -35,6 +35,8 @@ def broken(values, how):
         values["2.weight"] = values["2.weight"].to(torch.complex64)
     elif how == "no_tensor":
         values["2.weight"] = [1.0]
+    elif how == "twice":  # the last was taken without a word
+        values["_orig_mod.2.weight"] = values["2.weight"] + 1
     elif how == "meta":
         values["2.weight"] = values["2.weight"].to("meta")
     else:
@@ -53,6 +55,7 @@ def broken(values, how):
         ("kind", RuntimeError, "dtype of 2.weight: got torch.complex64, expected torch.float32"),
         ("no_tensor", TypeError, "2.weight of rank 0's state_dict must be a full plain tensor, got list"),
         ("meta", TypeError, "2.weight of rank 0's state_dict must be a full plain tensor, got Tensor on meta"),
+        ("twice", ValueError, "rank 0's state_dict holds both 2.weight and _orig_mod.2.weight"),
         ("nothing", TypeError, "must map names to tensors, got NoneType"),
     ],
 )

@@ -50,6 +50,17 @@ def spoil(folder, how, values):
         path.write_bytes(b"\x00" * 100)
     elif how == "no_file":
         path.unlink()
+    elif how == "twice":
+        # Ranks took either value, in the order of a set, which is random per process.
+        save_file({**once(values), "_orig_mod.2.weight": values["2.weight"] + 1}, path)
+    elif how in ("outside", "absolute", "index_twice"):
+        # An index from the network could name any file that the process may read.
+        (folder.parent / "secret.safetensors").write_bytes(data)
+        name = {"outside": "../secret.safetensors", "absolute": str(folder.parent / "secret.safetensors")}.get(how)
+        names = dict.fromkeys(values, name or "model.safetensors")
+        if how == "index_twice":
+            names["_orig_mod.2.weight"] = "model.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     elif how in ("index", "index_file", "index_key", "no_index"):
         names = {key: "model.safetensors" for key in values}
         if how == "index_file":
@@ -81,6 +92,10 @@ WRONG = [
     ("no_index", ValueError, "index.json is not an index of safetensors files"),
     ("index_file", FileNotFoundError, "other.safetensors is missing; its index names it"),
     ("index_key", ValueError, "model.safetensors lacks 9.weight"),
+    ("twice", ValueError, "model.safetensors holds both 2.weight and _orig_mod.2.weight|holds both _orig_mod.2.weight"),
+    ("outside", ValueError, r"index.json names a file outside its folder; got '../secret.safetensors'"),
+    ("absolute", ValueError, r"index.json names a file outside its folder; got '/.*secret.safetensors'"),
+    ("index_twice", ValueError, "index.json holds both 2.weight and _orig_mod.2.weight"),
     ("ambiguous", ValueError, "has several candidates; got a.safetensors, b.safetensors"),
 ]
 
@@ -165,3 +180,18 @@ def test_the_library_is_missing(rank, world):
             with pytest.raises(ImportError, match=r"pip install 'fsdp2\[weights\]'"):
                 fsdp2.load_safetensors(module, folder)
         fsdp2.load_safetensors(module, folder)
+
+
+@on_ranks(1)
+def test_links_are_followed(rank, world):
+    """The Hugging Face cache keeps files elsewhere, with links to them beside the index."""
+    with shared_folder() as folder:
+        values = values_of(plain("mlp"))
+        (folder / "snapshot").mkdir()
+        (folder / "blobs").mkdir()
+        save_file(once(values), folder / "blobs" / "abc")
+        (folder / "snapshot" / "model-00001-of-00001.safetensors").symlink_to("../blobs/abc")
+        names = dict.fromkeys(once(values), "model-00001-of-00001.safetensors")
+        (folder / "blobs" / "def").write_text(json.dumps({"weight_map": names}))
+        (folder / "snapshot" / "model.safetensors.index.json").symlink_to("../blobs/def")
+        load_new("mlp", folder / "snapshot", values, meta=True)

@@ -156,4 +156,6 @@ def _reach_compiled(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             continue
         above = prefix + head + "".join(f"{part}." for part in parts[:-1] if part != CHECKPOINTED)
         for key in [k for k in state_dict if k.startswith(above) and not k.startswith(f"{above}{COMPILED}.")]:
-            state_dict[f"{above}{COMPILED}.{key[len(above) :]}"] = state_dict.pop(key)
+            long = f"{above}{COMPILED}.{key[len(above) :]}"
+            if long not in state_dict:  # else the key is one too many, which torch reports
+                state_dict[long] = state_dict.pop(key)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2.engine.index import managed_slots
 from fsdp2.engine.param import FSDPParam, Slot
 from fsdp2.engine.unit import live_states
-from fsdp2.weights.names import clean_name
+from fsdp2.weights.names import clean_name, clean_names
 from fsdp2.weights.state_dict.convert import Item, convert
 
 __all__ = ["SETTING", "Setting", "after_save"]
@@ -47,6 +47,7 @@ def after_save(module: nn.Module, destination: dict[str, Any], prefix: str, meta
         return
     params = _params_by_name(module, own)
     keys = [key for key in destination if key.startswith(prefix)]
+    clean_names(keys, "state_dict: the module")
     nobodys = (None, own.settings)
     chosen: dict[int, tuple[StateDictSettings, dict[str, Item]]] = {id(own.settings): (own.settings, {})}
     for key in keys:

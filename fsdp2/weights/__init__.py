@@ -12,6 +12,7 @@ whole        the gather outside a step
 transfer     blocks from the ranks that hold them to those that want them, in bounded memory
 select       the tensors of a module: names, groups, boxes, and the ranks that they are spread over
 safetensors  the files' format
+temporary    a folder for files that are not complete yet
 ranks        ranks that act together: the first of them, what it shares, whether all can go on
 progress     how far a load or save is
 names        names of the plain model

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import signal
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp2
 from fsdp2.weights import save
-from tests.support.parity import mesh_1d, mesh_2d
+from tests.support import processes
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of
 from tests.support.pool import on_ranks
 from tests.weights.models import (
     assert_holds,
@@ -27,6 +30,7 @@ from tests.weights.models import (
     sharded,
     shared_folder,
     values_of,
+    whole,
 )
 
 
@@ -206,3 +210,152 @@ def test_a_plain_model(rank, world):
             fsdp2.load_safetensors(other, folder / "mine")
             assert_holds(other, values)
             assert other.head.weight is other.embed.weight
+
+
+# ---- ranks that hold different tensors ----
+
+
+def owned(rank: int, world: int) -> nn.Module:
+    """Return a model with a layer that all ranks hold and an expert for each rank, under a name of its own."""
+    module = nn.ModuleDict({"dense": nn.Linear(3, 2), f"expert{rank}": nn.Linear(2, 4), "all": nn.Linear(2, 2)})
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(
+                torch.arange(parameter.numel()).view_as(parameter) + (100 * rank if "expert" in name else 0)
+            )
+    own = mesh_of(world, 1, names=("owner", "shard"))["shard"]
+    fsdp2.fully_shard(module[f"expert{rank}"], mesh=own)
+    fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+    fsdp2.fully_shard(module["all"], mesh=mesh_1d())
+    return module
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("size", [None, 30])
+def test_ranks_with_experts_of_their_own(rank, world, size):
+    """Each rank has an expert under a name of its own. The files held rank 0's names alone, without an error, so that
+    all other experts were lost."""
+    with shared_folder() as folder:
+        module = owned(rank, world)
+        before = {name: whole(value) for name, value in module.state_dict().items()}
+        fsdp2.save_safetensors(module, folder, size, bucket_mb=40 / 2**20)
+        written = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+        experts = {f"expert{r}.{kind}" for r in range(world) for kind in ("weight", "bias")}
+        assert written.keys() == experts | {
+            f"{name}.{kind}" for name in ("dense", "all") for kind in ("weight", "bias")
+        }
+        for r in range(world):
+            assert written[f"expert{r}.weight"].flatten().tolist() == [100 * r + i for i in range(8)]
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)
+        assert fsdp2.load_safetensors(module, folder, strict=False).missing_keys == []
+        for name, value in module.state_dict().items():
+            assert torch.equal(whole(value), before[name]), name
+
+
+@on_ranks(2)
+def test_ranks_that_disagree(rank, world):
+    """One name with different shapes, or names in another order: ranks would add up each other's bytes."""
+    with shared_folder() as folder:
+        module = nn.ModuleDict({"dense": nn.Linear(3, 2), "extra": nn.Linear(2, 2 + rank)})
+        fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+        with pytest.raises(RuntimeError, match=r"ranks differ in extra.weight; got .*\(3, 2\).* on rank 1"):
+            fsdp2.save_safetensors(module, folder / "x")
+        assert not (folder / "x").exists()
+        layers = {"dense": nn.Linear(3, 2), "other": nn.Linear(2, 5)}
+        module = nn.ModuleDict(dict(reversed(layers.items())) if rank else layers)
+        for layer in layers.values():
+            fsdp2.fully_shard(layer, mesh=mesh_1d())
+        fsdp2.save_safetensors(module, folder, bucket_mb=(1 + rank) * 32 / 2**20, max_shard_bytes=40 + 40 * rank)
+        written = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+        for name, value in sorted(module.state_dict().items()):
+            assert torch.equal(whole(value), written[name]), name
+
+
+# ---- killed processes ----
+
+
+@on_ranks(1)
+def test_killed_while_old_files_are_removed(rank, world):
+    """A split checkpoint was replaced by a single file, and the process was killed while the old files went, in any
+    order: an index stayed, which is preferred, and named files that were gone. The folder could not be loaded."""
+    with shared_folder() as folder:
+        module, old, new = sharded("mlp", meta=False), values_of(plain("mlp")), values_of(plain("mlp"), seed=4)
+        unlink = Path.unlink
+        for allowed in range(8):
+            fsdp2.broadcast_from_rank0(module, old)
+            fsdp2.save_safetensors(module, folder, 200)
+            fsdp2.broadcast_from_rank0(module, new)
+            calls = iter(range(1000))
+
+            def stop(path, *args, allowed=allowed, calls=calls, **kwargs):
+                if next(calls) == allowed:
+                    raise KeyboardInterrupt
+                unlink(path, *args, **kwargs)
+
+            with mock.patch.object(Path, "unlink", stop), contextlib.suppress(KeyboardInterrupt):
+                fsdp2.save_safetensors(module, folder)
+            load_new("mlp", folder, old if allowed == 0 else new, meta=True)
+            for path in folder.iterdir():
+                unlink(path)
+
+
+def killed_save(folder: str) -> None:
+    """Save a plain model and be killed in the middle."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with mock.patch.object(save, "write_tensor", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        fsdp2.save_safetensors(module, folder)
+
+
+def test_folders_of_killed_saves(tmp_path):
+    """A killed process cannot remove its temporary folder, which is as large as the model. Restarted jobs that were
+    killed again filled the disk with them. The next save removes those whose process is gone, and no other."""
+    process = processes.start(killed_save, str(tmp_path), log=str(tmp_path / "log"))
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = tmp_path.glob(".model-*.partial")
+    (tmp_path / ".other-1.partial").mkdir()
+    (tmp_path / ".model-1.partial").mkdir()  # without a lock: its process may just have begun
+    module = nn.Linear(3, 3)
+
+    def inner(done: int, total: int) -> None:
+        """Save the same files while this process is at it already."""
+        assert not left.exists()
+        fsdp2.save_safetensors(nn.Linear(2, 2), tmp_path)
+
+    fsdp2.save_safetensors(module, tmp_path, progress=inner)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], module.weight)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("log", "model.safetensors", ".other-1.partial", ".model-1.partial")
+    }
+
+
+# ---- names ----
+
+
+def test_only_pieces_of_this_model_are_removed(tmp_path):
+    """An index may name any file in its folder. The save that replaces it removes pieces of a model of this name."""
+    values = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
+    mine, others = "model-00001-of-00002.safetensors", "model-lora.safetensors"
+    for name in (mine, others, "precious.safetensors"):
+        save_file(values, tmp_path / name)
+    weight_map = {"weight": mine, "bias": others, "more": "precious.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    fsdp2.save_safetensors(nn.Linear(3, 3), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [others, "model.safetensors", "precious.safetensors"]
+
+
+def test_names_that_files_cannot_have(tmp_path):
+    """A tensor named like the header's own entry made a file that nobody can read; a path of the suffix alone made a
+    folder of that name; two tensors of one name in the plain model overwrote each other in the header."""
+    module = nn.Module()
+    module.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    with pytest.raises(NotImplementedError, match="a tensor is named __metadata__"):
+        fsdp2.save_safetensors(module, tmp_path / "x")
+    with pytest.raises(ValueError, match=r"'.*\.safetensors' names no file"):
+        fsdp2.save_safetensors(nn.Linear(2, 2), tmp_path / ".safetensors")
+    module = nn.Linear(2, 2)
+    module._orig_mod = nn.Linear(2, 3)
+    with pytest.raises(RuntimeError, match="two tensors of the module are weight without the prefixes"):
+        fsdp2.save_safetensors(module, tmp_path / "x")
+    assert not list(tmp_path.iterdir())

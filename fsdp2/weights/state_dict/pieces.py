@@ -73,11 +73,15 @@ def merge_local_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[st
 
 def _merge(values: list[Any], name: str) -> Any:
     first = values[0]
-    if is_piece(first):
+    if any(map(is_piece, values)):
         if not all(map(is_piece, values)):
             raise ValueError(f"{name}: a piece in one state dict, something else in another; give those of one save")
         return _join(values, name)
+    if isinstance(first, (list, tuple)):
+        return _merge_sequences(values, name)
     if not isinstance(first, Mapping):
+        if any(map(_has_pieces, values)):
+            raise ValueError(f"{name}: pieces in one state dict, {first!r} in another; give those of one save")
         return first
     for index, other in enumerate(values):
         if not isinstance(other, Mapping) or other.keys() != first.keys():
@@ -90,6 +94,28 @@ def _merge(values: list[Any], name: str) -> Any:
     for key in first:
         merged[key] = _merge([value[key] for value in values], f"{name}.{key}" if name else str(key))
     return merged
+
+
+def _merge_sequences(values: list[Any], name: str) -> Any:
+    """Merge lists or tuples entry by entry; those without pieces (hyperparameters) are the first's, like all else."""
+    first = values[0]
+    if not any(map(_has_pieces, values)):
+        return first
+    if any(type(other) is not type(first) or len(other) != len(first) for other in values):
+        raise ValueError(
+            f"{name}: pieces in sequences of different kinds or lengths; got "
+            f"{[f'{type(value).__name__} of {len(value)}' for value in values]}, expected the same in every state "
+            "dict. Give the local state dicts of all ranks from one save"
+        )
+    merged = [_merge(list(entries), f"{name}.{index}") for index, entries in enumerate(zip(*values))]
+    return first._make(merged) if hasattr(first, "_make") else type(first)(merged)
+
+
+def _has_pieces(value: Any) -> bool:
+    """Return whether a piece is anywhere in ``value``."""
+    if isinstance(value, Mapping):
+        return is_piece(value) or any(map(_has_pieces, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_has_pieces, value))
 
 
 @torch.no_grad()

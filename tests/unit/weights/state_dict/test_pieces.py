@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -49,3 +50,26 @@ def test_boxes_and_replicas() -> None:
 def test_what_a_piece_is() -> None:
     assert is_piece({"piece": torch.ones(1), "shape": (1,), "offset": (0,)})
     assert not is_piece({"piece": 1}) and not is_piece(torch.ones(1)) and not is_piece(None)
+
+
+Moments = namedtuple("Moments", ["first", "second"])
+
+
+def test_pieces_in_lists_and_tuples() -> None:
+    """An optimizer may keep several tensors of a parameter in a tuple. The merged state had rank 0's pieces there."""
+    whole = [torch.rand(5, 2), torch.rand(3)]
+    states = [
+        {"kinds": [list(pair), tuple(pair), Moments(*pair)], "betas": (0.9, rank), "params": ["w"] * (1 + rank)}
+        for rank, pair in enumerate(zip(*(cut(tensor, 0, 2) for tensor in whole), strict=True))
+    ]
+    merged = merge_local_state_dicts(states)
+    assert (merged["betas"], merged["params"]) == ((0.9, 0), ["w"])  # what is in no pieces is the first's
+    for pair, kind in zip(merged["kinds"], (list, tuple, Moments), strict=True):
+        assert type(pair) is kind and torch.equal(pair[0], whole[0]) and torch.equal(pair[1], whole[1])
+    with pytest.raises(ValueError, match="kinds.1: pieces in sequences of different kinds or lengths"):
+        merge_local_state_dicts([states[0], {**states[1], "kinds": [states[1]["kinds"][0], (), ()]}])
+    for wrong in (3, torch.ones(5, 2), None):
+        with pytest.raises(ValueError, match="w: .*in one state dict"):
+            merge_local_state_dicts([{"w": wrong}, {"w": cut(whole[0], 0, 2)[1]}])
+        with pytest.raises(ValueError, match="w: .*in one state dict"):
+            merge_local_state_dicts([{"w": wrong}, {"w": [cut(whole[0], 0, 2)[1]]}])

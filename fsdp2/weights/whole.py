@@ -29,6 +29,8 @@ __all__ = [
     "whole_of",
 ]
 
+_SMALL_BUCKET = 1 << 20
+
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -150,11 +152,12 @@ def gather_whole(
 
     It lies on ``device``, by default where it was gathered.
 
-    Those with one axis that are together no larger than ``bucket_bytes``, by default than the largest, make one
-    collective. All ranks must iterate in
-    step. Nothing is in flight whenever a tensor is handed out, so the iteration may be left at any point.
+    Those with one axis that are together no larger than ``bucket_bytes`` make one collective; by default no larger than
+    the largest with that axis, and 1 MiB at least, since a collective for each of thousands of small tensors takes
+    seconds. All ranks must iterate in step. Nothing is in flight whenever a tensor is handed out, so the iteration may
+    be left at any point.
     """
-    buckets = _plan(sources, bucket_bytes or max((source.nbytes for source in sources), default=0))
+    buckets = _plan(sources, bucket_bytes)
     gathered: dict[int, torch.Tensor | None] = {}
     for i, source in enumerate(sources):
         if i in buckets:
@@ -165,15 +168,20 @@ def gather_whole(
 def _plan(sources: Sequence[Source], bucket_bytes: int) -> dict[int, list[int]]:
     """Which sources travel together, by the first of them.
 
-    What others of another axis have in between makes no difference: not all ranks of an axis need have that.
+    What others of another axis have in between, and how large it is, makes no difference: not all ranks of an axis need
+    have the same there.
     """
+    limits: dict[Axis, int] = {}
+    for source in sources:
+        if source.axis is not None:
+            limits[source.axis] = bucket_bytes or max(limits.get(source.axis, _SMALL_BUCKET), source.nbytes)
     buckets: dict[int, list[int]] = {}
     filling: dict[Axis, tuple[list[int], int]] = {}
     for i, source in enumerate(sources):
         if source.axis is None:
             continue
         bucket, size = filling.get(source.axis, ([], 0))
-        if not bucket or size + source.nbytes > bucket_bytes:
+        if not bucket or size + source.nbytes > limits[source.axis]:
             bucket, size = buckets.setdefault(i, []), 0
         bucket.append(i)
         filling[source.axis] = bucket, size + source.nbytes

@@ -15,7 +15,7 @@ from tests.support.fake import fake_mesh
 from tests.support.memory import LiveBytes
 
 pytestmark = api.fsdp2_only
-WORLD, LAYERS, WIDTH = 64, 6, 256
+WORLD, LAYERS, WIDTH = 64, 6, 512  # a weight is the smallest default bucket, 1 MiB
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WEIGHT = 4 * WIDTH * WIDTH
 WHOLE = LAYERS * (WEIGHT + 4 * WIDTH)

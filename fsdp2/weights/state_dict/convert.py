@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
@@ -34,12 +36,17 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
     """What ``kind`` and ``config`` make of values of ``model`` or of its optimizer; None on ranks that get nothing.
 
     A parameter with several names is gathered once and stays shared. Where a rank gets nothing (``rank0_only``) no
-    whole tensor outlives the gather of its bucket, which is no larger than the largest tensor.
+    whole tensor outlives the gather of its bucket, which is no larger than the largest tensor, or 1 MiB.
+
+    Raises:
+        RuntimeError: with ``rank0_only`` the first rank lacks a name, or ranks differ in what is to be gathered.
     """
     if kind is not StateDictType.FULL_STATE_DICT:
         return [_part(item, kind, config.offload_to_cpu) for item in items]
     ranks = ranks_of(model, managed=True) or Ranks.world()
     keep = ranks.first or not config.rank0_only
+    if config.rank0_only:
+        _check_nothing_is_lost([item.name for item in items], ranks)
     keys = [item.param if item.is_parameter and item.param else i for i, item in enumerate(items)]
     sources: dict[object, Source] = {}
     names: dict[str, Source] = {}
@@ -54,6 +61,22 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
         return None
     copies: dict[object, torch.Tensor] = {}
     return [whole[key] if key in sources else _copy(item.value, device, copies) for key, item in zip(keys, items)]
+
+
+def _check_nothing_is_lost(names: list[str], ranks: Ranks) -> None:
+    """Raise RuntimeError on every rank where the first lacks names that others have; it alone returns values."""
+    digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()
+    if len(set(ranks.gather(digest))) == 1:
+        return
+    everybodys = dict(ranks.gather((dist.get_rank(), names)))
+    for rank, theirs in sorted(everybodys.items()):
+        lost = sorted(set(theirs) - set(everybodys[ranks.first_rank]))
+        if lost:
+            raise RuntimeError(
+                f"rank0_only: rank {ranks.first_rank}, which alone gets the state dict, lacks what rank {rank} has; "
+                f"got {lost}, expected the same names on every rank. Pass rank0_only=False and save every rank's state "
+                "dict"
+            )
 
 
 def _part(item: Item, kind: StateDictType, offload: bool) -> Any:

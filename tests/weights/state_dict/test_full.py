@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import fsdp2
 from tests.support import ROOT, api
 from tests.support.cases import CASES, Setup, build_sharded, parametrize_cases
 from tests.support.cases import build as build_case
+from tests.support.counting import Collectives
 from tests.support.parity import mesh_1d, mesh_2d, mesh_of, stack
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import (
@@ -341,3 +343,47 @@ def test_tensors_that_say_what_travels(rank, world):
     module.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
     assert_equal(save(module, "full"), {name: value * 2 for name, value in plain.state_dict().items()})
     assert type(module[0].weight.to_local()) is not torch.Tensor
+
+
+@on_ranks(2)
+def test_names_that_the_first_rank_lacks(rank, world):
+    """Each rank has an expert under a name of its own. ``rank0_only`` returned rank 0's, and the others were lost."""
+    module = nn.ModuleDict({"dense": nn.Linear(3, 2), f"expert{rank}": nn.Linear(2, 4)})
+    fsdp2.fully_shard(module[f"expert{rank}"], mesh=mesh_of(world, 1, names=("owner", "shard"))["shard"])
+    fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+    with pytest.raises(RuntimeError, match=r"rank 0, .*lacks what rank 1 has; got \['expert1.bias', 'expert1.we"):
+        save(module, "full_on_rank0")
+    assert list(save(module, "full")) == list(module.state_dict())
+
+
+@on_ranks(2)
+def test_many_small_parameters(rank, world):
+    """A collective for each of thousands of small tensors took seconds: buckets were no larger than the largest tensor,
+    and now hold 1 MiB at least."""
+    module = nn.Identity()
+    for number in range(200):
+        module.register_parameter(f"p{number}", nn.Parameter(torch.full((4,), number * 1.0)))
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    with Collectives() as seen:
+        state = save(module, "full")
+    assert seen.gathers <= 4 and all(torch.equal(state[f"p{n}"], torch.full((4,), n * 1.0)) for n in range(200))
+
+
+@on_ranks(4)
+def test_pieces_of_other_sizes_on_another_axis(rank, world):
+    """Two ranks of the expert axis share one expert, so that one holds none of it. How much a rank gathered at once of
+    the dense layers depended on its largest tensor on any axis: ranks disagreed, and gloo aborted."""
+    mesh = mesh_2d("dp", "ep")
+    torch.manual_seed(1)
+    module = nn.Sequential(OrderedDict(dense=nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))))
+    module.register_parameter("experts", nn.Parameter(torch.randn(1, 600, 600)))
+    expected = {name: value.detach().clone() for name, value in module.named_parameters()}
+    module.register_parameter(
+        "experts", nn.Parameter(distribute_tensor(module.experts.detach(), mesh["ep"], [Shard(0)]))
+    )
+    fsdp2.fully_shard(module.dense, mesh=mesh_1d())
+    fsdp2.fully_shard(module, mesh=mesh["dp"])
+    state = save(module, "full")
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    with fsdp2.summon_full_params(module):
+        assert all(torch.equal(value, expected[name]) for name, value in module.named_parameters())

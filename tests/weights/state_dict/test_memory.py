@@ -19,12 +19,12 @@ from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import save, using
 
 pytestmark = api.fsdp2_only
-LAYERS, WIDTH = 6, 128
+LAYERS, WIDTH = 6, 512  # a weight is the smallest default bucket, 1 MiB
 WEIGHT = 4 * WIDTH * WIDTH
 """Bytes of the largest parameter."""
 UNIT = 2 * WEIGHT
 """Bytes of a layer."""
-SLACK = 16 << 10
+SLACK = 64 << 10
 """Biases and step counters."""
 
 

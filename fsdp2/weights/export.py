@@ -29,8 +29,8 @@ def iter_full_params(
     keeps full parameters or computes in another precision, and also between a forward and its backward.
 
     Parameters are gathered in buckets of several, so **every rank must iterate, and as far as the others**: a rank that
-    needs no weights drops them. Nothing is in flight between two items, so all ranks may stop after the same one
-    (``break``, ``close``). Do not train, load or shard in between.
+    needs no weights drops them. ``bucket_mb`` and ``dtype`` are the first rank's for all. Nothing is in flight between
+    two items, so all ranks may stop after the same one (``break``, ``close``). Do not train, load or shard in between.
 
     Args:
         module: Any module: a unit, a part of one, or one that contains units.
@@ -56,7 +56,9 @@ def iter_full_params(
 def _iterate(
     module: nn.Module, selection: Selection, limit: int, dtype: torch.dtype | None, device: torch.device | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    check_gatherable(selection, ranks_of(module, managed=True) or Ranks.alone())
+    ranks = ranks_of(module, managed=True) or Ranks.alone()
+    check_gatherable(selection, ranks)
+    limit, dtype = ranks.share((limit, dtype))  # ranks with other buckets would read others' bytes
     shown = {id(slot.module._parameters.get(slot.name)): place for place in selection.places for slot in place.slots}
     named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
     sources = []

@@ -52,7 +52,8 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
                 (place.names, Entry(place.shape, place.dtype), place.local.device.type if place.mesh is None else "")
                 for place in places
             ]
-        offered: _Offer = ranks.share(mine)
+        offered: _Offer
+        offered, limit = ranks.share((mine, limit))  # ranks with other buckets would read others' bytes
         with ranks.agreed():
             _check(places, mine, offered, ranks)
         with ranks.agreed():

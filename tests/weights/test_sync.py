@@ -226,3 +226,15 @@ def test_the_remedy_for_fsdp1s_argument(rank, world):
     fsdp2.sync_module_states(module)
     fsdp2.fully_shard(module, mesh=mesh_1d())
     assert whole(module.weight).tolist() == [[7, 7], [7, 7]]
+
+
+@on_ranks(2)
+def test_buckets_of_the_first_rank(rank, world):
+    """Ranks with different ``bucket_mb`` sent and received different numbers of bytes, and mixed up tensors."""
+    module = filled("mlp", rank)
+    fsdp2.sync_module_states(module, bucket_mb=TINY * (1 + rank))
+    assert_holds(module, filled("mlp", 0).state_dict())
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    for bucket in (TINY * (1 + rank), 1.0):
+        exported = dict(fsdp2.iter_full_params(module, bucket_mb=bucket))
+        assert all(torch.equal(value, exported[name]) for name, value in filled("mlp", 0).named_parameters())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.util
+import inspect
 import logging
+import re
 import sys
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
@@ -32,15 +36,19 @@ _THEIRS = {name: getattr(torch_fsdp, name) for name in _OURS}
 _PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 # Helpers of torch that patch the class of groups by name; torch's own replicate goes on using torch's class.
 _GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
+_FROM_FSDP2 = re.compile(rf"\bfrom\s+fsdp2[\s.]|\bfsdp2\.({'|'.join(_OURS)})\b")
+_FROM_TORCH = re.compile(r"\btorch\.distributed\.(fsdp|_composable)\b")
 
 
 class Installation:
-    """What an ``install()`` replaced; as a context manager it undoes that at the end of the block."""
+    """What an ``install()`` replaced; as a context manager it undoes that at the end of the outermost block."""
 
     def __init__(self) -> None:
         self.replaced: list[str] = []
-        self._undo: list[tuple[ModuleType | type, str, Any]] = []
+        self.depth = 0  # calls of install() whose block has not ended
+        self._undo: list[tuple[ModuleType, str, Any, Any]] = []
         self._finder = _Finder(self)
+        self._ours_before = set(_holders(_OURS))
 
     def __str__(self) -> str:
         return "fsdp2 replaced " + ", ".join(self.replaced)
@@ -49,13 +57,17 @@ class Installation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        uninstall()
+        with _lock:
+            self.depth -= 1
+            if _installed is self and self.depth <= 0:
+                uninstall()
 
-    def set(self, owner: ModuleType | type, name: str, value: Any) -> None:
+    def set(self, owner: ModuleType, name: str, value: Any) -> None:
         """Replace ``owner.name`` and remember what it was."""
-        if getattr(owner, name, None) is value:
+        before = getattr(owner, name, None)
+        if before is value:
             return
-        self._undo.append((owner, name, getattr(owner, name)))
+        self._undo.append((owner, name, before, value))
         setattr(owner, name, value)
         self.replaced.append(f"{owner.__name__}.{name}")
 
@@ -69,11 +81,38 @@ class Installation:
             self.set(module, "FSDPParamGroup", FSDPParamGroup)
 
     def undo(self) -> None:
-        """Put everything back, latest first."""
-        sys.meta_path.remove(self._finder)
-        for module, name, value in reversed(self._undo):
-            setattr(module, name, value)
+        """Put everything back, latest first, but not what somebody has replaced again since."""
+        with contextlib.suppress(ValueError):  # somebody else has removed it
+            sys.meta_path.remove(self._finder)
+        for module, name, before, value in reversed(self._undo):
+            if getattr(module, name, None) is value:
+                setattr(module, name, before)
         self._undo.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Give torch's functions to modules that were imported meanwhile and so have ours.
+
+        Such a module may also have imported ours from fsdp2, which only its source tells. One that does not tell keeps
+        ours, with a warning.
+        """
+        unsure = []
+        for module, attribute, function in set(_holders(_OURS)) - self._ours_before:
+            try:
+                source = inspect.getsource(module)
+            except (OSError, TypeError):
+                source = ""
+            from_torch, from_fsdp2 = _FROM_TORCH.search(source), _FROM_FSDP2.search(source)
+            if from_torch and not from_fsdp2:
+                setattr(module, attribute, _THEIRS[function])
+            elif not from_fsdp2 or from_torch:
+                unsure.append(f"{module.__name__}.{attribute}")
+        if unsure:
+            warnings.warn(
+                f"fsdp2.uninstall(): {', '.join(sorted(unsure))} became fsdp2's while it was installed and stay so, "
+                "since their source does not tell whether they were imported from torch; import them again",
+                stacklevel=3,
+            )
 
     def start(self) -> None:
         """Replace torch's names where they are already, and where they will be imported."""
@@ -121,10 +160,12 @@ class _AdoptingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._installation.adopt(module)
+        if _installed is self._installation:  # it may have ended while this thread imported
+            self._installation.adopt(module)
 
 
 _installed: Installation | None = None
+_lock = threading.RLock()
 
 
 def install(*, rebind: bool = False) -> Installation:
@@ -139,40 +180,56 @@ def install(*, rebind: bool = False) -> Installation:
             dictionary, or as a default argument) stay torch's.
 
     Returns:
-        What was replaced, by name; usable as a context manager. A second call has no effect.
+        What was replaced, by name; usable as a context manager. A second call replaces nothing more and returns the
+        same; blocks may be nested, and the end of the outermost undoes it.
     """
     global _installed
-    if _installed is None:
-        _installed = Installation()
-        _installed.start()
-        logger.info("%s", _installed)
-    early = list(_early_importers())
-    if rebind:
-        for module, name in early:
-            _installed.set(module, name, _OURS[name])
-    elif early:
-        names = ", ".join(sorted(f"{module.__name__}.{name}" for module, name in early))
-        warnings.warn(
-            f"fsdp2.install(): {names} were imported from torch before and stay torch's own; call "
-            "fsdp2.install() before importing these modules, or install(rebind=True)",
-            stacklevel=2,
-        )
-    return _installed
+    with _lock:
+        if _installed is None:
+            installation = Installation()
+            try:
+                installation.start()
+            except BaseException:
+                installation.undo()
+                raise
+            _installed = installation
+            logger.info("%s", _installed)
+        _installed.depth += 1
+        early = [holder for holder in _holders(_THEIRS) if not _is_torchs_or_ours(holder[0])]
+        if rebind:
+            for module, attribute, function in early:
+                _installed.set(module, attribute, _OURS[function])
+        elif early:
+            names = ", ".join(sorted(f"{module.__name__}.{attribute}" for module, attribute, _ in early))
+            warnings.warn(
+                f"fsdp2.install(): {names} were imported from torch before and stay torch's own; call "
+                "fsdp2.install() before importing these modules, or install(rebind=True)",
+                stacklevel=2,
+            )
+        return _installed
 
 
 def uninstall() -> None:
-    """Restore torch's own functions; does nothing if ``install`` was not called."""
+    """Restore torch's own functions, also in modules that imported them meanwhile; open blocks of ``install`` end.
+
+    It does nothing if ``install`` was not called.
+    """
     global _installed
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    with _lock:
+        if _installed is not None:
+            installation, _installed = _installed, None
+            installation.undo()
 
 
-def _early_importers() -> Iterator[tuple[ModuleType, str]]:
-    """Modules outside torch and fsdp2 that hold one of torch's functions under its own name, and which."""
-    for name, module in list(sys.modules.items()):
-        if module is None or name.split(".")[0] in ("torch", "fsdp2"):
-            continue
-        for attribute, theirs in _THEIRS.items():
-            if getattr(module, "__dict__", {}).get(attribute) is theirs:
-                yield module, attribute
+def _is_torchs_or_ours(module: ModuleType) -> bool:
+    return module.__name__.split(".")[0] in ("torch", "fsdp2")
+
+
+def _holders(functions: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str, str]]:
+    """Modules that hold one of ``functions`` under any name, that name, and the function's own."""
+    names = {id(function): name for name, function in functions.items()}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for attribute, value in list(vars(module).items()):
+                if id(value) in names:
+                    yield module, attribute, names[id(value)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from types import ModuleType
 
 import pytest
@@ -134,3 +135,90 @@ def test_torchs_search_for_the_modules_of_a_unit(rank, world):
     module = fsdp2.fully_shard(stack(), mesh=mesh_1d())
     with pytest.raises(ValueError, match="cannot mix"):
         api.theirs.fully_shard(nn.Sequential(module), mesh=mesh_1d())
+
+
+@api.fsdp2_only
+def test_blocks_may_be_nested():
+    """A library that installs for a block of its own ended the installation of the program around it."""
+    home = importlib.import_module(PLACES[0])
+    before = home.fully_shard
+    with fsdp2.install():
+        with fsdp2.install():
+            pass
+        assert home.fully_shard is fsdp2.fully_shard
+    assert home.fully_shard is before
+    fsdp2.install()
+    with fsdp2.install():
+        pass
+    assert home.fully_shard is fsdp2.fully_shard
+    with fsdp2.install():
+        fsdp2.uninstall()
+        assert home.fully_shard is before
+        fsdp2.install()  # another one, which the end of the block leaves alone
+    assert home.fully_shard is fsdp2.fully_shard
+
+
+@api.fsdp2_only
+def test_modules_imported_meanwhile(tmp_path, monkeypatch):
+    """A module that imported torch's function while ours was there kept ours after ``uninstall``. It gets torch's back,
+    under any name; one that asked fsdp2 for it keeps it; where nothing tells, a warning names it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = {
+        "client_of_torch": "from torch.distributed.fsdp import fully_shard as shard",
+        "client_of_fsdp2": "from fsdp2 import fully_shard as shard",
+        "client_of_both": "from torch.distributed.fsdp import fully_shard as shard\nfrom fsdp2 import no_sync",
+    }
+    early = ModuleType("an_early_library")
+    early.theirs = theirs = importlib.import_module(PLACES[0]).fully_shard
+    monkeypatch.setitem(sys.modules, early.__name__, early)
+    fsdp2.install(rebind=True)
+    assert early.theirs is fsdp2.fully_shard
+    clients = {}
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that it is removed at the end of the test
+        del sys.modules[name]
+        clients[name] = importlib.import_module(name)
+        assert clients[name].shard is fsdp2.fully_shard
+    with pytest.warns(UserWarning, match="client_of_both.shard became fsdp2's while it was installed and stay so"):
+        fsdp2.uninstall()
+    assert early.theirs is theirs
+    assert clients["client_of_torch"].shard is theirs
+    assert clients["client_of_fsdp2"].shard is clients["client_of_both"].shard is fsdp2.fully_shard
+
+
+@api.fsdp2_only
+def test_what_others_replaced_meanwhile_stays(monkeypatch):
+    """A library may wrap the function that it finds. ``uninstall`` threw its wrapper away."""
+    home = importlib.import_module(PLACES[0])
+    monkeypatch.setattr(home, "fully_shard", home.fully_shard)  # as it is now, at the end of the test
+    fsdp2.install()
+    wrapper = lambda module: module
+    home.fully_shard = wrapper
+    fsdp2.uninstall()
+    assert home.fully_shard is wrapper
+
+
+@api.fsdp2_only
+def test_several_threads():
+    """Each thread has a block of its own. One raised ``list.remove(x): x not in list``."""
+    home = importlib.import_module(PLACES[0])
+    before, errors = home.fully_shard, []
+    start = threading.Barrier(4)
+
+    def use() -> None:
+        try:
+            for _ in range(5):
+                start.wait()
+                with fsdp2.install():
+                    assert home.fully_shard is fsdp2.fully_shard
+        except BaseException as error:
+            errors.append(error)
+            start.abort()
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and home.fully_shard is before

@@ -21,11 +21,11 @@ from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     GradientReductionHandle,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
     UnshardHandle,
 )
+from fsdp2.policies import PublicMixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp2.ranks.process import set_rank_checks
 from fsdp2.weights.export import iter_full_params
 from fsdp2.weights.load import broadcast_from_rank0, load_safetensors

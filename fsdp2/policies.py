@@ -1,4 +1,8 @@
-"""The policy classes that users pass: torch's own, re-exported so that ``isinstance`` agrees everywhere, and ours."""
+"""The policy classes that users pass: torch's own, re-exported so that ``isinstance`` agrees everywhere, and ours.
+
+``MixedPrecisionPolicy`` is torch's here, which every policy is an instance of. Users get ``PublicMixedPrecisionPolicy``
+under that name: the same class, or where torch's lacks a field a subclass that has it.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PolicyOf",
+    "PublicMixedPrecisionPolicy",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
@@ -77,11 +82,31 @@ class _GradientReductionHandle:
 
 _GradientReductionHandle.__name__ = _GradientReductionHandle.__qualname__ = "GradientReductionHandle"
 
+
+@dataclass(frozen=True)
+class _MixedPrecisionPolicy(MixedPrecisionPolicy):
+    """torch's policy with the field that it has had since 2.15, for a torch that lacks it.
+
+    Attributes:
+        param_dtype_override_fn: Returns the dtype that a parameter is computed with: ``param_dtype``, the parameter's
+            own, or None for ``param_dtype``.
+    """
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+# As users see it and as it is pickled.
+_MixedPrecisionPolicy.__name__ = _MixedPrecisionPolicy.__qualname__ = "MixedPrecisionPolicy"
+_MixedPrecisionPolicy.__module__ = "fsdp2"
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
     GradientReductionHandle = _GradientReductionHandle
+    PublicMixedPrecisionPolicy = _MixedPrecisionPolicy
 else:
+    _OVERRIDES = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
+    PublicMixedPrecisionPolicy = MixedPrecisionPolicy if _OVERRIDES else _MixedPrecisionPolicy
     DataParallelMeshDims = getattr(torch_fsdp, "DataParallelMeshDims", _DataParallelMeshDims)
     GradientReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", _GradientReductionHandle)
 

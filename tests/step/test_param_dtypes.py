@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2
 from tests.support import api
@@ -18,17 +16,11 @@ from tests.support.pool import on_ranks
 AGAINST = ("torch",) if api.torch_since("2.15") else ("alone",)
 
 
-@dataclass(frozen=True)
-class OverridingPolicy(MixedPrecisionPolicy):
-    """torch's policy with the field that it has since 2.15."""
-
-    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
-
-
-def overriding(override: Callable[[nn.Parameter], torch.dtype | None]) -> MixedPrecisionPolicy:
+def overriding(override: Callable[[nn.Parameter], torch.dtype | None]) -> fsdp2.MixedPrecisionPolicy:
     """Return a policy of bfloat16 with exceptions."""
-    kind = MixedPrecisionPolicy if api.torch_since("2.15") else OverridingPolicy
-    return kind(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, param_dtype_override_fn=override)
+    return fsdp2.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, param_dtype_override_fn=override
+    )
 
 
 class Norms(nn.Module):

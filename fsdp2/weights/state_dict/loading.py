@@ -106,18 +106,23 @@ def _mismatch(key: str, got: torch.Size, expected: torch.Size) -> str:
 # ---- a unit and all below it ----
 
 
-def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: object) -> None:
+def before_load_tree(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: object
+) -> None:
     """Prepare ``state_dict`` for ``module`` and all below it, before anything is loaded.
 
-    Names of the plain model reach compiled submodules, and DTensor parameters that no group manages take full tensors.
+    Names of the plain model reach compiled submodules, DTensor parameters that no group manages take full tensors, and
+    parameters that were added after ``fully_shard`` are sharded, as the next forward would do it.
 
     Raises:
-        RuntimeError: tensors of the wrong shape, all of them, in torch's words; nothing is loaded then.
+        RuntimeError: tensors of the wrong shape, all of them, in torch's words, or shards and pieces for parameters
+            that are not sharded; nothing is loaded then.
     """
+    _shard_added(module)
     wrapper = CHECKPOINTED in dict(module.named_children())
     head = f"{CHECKPOINTED}." if wrapper else ""  # it renames its own keys, and has done so
     _reach_compiled(module, state_dict, prefix, head)
-    problems = []
+    problems, assign = [], bool(metadata.get("assign_to_params_buffers", False))
     slots = managed_slots(states_below(module))
     for path, owner, name, tensor in loaded_plainly(module, ""):
         long = f"{path}.{name}" if path else name
@@ -127,6 +132,12 @@ def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str,
         managed = slots.get(Slot(owner, name))
         if is_piece(value) and managed is not None:
             problems.append(_wrong_piece(value, managed, clean_name(key)))  # type: ignore[arg-type]  # a piece is
+        elif is_piece(value) or (isinstance(value, DTensor) and _is_plain(tensor) and not assign):
+            problems.append(
+                f"{clean_name(key)} is not sharded here; got {'a piece' if is_piece(value) else 'a DTensor'}, expected "
+                "a whole tensor. A parameter that was added after fully_shard is sharded by the next forward: run one "
+                "before loading, or add the parameter before fully_shard"
+            )
         elif not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(tensor):
             continue
         elif value.shape != tensor.shape:
@@ -140,6 +151,24 @@ def before_load_tree(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     if any(problems):
         text = "\n\t".join(problem for problem in problems if problem)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}")
+
+
+def _shard_added(module: nn.Module) -> None:
+    """Let the units below ``module`` manage parameters that were added since, so that these take shards and pieces.
+
+    Not where one was added to ``module`` itself: torch is going through the loading hooks of ``module``, to which a new
+    group would add. Nor while ``summon_full_params`` shows parameters, which would be taken for added ones.
+    """
+    states = states_below(module)
+    slots = managed_slots(states)
+    own = [name for name, param in module._parameters.items() if param is not None]
+    if all(Slot(module, name) in slots for name in own) and all(state.summoned is None for state in states):
+        for state in states:
+            state.notice_added()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not is_managed_tensor(tensor)
 
 
 def after_load_tree(module: nn.Module, incompatible: Any) -> None:

@@ -14,7 +14,7 @@ from tests.support import api
 from tests.support.cases import CASES, TRANSFERS, Setup, build_sharded, parametrize_cases
 from tests.support.cases import shard as shard_case
 from tests.support.counting import Collectives
-from tests.support.parity import mesh_1d, mesh_2d, mesh_of, stack
+from tests.support.parity import full, mesh_1d, mesh_2d, mesh_of, stack
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import KINDS, assert_equal, build, rows, save, shard, train, trained, using, whole
 
@@ -262,3 +262,72 @@ def test_cases_of_grouped_modules(rank, world):
     parts = shard_case(CASES["mlp_grouped"].build(), CASES["mlp_grouped"], fsdp2, mesh_1d(), Setup())
     parts[4].load_state_dict(other[4].state_dict())
     assert_equal(save(parts[4], "full"), other[4].state_dict())
+
+
+class Adapted(nn.Module):
+    """A linear layer, later with a low-rank adapter beside it and a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def add(self) -> None:
+        """Add the adapter."""
+        self.adapter = nn.Sequential(nn.Linear(8, 3, bias=False), nn.Linear(3, 6, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.adapter(x)
+
+
+def adapted(seed: int, wrapper: bool, added: bool) -> nn.Module:
+    """Return a sharded model whose adapters come after sharding, inside of a module that is not sharded or not."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(Adapted(), nn.Tanh(), nn.Linear(6, 8), Adapted())
+    for unit in (module[0], *(() if wrapper else (module,))):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    if wrapper:
+        fsdp2.fully_shard(module[3], mesh=mesh_1d())
+    for layer in (module[0], module[3]) if added else ():
+        layer.add()
+    return module
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", [kind for kind in EVERYWHERE if "cpu" not in kind])
+@pytest.mark.parametrize("wrapper", [False, True])
+def test_adapters_added_after_sharding(rank, world, kind, wrapper):
+    """LoRA layers that are added to a sharded model were plain until the first forward, so that a state dict of shards
+    or pieces, saved after training, did not load into a freshly built model."""
+    module = adapted(1, wrapper, True)
+    module(rows()).square().mean().backward()
+    state = save(module, kind)
+    fresh = adapted(2, wrapper, True)
+    with using(fresh, kind):
+        fresh.load_state_dict(state)
+    assert_equal(whole(fresh), whole(module))
+    module.zero_grad()
+    outputs = [one(rows()) for one in (fresh, module)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().mean().backward()
+    for got, expected in zip(fresh.parameters(), module.parameters(), strict=True):
+        assert torch.equal(full(got.grad), full(expected.grad))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_a_parameter_added_to_the_module_itself(rank, world, kind):
+    """That one is sharded by the first forward alone. The error says so, and what to do, before anything is loaded."""
+    states = []
+    for step in range(2):
+        module = fsdp2.fully_shard(nn.Linear(8, 6), mesh=mesh_1d())
+        module.register_parameter("scale", nn.Parameter(torch.full((6,), 1.0 + step)))
+        before = whole(module)
+        if states:
+            with pytest.raises(RuntimeError, match="scale is not sharded here; got a .*run one before loading"):
+                module.load_state_dict(states[0])
+            assert_equal(whole(module), before)
+        module(rows()).sum().backward()
+        states.append(save(module, kind))
+    module.load_state_dict(states[0])
+    assert whole(module)["scale"].tolist() == [1.0] * 6

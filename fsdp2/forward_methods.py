@@ -24,11 +24,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     original = getattr(module, method_name)
+    of_module = isinstance(original, MethodType) and original.__self__ is module
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A deep copy of the module takes this method along, and must not compute with the original's parameters.
+        call = MethodType(original.__func__, self) if of_module else original
         state = self._get_fsdp_state()
         args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, args, original(*args, **kwargs))
+        return state.post_forward(self, args, call(*args, **kwargs))
 
     setattr(module, method_name, MethodType(method, module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -10,7 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp2
+from tests.support import api
 from tests.support.parity import Run, mesh_1d
+from tests.support.pool import on_ranks
 from tests.support.report import Unhelpful, agrees, check, offered, refused, report
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -140,3 +144,26 @@ def test_penalty_on_a_weight(rank, world, fsdp):
             run.update()
 
     agrees(fsdp, each, Headed, program)
+
+
+class Scorer(nn.Linear):
+    """A layer with a second method that computes with its weights."""
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) * self.weight.sum()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_registered_method_of_a_copy(rank, world):
+    """A deep copy took the registered method along, but the method called the original's: it gathered the weights of
+    the copy and computed with those that the original had kept."""
+    module = Scorer(4, 4)
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    fsdp2.register_fsdp_forward_method(module, "score")
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.fill_(2.0)
+        module(torch.ones(1, 4))  # as the root it keeps its weights
+    assert copied.score(torch.ones(1, 4)).tolist() == [[10.0 * 32.0] * 4]

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 WORLD = 2
 
 
-def config() -> LoraConfig:
+def config(dora: bool = False) -> LoraConfig:
     """Adapters of both projections whose values are random."""
-    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, use_dora=dora)
 
 
 def data(rank: int) -> torch.Tensor:
@@ -27,12 +27,12 @@ def data(rank: int) -> torch.Tensor:
     return torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(rank))
 
 
-def build() -> torch.nn.Module:
+def build(adapter: LoraConfig | None = None) -> torch.nn.Module:
     """A tiny model with one adapter."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
     llama = LlamaConfig(vocab_size=32, num_hidden_layers=2, max_position_embeddings=16, **sizes)
-    return get_peft_model(LlamaForCausalLM(llama), config())
+    return get_peft_model(LlamaForCausalLM(llama), adapter or config())
 
 
 def main(which: str) -> None:

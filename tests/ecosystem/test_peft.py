@@ -33,3 +33,17 @@ def test_a_second_adapter_added_after_sharding():
         torch.testing.assert_close(ours[name][0], value, rtol=0, atol=0)
         torch.testing.assert_close(ours[name][1], gradient)
     assert any(not torch.allclose(theirs[name][1], gradient) for name, (_, gradient) in alone.items())
+
+
+@api.fsdp2_only
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+def test_methods_beside_forward():
+    """``generate`` of a PeftModel is no forward of a unit, ``save_pretrained`` writes what ``state_dict`` returns, and
+    DoRA's ``merge_adapter`` assigns ``.data``: called as they are, they raise on a sharded model. docs/clients.md says
+    how to call them, for adapters that were added after sharding too."""
+    found = launch("peft_calls")
+    assert found["use_weights"] == found["registered"] == found["after training"] == found["alone"]
+    assert found["saved"] == {"names": True, "equal": True}
+    for kind in ("lora", "dora"):
+        assert found[kind]["weights"] == 0 and max(found[kind].values()) < 1e-5, found[kind]

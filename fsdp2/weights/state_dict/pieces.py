@@ -7,7 +7,6 @@ have equal offsets.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -122,7 +121,8 @@ def _has_pieces(value: Any) -> bool:
 def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
     shape, first = tuple(pieces[0]["shape"]), pieces[0]["piece"]
     full = torch.empty(shape, dtype=first.dtype, device=first.device)
-    filled: dict[tuple[int, ...], tuple[int, ...]] = {}
+    filled = torch.zeros(shape, dtype=torch.bool)  # sizes alone do not tell: one gap may be as large as one overlap
+    known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for piece in pieces:
         tensor, offset = piece["piece"], tuple(piece["offset"])
         if tuple(piece["shape"]) != shape or tensor.dtype != full.dtype or tensor.ndim != full.ndim:
@@ -130,11 +130,18 @@ def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
                 f"{name}: pieces of different tensors; got shape {tuple(piece['shape'])} and dtype {tensor.dtype} "
                 f"beside {shape} and {full.dtype}. Give the local state dicts of all ranks from one save"
             )
-        if not tensor.numel() or filled.get(offset) == tuple(tensor.shape):
+        if not tensor.numel() or (offset, tuple(tensor.shape)) in known:
             continue  # an empty piece, or a replica
-        narrow(full, tuple(zip(offset, tensor.shape))).copy_(tensor)
-        filled[offset] = tuple(tensor.shape)
-    covered = sum(math.prod(size) for size in filled.values())
+        box = tuple(zip(offset, tensor.shape))
+        if narrow(filled, box).any():
+            raise ValueError(
+                f"{name}: pieces that overlap; got one of shape {tuple(tensor.shape)} at {offset} where others are, as "
+                "from another number of ranks. Give the local state dicts of all ranks from one save"
+            )
+        narrow(full, box).copy_(tensor)
+        narrow(filled, box).fill_(True)
+        known.add((offset, tuple(tensor.shape)))
+    covered = int(filled.sum())
     if covered != full.numel():
         raise ValueError(
             f"{name}: the pieces hold {covered} elements, expected the {full.numel()} of shape {shape}; give the local "

@@ -73,3 +73,15 @@ def test_pieces_in_lists_and_tuples() -> None:
             merge_local_state_dicts([{"w": wrong}, {"w": cut(whole[0], 0, 2)[1]}])
         with pytest.raises(ValueError, match="w: .*in one state dict"):
             merge_local_state_dicts([{"w": wrong}, {"w": [cut(whole[0], 0, 2)[1]]}])
+
+
+def test_pieces_of_two_saves() -> None:
+    """Pieces of saves on different numbers of ranks were joined if their sizes added up: what no piece covered was
+    uninitialised memory."""
+    whole = torch.rand(4)
+    halves, quarters = cut(whole, 0, 2), cut(whole, 0, 4)
+    for mixed in ([halves[0], quarters[1], quarters[3]], [quarters[1], halves[0], quarters[2]]):
+        with pytest.raises(ValueError, match="w: pieces that overlap"):
+            merge_local_state_dicts([{"w": piece} for piece in mixed])
+    merged = merge_local_state_dicts([{"w": piece} for piece in (halves[0], quarters[2], halves[0], quarters[3])])
+    assert torch.equal(merged["w"], whole)

@@ -6,9 +6,14 @@ Code that cannot run there is told what it should do instead.
 from __future__ import annotations
 
 import math
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pickle import PicklingError
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,16 +29,33 @@ from fsdp2.comm.streams import simulated_streams
 from fsdp2.forecasting.clock import Clock
 from fsdp2.sharding.mesh import simulated_backend
 
-__all__ = ["built_model", "check_mesh", "explained", "simulated_rank"]
+__all__ = ["built_model", "check_mesh", "explained", "line_of", "simulated_rank"]
 
 _VALUES = (
     "a forecast runs without values, but build or step reads some ({what}); leave out code that reads tensors "
-    "(loss.item(), printing, tensor.numpy(), loading weights)"
+    "(loss.item(), float(loss), formatting a loss, tensor.numpy(), loading weights, torch.save)"
 )
-_DEVICE = "a forecast needs no device, but the code uses one ({what}); make tensors and meshes on mesh.device_type"
+_SHAPES = (
+    "a forecast runs without values, but the shape of a result depends on some ({what}); use a variant with fixed "
+    "shapes (torch.where in place of a mask as an index; for a mixture of experts in transformers "
+    'experts_implementation="grouped_mm" with parameters in bfloat16, or "batched_mm"), or a fixed number of elements'
+)
+_LOADER = (
+    "a forecast runs without values, but iterating over a DataLoader draws random numbers and reads them ({what}); "
+    "make the batch in step instead, with the shapes of a real one (torch.randint, torch.empty)"
+)
+_DEVICE = (
+    "a forecast needs no device, but the code uses one ({what}); make tensors and meshes on mesh.device_type, and "
+    "leave .cuda() and torch.cuda out"
+)
 _KERNEL = (
     "an operator has no fake kernel, so the shape of its result is not known ({what}); register one with "
     "torch.library.register_fake"
+)
+_DTYPE = (
+    "torch describes this operator for bfloat16 only, and its inputs have another dtype ({what}); compute in bfloat16 "
+    "(mp_policy with param_dtype=torch.bfloat16, or a model in bfloat16), or use another implementation (for a mixture "
+    'of experts in transformers experts_implementation="batched_mm")'
 )
 _MESH = (
     "the code makes a mesh that does not fit the {ranks} simulated ranks ({what}); use the mesh that is passed to "
@@ -43,15 +65,34 @@ _GROUP = "build and step run inside a simulated job ({what}); leave init_process
 
 # What torch and libraries say when they meet tensors without values, and the remedy.
 _REMEDIES = (
-    (_VALUES, (".numpy() is not supported", "could not determine the shape of object type", "access data pointer")),
+    (
+        _VALUES,
+        (
+            ".numpy() is not supported",
+            "could not determine the shape of object type",
+            "access data pointer",
+            "FakeTensor.__format__",
+            "Can't pickle",
+        ),
+    ),
     (
         _DEVICE,
-        ("CUDA enabled", "support for cuda", "_cuda_", "this process cannot use", "No CUDA GPUs", "NVIDIA driver"),
+        (
+            "CUDA enabled",
+            "support for cuda",
+            "_cuda_",
+            "this process cannot use",
+            "No CUDA GPUs",
+            "NVIDIA driver",
+            "found at least two devices",
+        ),
     ),
     (_KERNEL, ("There was no fake impl registered",)),
+    (_DTYPE, ("Expected inputs of BF16 type",)),
     (_MESH, ("Mesh should not be bigger", "must divide the world size")),
     (_GROUP, ("initialize the default process group twice",)),
 )
+_READS = "_local_scalar_dense"  # the operator behind item()
 
 
 @contextmanager
@@ -83,19 +124,65 @@ def simulated_rank(
 
 @contextmanager
 def explained(ranks: int) -> Iterator[None]:
-    """Raise errors of the block that come from what a forecast lacks with what to change."""
+    """Raise errors of the block that come from what a forecast lacks with what to change, and where."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise RuntimeError(_VALUES.format(what=error.func)) from error
+        remedy = _VALUES if _READS in str(error.func) else _SHAPES
+        if _passed_loader(error):
+            remedy = _LOADER
+        raise RuntimeError(remedy.format(what=_at(str(error.func), error))) from error
     except UnsupportedOperatorException as error:
-        raise RuntimeError(_KERNEL.format(what=error.func)) from error
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise RuntimeError(_KERNEL.format(what=_at(str(error.func), error))) from error
+    except (AssertionError, AttributeError, PicklingError, RuntimeError, TypeError, ValueError) as error:
         text = str(error)
         for remedy, known in _REMEDIES:
             if any(part in text for part in known):
-                raise RuntimeError(remedy.format(what=text.splitlines()[0].rstrip(".!"), ranks=ranks)) from error
+                what = _at(text.splitlines()[0].rstrip(".!"), error)
+                raise RuntimeError(remedy.format(what=what, ranks=ranks)) from error
         raise
+
+
+def line_of(error: BaseException) -> str:
+    """Name the innermost line of the caller's own code that ``error`` came through, and that of a library below it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+    own = [frame for frame in frames if not _is_below(frame.filename, *_SITE)]
+    lines = [_line(frame) for frame in own[-1:]]
+    if frames and frames[-1:] != own[-1:]:
+        lines.append(_line(frames[-1]))
+    return ", which calls ".join(lines)
+
+
+def _at(what: str, error: BaseException) -> str:
+    line = line_of(error)
+    return f"{what}, in {line}" if line else what
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    code = f": {frame.line}" if frame.line else ""
+    return f"{frame.filename.removeprefix(os.getcwd() + os.sep)}, line {frame.lineno}{code}"
+
+
+def _passed_loader(error: BaseException) -> bool:
+    """Return whether ``error`` came through torch's DataLoader or its samplers."""
+    folder = os.path.join(_TORCH, "utils", "data")
+    return any(_is_below(frame.filename, folder) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _is_machinery(path: str) -> bool:
+    """Return whether ``path`` is a file of torch, of fsdp2 or of Python itself."""
+    if path.startswith("<") or _is_below(path, _TORCH, _FSDP2):
+        return True
+    return _is_below(path, _PYTHON) and not _is_below(path, *_SITE)
+
+
+def _is_below(path: str, *folders: str) -> bool:
+    return any(path.startswith(folder + os.sep) for folder in folders)
+
+
+_TORCH, _FSDP2 = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+_PYTHON = sysconfig.get_paths()["stdlib"]
+_SITE = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
 
 
 def check_mesh(mesh: Mapping[str, int], rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -135,29 +136,57 @@ def twice(x: Tensor) -> Tensor:
     return x * 2
 
 
+class Numbers(torch.utils.data.Dataset):
+    """A few samples."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(WIDTH)
+
+
+def iterates(x: Tensor) -> None:
+    """Make a loader and take batches from it."""
+    for batch in torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True):
+        x + batch
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [
         (lambda x: x.sum().item(), "without values.*local_scalar"),
-        (lambda x: x.nonzero(), "without values.*nonzero"),
+        (lambda x: f"{x.sum():.2f}", "without values.*__format__.*formatting a loss"),
+        (lambda x: x.nonzero(), "shape of a result depends on some.*nonzero.*fixed shapes"),
+        (lambda x: x[x > 0], "shape of a result depends on some.*torch.where"),
         (lambda x: x.detach().numpy(), "without values.*numpy"),
+        (iterates, "iterating over a DataLoader"),
         (lambda x: x.to("cuda"), "needs no device"),
+        (lambda x: x.cuda(), r"needs no device.*leave \.cuda\(\) and torch.cuda out"),
+        (lambda x: x + torch.randn(WIDTH, device="cuda"), "needs no device.*two devices.*mesh.device_type"),
         (lambda x: torch.cuda.set_device(0), "needs no device"),
         (twice, r"register_fake"),
+        (
+            lambda x: torch.nn.functional.grouped_mm(x, x.expand(2, 8, WIDTH).mT, offs=torch.tensor([4, 8]).int()),
+            "for bfloat16 only.*batched_mm",
+        ),
         (lambda x: init_device_mesh("cpu", (16,)), "does not fit the 8 simulated ranks"),
         (lambda x: torch.distributed.init_process_group("gloo"), "leave init_process_group out"),
     ],
 )
 def test_code_that_needs_more(code, text):
-    """Values, devices and other ranks do not exist; the error says what to change."""
+    """Values, devices and other ranks do not exist; the error says what to change, and in which line of the script."""
 
     def looks(model: Any, optimizer: Any) -> None:
         code(model(torch.empty(8, WIDTH)))
 
     if torch.backends.cuda.is_built() and "device" in text:
         pytest.skip("fake tensors can be on one")
-    with pytest.raises(RuntimeError, match=text):
+    if "bfloat16" in text and not api.torch_since("2.13"):
+        pytest.skip("this torch may have no torch.nn.functional.grouped_mm")
+    with pytest.raises(RuntimeError, match=text) as raised:
         forecast(build, looks, mesh={"shard": 8})
+    assert re.search(r"tests/forecast/test_run\.py, line \d+: ", str(raised.value))
 
 
 def test_weights_are_not_loaded(tmp_path):
@@ -178,6 +207,7 @@ def test_weights_are_not_loaded(tmp_path):
     [
         ({"mesh": {"shard": 0}}, ValueError, "sizes of at least 1"),
         ({"mesh": {}}, ValueError, "mesh of 0 ranks"),
+        ({"steps": 0}, ValueError, "steps=0.*expected at least one step"),
         ({"rank": 8}, ValueError, "rank 8 of a mesh of 8 ranks"),
         (
             {"build": lambda mesh: None},

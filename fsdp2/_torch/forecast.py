@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# The classes in which torch's own fully_shard takes a mesh for a single parameter.
+import torch.distributed.fsdp._fully_shard._fsdp_common as torch_common
 
 # Operators of process groups return a work in a box; this is one that is done. They name groups or put them in a box.
 from torch._C._distributed_c10d import FakeWork, _resolve_process_group
@@ -44,6 +48,7 @@ __all__ = [
     "operator_arguments",
     "operator_returns",
     "storage_key",
+    "torch_placement",
     "unboxed_group",
     "unset_fake_temporarily",
 ]
@@ -62,12 +67,16 @@ def fake_tensors() -> Iterator[None]:
         remembered.clear()
         swap(first, second)
 
+    # What an operator says against its inputs is raised as well; the log would print its traceback before that.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    muted, log.disabled = log.disabled, True
     torch.utils.swap_tensors = swap_forgotten
     try:
         with mode:
             yield
     finally:
         torch.utils.swap_tensors = swap
+        log.disabled = muted
 
 
 def makes_ranks_of_a_mesh() -> bool:
@@ -112,3 +121,21 @@ def unboxed_group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     return _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]  # the stub takes a tensor
+
+
+def torch_placement(result: Any) -> Any:
+    """What ``shard_placement_fn`` returned, as torch's own takes it: the mesh of a result of ours in torch's class.
+
+    Raises:
+        NotImplementedError: this torch takes no mesh for a single parameter.
+    """
+    mesh = getattr(result, "mesh_info", None)
+    if not isinstance(mesh, dist.DeviceMesh):
+        return result
+    if not hasattr(torch_common, "ShardPlacementResult"):
+        raise NotImplementedError(
+            f"shard_placement_fn returned a mesh for a parameter, which torch's own fully_shard of torch "
+            f"{torch.__version__} does not take"
+        )
+    info = torch_common.FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else torch_common.HSDPMeshInfo(mesh, 1, 0)
+    return torch_common.ShardPlacementResult(result.placement, info)

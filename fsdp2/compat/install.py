@@ -23,20 +23,20 @@ from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
 from fsdp2.module import share_comm_ctx
 
-__all__ = ["Installation", "install", "uninstall"]
+__all__ = ["OURS", "THEIRS", "Installation", "install", "uninstall"]
 
 logger = logging.getLogger("fsdp2")
 
-_OURS = {
+OURS = {
     "fully_shard": fully_shard,
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-_THEIRS = {name: getattr(torch_fsdp, name) for name in _OURS}
+THEIRS = {name: getattr(torch_fsdp, name) for name in OURS}
 _PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 # Helpers of torch that patch the class of groups by name; torch's own replicate goes on using torch's class.
 _GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
-_FROM_FSDP2 = re.compile(rf"\bfrom\s+fsdp2[\s.]|\bfsdp2\.({'|'.join(_OURS)})\b")
+_FROM_FSDP2 = re.compile(rf"\bfrom\s+fsdp2[\s.]|\bfsdp2\.({'|'.join(OURS)})\b")
 _FROM_TORCH = re.compile(r"\btorch\.distributed\.(fsdp|_composable)\b")
 
 
@@ -48,7 +48,7 @@ class Installation:
         self.depth = 0  # calls of install() whose block has not ended
         self._undo: list[tuple[ModuleType, str, Any, Any]] = []
         self._finder = _Finder(self)
-        self._ours_before = set(_holders(_OURS))
+        self._ours_before = set(_holders(OURS))
 
     def __str__(self) -> str:
         return "fsdp2 replaced " + ", ".join(self.replaced)
@@ -73,9 +73,9 @@ class Installation:
 
     def adopt(self, module: ModuleType) -> None:
         """Replace in one of torch's modules whatever of torch's own it imported."""
-        for name, theirs in _THEIRS.items():
+        for name, theirs in THEIRS.items():
             if getattr(module, name, None) is theirs:
-                self.set(module, name, _OURS[name])
+                self.set(module, name, OURS[name])
         group = getattr(module, "FSDPParamGroup", None) if module.__name__ in _GROUP_USERS else None
         if getattr(group, "__module__", "").startswith("torch."):
             self.set(module, "FSDPParamGroup", FSDPParamGroup)
@@ -97,14 +97,14 @@ class Installation:
         ours, with a warning.
         """
         unsure = []
-        for module, attribute, function in set(_holders(_OURS)) - self._ours_before:
+        for module, attribute, function in set(_holders(OURS)) - self._ours_before:
             try:
                 source = inspect.getsource(module)
             except (OSError, TypeError):
                 source = ""
             from_torch, from_fsdp2 = _FROM_TORCH.search(source), _FROM_FSDP2.search(source)
             if from_torch and not from_fsdp2:
-                setattr(module, attribute, _THEIRS[function])
+                setattr(module, attribute, THEIRS[function])
             elif not from_fsdp2 or from_torch:
                 unsure.append(f"{module.__name__}.{attribute}")
         if unsure:
@@ -195,10 +195,10 @@ def install(*, rebind: bool = False) -> Installation:
             _installed = installation
             logger.info("%s", _installed)
         _installed.depth += 1
-        early = [holder for holder in _holders(_THEIRS) if not _is_torchs_or_ours(holder[0])]
+        early = [holder for holder in _holders(THEIRS) if not _is_torchs_or_ours(holder[0])]
         if rebind:
             for module, attribute, function in early:
-                _installed.set(module, attribute, _OURS[function])
+                _installed.set(module, attribute, OURS[function])
         elif early:
             names = ", ".join(sorted(f"{module.__name__}.{attribute}" for module, attribute, _ in early))
             warnings.warn(

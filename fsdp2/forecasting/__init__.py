@@ -5,6 +5,8 @@ Nothing of it is imported by ``import fsdp2``. From the top down; a file imports
 command    what the command line takes
 comparing  several settings of one program side by side
 run        a step, and what it needed
+result     its figures and tables
+libraries  one script with fsdp2's fully_shard, or with torch's own
 recording  steps of a real run as timelines
 saving     files that show timelines
 page       timelines as an HTML page

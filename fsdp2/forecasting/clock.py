@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -29,7 +29,17 @@ from fsdp2._torch.forecast import (
 from fsdp2.forecasting.cost import H100, Hardware, nbytes_of, tensors_in
 from fsdp2.forecasting.timeline import COMPUTE, Exposed, Span, axis_name
 
-__all__ = ["Clock", "Event", "Stream"]
+__all__ = ["Clock", "Event", "Ranges", "Stream"]
+
+
+class Ranges(Protocol):
+    """Is told of profiler ranges."""
+
+    def began(self, name: str) -> None:
+        """A range was entered."""
+
+    def ended(self) -> None:
+        """The innermost range was left."""
 
 
 class Event:
@@ -103,6 +113,8 @@ class Clock(TorchDispatchMode):
         self.stopped = False
         """Kernels take no time as long as it is set."""
         self.Stream, self.Event = self._new_stream, self._new_event  # as torch.cuda calls them
+        self.ranges: Ranges | None = None
+        """Told of the profiler ranges that code opens."""
         self.axes: dict[str, str] = {}
         """What mesh dimensions are called, by their groups; a group says itself what it was made for."""
         self._current = [self.compute]
@@ -135,6 +147,19 @@ class Clock(TorchDispatchMode):
     def synchronize(self) -> None:
         """Let the host wait for all streams."""
         self.host = self.now
+
+    @contextmanager
+    def in_place_of(self, module: Any) -> Iterator[None]:
+        """Give code that asks ``module``, such as ``torch.cpu``, for streams those of the clock."""
+        names = ("Stream", "Event", "current_stream", "stream")
+        before = {name: getattr(module, name) for name in names}
+        for name in names:
+            setattr(module, name, getattr(self, name))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(module, name, value)
 
     # ---- as a recorder ----
 
@@ -190,6 +215,12 @@ class Clock(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
             return NotImplemented  # the kernels that they come to are what counts
+        if func.namespace == "profiler" and self.ranges is not None:
+            if func.overloadpacket.__name__ == "_record_function_exit":
+                self.ranges.ended()
+            else:
+                self.ranges.began(args[0])
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         if not any(issubclass(kind, FakeTensor) for kind in types) and (tensors_in(args) or makes_ranks_of_a_mesh()):

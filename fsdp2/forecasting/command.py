@@ -28,6 +28,7 @@ are estimates of a cost model, whose constants are printed below the table."""
 _EXAMPLES = """\
 examples:
   python -m fsdp2 forecast train:build --mesh replicate=4,shard=16
+  python -m fsdp2 forecast train:build --mesh shard=64 --beside torch
   python -m fsdp2 forecast train:build --mesh shard=64 --save step.html step.png
   python -m fsdp2 forecast train:build --mesh shard=64 --mesh dp=8,tp=8 --fit 80GiB
   python -m fsdp2 forecast train:build --mesh shard=64 --compare checkpointing=True,False layers=32,48
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         hardware = _hardware(given)
         build, step = _function(given.build), _function(f"{given.build.partition(':')[0]}:{given.step}")
         settings = dict(map(_setting, given.compare))
-        options = {"hardware": hardware, "backend": given.backend, "steps": given.steps}
+        options = {"hardware": hardware, "backend": given.backend, "steps": given.steps, "beside": given.beside}
         with _Progress() as progress:
             cases = compare(build, step, given.mesh, settings, progress=progress, **options)
     except ValueError as error:
@@ -68,7 +69,7 @@ def _show(cases: list[Case], given: argparse.Namespace, hardware: Hardware) -> i
             print(f"{comparison(cases, given.fit)}\n")
         print(hardware)
     for path in given.save if results else []:
-        results[0].save(path, *(result.timeline for result in results[1:]))
+        results[0].save(path, *(timeline for result in results[1:] for timeline in result.timelines))
         print(f"saved {path}", file=sys.stderr)
     return int(given.fit is not None and not any(case.fits(given.fit) for case in cases))
 
@@ -105,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         help="latency and bandwidth of a collective over RANKS ranks: 64=3e-4,3e11",
     )
     add("--compare", nargs="+", default=[], metavar="NAME=A,B", help="call build with NAME=A, with NAME=B, and so on")
+    add(
+        "--beside",
+        choices=("torch",),
+        help="run the same functions with torch's own fully_shard as well, and show both side by side",
+    )
     add("--fit", type=_bytes, metavar="SIZE", help="mark settings that fit into SIZE, such as 80GiB; name the fastest")
     add("--save", nargs="+", default=[], metavar="FILE", help="pictures: .html, .png, .svg, .pdf; .json for Chrome")
     add("--json", action="store_true", help="print the figures as JSON")

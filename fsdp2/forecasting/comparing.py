@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp2.forecasting.run import Forecast, forecast
+from fsdp2.forecasting.result import Forecast
+from fsdp2.forecasting.run import forecast
 
 __all__ = ["Case", "compare", "comparison"]
 
@@ -87,22 +88,32 @@ def _check(build: Callable[..., Any], settings: Mapping[str, Sequence[Any]]) -> 
 
 
 def comparison(cases: Sequence[Case], limit: int | None = None) -> str:
-    """A table of ``cases``; with ``limit`` bytes also which fit, and the fastest of these."""
-    width = max(len(case.name) for case in cases)
-    lines = [f"{'':<{width}}  peak GiB   step ms  exposed ms  sent GiB"]
-    for case in cases:
-        if case.forecast is None:
-            lines.append(f"{case.name:<{width}}  {case.error}")
+    """Return a table of ``cases``; with ``limit`` bytes also which fit, and the fastest of these."""
+    rows = [row for case in cases for row in _rows(case)]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{'':<{width}}  peak GiB  reserved GiB   step ms  exposed ms  sent GiB  launches"]
+    for name, found in rows:
+        if isinstance(found, str):
+            lines.append(f"{name:<{width}}  {found}")
             continue
-        result = case.forecast
-        sent = sum(one.nbytes for one in result.collectives)
-        fits = "" if limit is None else "  fits" if case.fits(limit) else "  too large"
+        fits = "" if limit is None else "  fits" if found.peak_bytes <= limit else "  too large"
         lines.append(
-            f"{case.name:<{width}}  {result.peak_bytes / 2**30:8.2f}  {result.step_seconds * 1e3:8.1f}  "
-            f"{result.exposed_seconds * 1e3:10.1f}  {sent / 2**30:8.2f}{fits}"
+            f"{name:<{width}}  {found.peak_bytes / 2**30:8.2f}  {found.reserved_bytes / 2**30:12.2f}  "
+            f"{found.step_seconds * 1e3:8.1f}  {found.exposed_seconds * 1e3:10.1f}  {found.sent_bytes / 2**30:8.2f}  "
+            f"{found.launches:8}{fits}"
         )
     if limit is not None:
         fitting = [case for case in cases if case.fits(limit)]
         best = min(fitting, key=lambda case: case.forecast.step_seconds if case.forecast else 0.0, default=None)
         lines += ["", f"none fits {limit / 2**30:g} GiB" if best is None else f"fastest that fits: {best.name}"]
     return "\n".join(lines)
+
+
+def _rows(case: Case) -> Iterator[tuple[str, Forecast | str]]:
+    """The case, and below it the same with torch's own where that was asked for."""
+    if case.forecast is None:
+        yield case.name, case.error
+        return
+    yield case.name, case.forecast
+    if case.forecast.beside is not None:
+        yield "  the same with torch's own", case.forecast.beside

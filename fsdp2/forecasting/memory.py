@@ -25,7 +25,6 @@ __all__ = ["KINDS", "Block", "Memory", "Peak"]
 
 KINDS = ("shards", "gathered", "gradients", "optimizer state", "activations", "other")
 Storage = torch.UntypedStorage
-_SENT = {"_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_base_", "allreduce_"}
 _PACKED = {"_chunk_cat", "chunk_cat"}
 _CAST = {"_to_copy", "div", "to"}
 
@@ -69,6 +68,7 @@ class Memory(TorchDispatchMode):
         self._references: dict[int, weakref.ref[Storage]] = {}
         self._base: list[Block] = []
         self._changes: list[tuple[Block, int, str, float]] = []
+        self._sent: list[Block] = []
 
     # ---- what is alive ----
 
@@ -162,13 +162,20 @@ class Memory(TorchDispatchMode):
         name = func.overloadpacket.__name__
         for tensor in tensors_in(out):
             self._follow(tensor)
-        if name in _SENT:
-            self._mark(tensors_in(args))
+        if func.namespace == "c10d":
+            self._sent += filter(None, (self._blocks.get(storage_key(tensor)) for tensor in tensors_in(args)))
         elif name in _PACKED:
             self._mark(tensors_in((args, kwargs)))
         elif name in _CAST and args and self._kind(args[0]) == "gradients":
             self._mark(tensors_in(out))
         return out
+
+    def claim(self, kind: str = "") -> None:
+        """Say what the tensors are for that collectives took since the last call; "" leaves them as they are."""
+        for block in self._sent:
+            if kind and block.kind == "activations":
+                block.kind = kind
+        self._sent.clear()
 
     def _kind(self, tensor: Any) -> str:
         block = self._blocks.get(storage_key(tensor)) if isinstance(tensor, torch.Tensor) else None

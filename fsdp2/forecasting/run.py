@@ -2,105 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import gc
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._trace import listening, recording_with
 from fsdp2.build.modules import fsdp_modules
+from fsdp2.engine.param import FSDPParam
 from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import H100, Hardware, tensors_in
-from fsdp2.forecasting.memory import Memory, Peak
-from fsdp2.forecasting.rank import built_model, check_mesh, explained, simulated_rank
-from fsdp2.forecasting.saving import save
+from fsdp2.forecasting.libraries import TorchEvents, check_units, using
+from fsdp2.forecasting.memory import Memory
+from fsdp2.forecasting.rank import built_model, check_mesh, explained, line_of, simulated_rank
+from fsdp2.forecasting.result import Collectives, Forecast
 from fsdp2.forecasting.timeline import COMPUTE, Mark, Timeline, lane_names, unit_spans
+from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["Collectives", "Forecast", "forecast"]
+__all__ = ["forecast"]
 
 _WHILE = {"pre_forward": "forward", "pre_backward": "backward", "post_forward": "after forward", "reduce": "backward"}
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """What one kind of collective sends along one mesh axis in a step: launches, and bytes of the whole tensors."""
-
-    axis: str
-    kind: str
-    launches: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a training step needs on one rank. ``padding_bytes`` is what a gather of everything carries for nothing."""
-
-    mesh: dict[str, int]
-    device: str
-    peak: Peak
-    collectives: tuple[Collectives, ...]
-    padding_bytes: int
-    step_seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    exposed_by_unit: dict[str, float]
-    timeline: Timeline = field(repr=False)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that are alive at once."""
-        return self.peak.nbytes
-
-    @property
-    def bytes_by_kind(self) -> dict[str, int]:
-        """What these bytes are."""
-        return self.peak.by_kind
-
-    def to_json(self) -> str:
-        """All figures, without the lanes."""
-        values = {name: value for name, value in asdict(self).items() if name != "timeline"}
-        return json.dumps(values, indent=2)
-
-    def table(self) -> str:
-        """The figures for people."""
-        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        lines = [
-            f"one rank of {mesh}, {self.device}",
-            "",
-            f"peak memory     {_size(self.peak_bytes)}, {self.peak.running}",
-        ]
-        lines += [f"  {kind:<16}{_size(nbytes)}" for kind, nbytes in self.bytes_by_kind.items()]
-        lines += ["", "sent in a step  launches       bytes"]
-        lines += [f"  {c.axis + ' ' + c.kind:<22}{c.launches:>4}  {_size(c.nbytes)}" for c in self.collectives]
-        lines += [f"  padding of a gather       {_size(self.padding_bytes)}", ""]
-        lines += [f"step            {self.step_seconds * 1e3:10.2f} ms (a model's estimate)"]
-        lines += [f"  compute       {self.compute_seconds * 1e3:10.2f} ms"]
-        lines += [f"  exposed       {self.exposed_seconds * 1e3:10.2f} ms of communication"]
-        most = sorted(self.exposed_by_unit.items(), key=lambda item: -item[1])[:5]
-        lines += [f"    {unit or 'the root':<20}{seconds * 1e3:8.2f} ms" for unit, seconds in most]
-        return "\n".join(lines)
-
-    def save(self, path: str | Path, *others: Timeline) -> None:
-        """Write the step as a page (.html), a picture (.png, .svg, .pdf) or a Chrome trace (.json).
-
-        ``others``, such as ``record.timeline``, are shown below it, on the same scale.
-
-        Raises:
-            ValueError: the name ends in something else.
-        """
-        save(path, [self.timeline, *others])
-
-    def __str__(self) -> str:
-        return self.table()
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):10.1f} MiB"
 
 
 def forecast(
@@ -113,6 +42,7 @@ def forecast(
     rank: int = 0,
     steps: int = 3,
     progress: Callable[[str], object] | None = None,
+    beside: str | None = None,
 ) -> Forecast:
     """Forecast memory, collectives and time of a training step on one ``rank`` of a mesh of these dimensions.
 
@@ -129,49 +59,131 @@ def forecast(
         rank: The rank to forecast; only uneven shards differ between ranks.
         steps: How many steps to run; the last one is measured, since optimizers make their state in the first.
         progress: Called often, with a text that describes the current phase.
+        beside: "torch" runs the same functions once more with torch's own ``fully_shard``, and shows both side by side;
+            the result's ``beside`` is torch's forecast. Names that modules hold are replaced for that: the functions of
+            fsdp2 by those of torch, and the other way round, so that the script may import either.
 
     Raises:
         RuntimeError: this process has a process group already, or the code looks at a value, needs a device, makes a
-            mesh of more ranks, or calls an operator that says nothing of the shape of its result.
+            mesh of more ranks, or calls an operator that says nothing of the shape of its result; or with ``beside`` it
+            uses something that torch's own does not have, or does not run with it.
         TypeError: ``build`` returned no module.
-        ValueError: ``mesh`` is none, or does not have the ``rank``.
+        ValueError: ``mesh`` is none, or does not have the ``rank``; ``steps`` or ``beside`` is none of those above.
     """
-    clock = Clock(hardware)
-    phase = ["building"]
-    memory = Memory(
-        lambda: f"{phase[0]} of {clock.unit}" if clock.unit else phase[0],
-        lambda: clock.compute.time,
-        clock.lane,
-    )
-    marks: list[Mark] = []
-    stage, report = "building", progress or (lambda doing: None)
-    report(stage)
+    if steps < 1 or beside not in (None, "torch"):
+        raise ValueError(f'forecast: steps={steps}, beside={beside!r}; expected at least one step, and None or "torch"')
+    job = _Job(build, step, dict(mesh), hardware, backend, rank, steps, progress or (lambda doing: None))
+    check_mesh(mesh, rank)
+    ours = _measured(job, "fsdp2")
+    if beside is None:
+        return ours
+    gc.collect()  # what the first run left in cycles would count as alive in the second
+    try:
+        return replace(ours, beside=_measured(job, "torch"))
+    except Exception as error:
+        line = line_of(error.__cause__ or error)
+        raise RuntimeError(
+            f"forecast: beside=\"torch\": the script runs with fsdp2's fully_shard, but not with torch's own: {error}"
+            + (f", in {line}" if line and line not in str(error) else "")
+        ) from error
 
-    def heard(event: str, name: str) -> None:
-        marks.append(Mark(clock.compute.time, event, name))
+
+@dataclass(frozen=True)
+class _Job:
+    build: Callable[[DeviceMesh], Any]
+    step: Callable[[Any, Any], object]
+    mesh: dict[str, int]
+    hardware: Hardware
+    backend: str
+    rank: int
+    steps: int
+    progress: Callable[[str], object]
+
+
+class _Following:
+    """Notes which unit runs, for the clock, the memory and the timeline."""
+
+    def __init__(self, clock: Clock, progress: Callable[[str], object]) -> None:
+        self.stage, self.marks = "building", list[Mark]()
+        self._clock, self._progress, self._phase = clock, progress, "building"
+
+    def begin(self, stage: str, phase: str) -> None:
+        """A step begins."""
+        self.stage, self._phase, self._clock.unit = stage, phase, ""
+        self.marks.clear()
+        self._progress(stage)
+
+    def heard(self, event: str, name: str) -> None:
+        """Something of the unit ``name`` begins or ends."""
+        self.marks.append(Mark(self._clock.compute.time, event, name))
         if event in _WHILE:
-            clock.unit, phase[0] = name, _WHILE[event]
-            report(f"{stage}: {phase[0]} of {name or 'the root'}")
+            self._clock.unit, self._phase = name, _WHILE[event]
+            self._progress(f"{self.stage}: {self._phase} of {name or 'the root'}")
         elif event == "root_post_backward":
-            clock.unit, phase[0] = "", "after backward"
+            self._clock.unit, self._phase = "", "after backward"
 
-    simulated = simulated_rank(mesh, clock, backend=backend, rank=rank)
-    recorded = recording_with(clock)
-    with explained(check_mesh(mesh, rank)), listening(heard), recorded, simulated as made, memory:
-        clock.axes = {str(made.get_group(name).group_name): name for name in mesh}
-        model, optimizer = built_model(build(made))
+    def running(self) -> str:
+        """Describe what runs."""
+        if self._phase in _WHILE.values():
+            return f"{self._phase} of {self._clock.unit or 'the root'}"
+        return self._phase
+
+
+class _Recorder:
+    """Tells the clock of the collectives of units, and the memory what the tensors are for that they took."""
+
+    def __init__(self, clock: Clock, memory: Memory) -> None:
+        self._clock, self._memory = clock, memory
+
+    def enter(self, name: str) -> None:
+        """What communicates or waits from now on is for the unit ``name``."""
+        self._clock.enter(name)
+
+    def moment(self) -> float:
+        """A collective may follow: what others sent before is not of a unit."""
+        self._memory.claim()
+        return self._clock.moment()
+
+    def launched(self, what: tuple[str, str], axis: Any, nbytes: int, began: Any, work: Any) -> None:
+        """``what`` was started."""
+        self._memory.claim("gathered" if what[0] == "gather" else "gradients")
+        self._clock.launched(what, axis, nbytes, began, work)
+
+    def waited(self, began: Any, work: Any = None) -> None:
+        """Compute waited."""
+        self._clock.waited(began, work)
+
+
+def _measured(job: _Job, library: str) -> Forecast:
+    """Run the steps with the ``fully_shard`` of that library, and measure the last one."""
+    clock = Clock(job.hardware)
+    following = _Following(clock, job.progress if library == "fsdp2" else lambda doing: job.progress(f"torch, {doing}"))
+    memory = Memory(following.running, lambda: clock.compute.time, clock.lane)
+    clock.ranges = TorchEvents(following.heard, clock.enter, memory.claim) if library == "torch" else None
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(explained(math.prod(job.mesh.values())))
+        enter(using(library))
+        enter(listening(following.heard))
+        enter(recording_with(_Recorder(clock, memory)))
+        if library == "torch" and job.backend != "gloo":
+            enter(clock.in_place_of(torch.cpu))
+        mesh = enter(simulated_rank(job.mesh, clock, backend=job.backend, rank=job.rank))
+        enter(memory)
+        clock.axes = {str(mesh.get_group(name).group_name): name for name in job.mesh}
+        following.begin("building", "building")
+        model, optimizer = built_model(job.build(mesh))
+        check_units(model, library)
         begin = 0.0
-        for number in range(1, steps + 1):
-            stage = f"step {number} of {steps}"
-            report(stage)
+        for number in range(1, job.steps + 1):
             _know(memory, model, optimizer)
-            clock.unit, phase[0] = "", "forward"
+            following.begin(f"step {number} of {job.steps}", "step")
             begin = clock.begin()
             memory.begin()
-            marks.clear()
-            step(model, optimizer)
+            job.step(model, optimizer)
         _know(memory, model, optimizer)
-        return _result(dict(mesh), clock, memory, _timeline(clock, memory, marks, begin, rank), _padding(model))
+        timeline = _timeline(clock, memory, following.marks, (begin, job.rank, library))
+        return _result(job.mesh, clock, memory, timeline, model)
 
 
 def _know(memory: Memory, model: nn.Module, optimizer: Any) -> None:
@@ -183,24 +195,51 @@ def _know(memory: Memory, model: nn.Module, optimizer: Any) -> None:
         memory.know(tensors_in([*optimizer.state.values()]), "optimizer state")
 
 
-def _padding(model: nn.Module) -> int:
-    total = 0
+def _padding(model: nn.Module) -> tuple[int, tuple[str, ...]]:
+    """The bytes of padding that a gather of everything carries, and what to do about the most of them."""
+    total, shares, names = 0, dict[str, tuple[int, FSDPParam]](), {p: name for name, p in model.named_parameters()}
     for module in fsdp_modules(model):
         for group in module._get_fsdp_state().groups:
             for param in group.params:
                 layout = param.spec.layout
                 total += (layout.slot_numel * layout.ranks - layout.numel) * param.compute_dtype.itemsize
-    return total
+                if layout.dim is not None and layout.padding_numel > _NOTABLE * layout.numel:
+                    name = re.sub(r"\b\d+\b", "*", names.get(param.sharded, param.name))  # one line for all layers
+                    before = shares.get(name, (0, param))[0]
+                    shares[name] = (before + layout.padding_numel * param.compute_dtype.itemsize, param)
+    most = sorted(shares.items(), key=lambda item: -item[1][0])[:3]
+    return total, tuple(_remedy(name, nbytes, param) for name, (nbytes, param) in most if nbytes > _NOTABLE * total)
 
 
-def _timeline(clock: Clock, memory: Memory, marks: list[Mark], begin: float, rank: int) -> Timeline:
+_NOTABLE = 0.05  # a parameter is named if it is padded by more than this share
+
+
+def _remedy(name: str, nbytes: int, param: FSDPParam) -> str:
+    layout = param.spec.layout
+    best = ShardLayout.least_padded(layout.shape, layout.stride, layout.ranks)
+    rows = layout.shape[layout.dim or 0]
+    text = (
+        f"{name}: {nbytes / 2**20:,.1f} MiB; {rows} rows over {layout.ranks} ranks are padded to "
+        f"{layout.chunk * layout.ranks}, {layout.chunk * layout.ranks / max(rows, 1):.3g} times as much; "
+    )
+    if best.padding_numel <= layout.padding_numel / 2:
+        left = best.padding_numel / layout.numel
+        return text + f'shard_placement_fn="auto" cuts dimension {best.dim} instead ({left:.1%} padding)'
+    return text + (
+        "no dimension divides better: shard it over fewer ranks, with another mesh or a ShardPlacementResult of "
+        "shard_placement_fn"
+    )
+
+
+def _timeline(clock: Clock, memory: Memory, marks: list[Mark], run: tuple[float, int, str]) -> Timeline:
+    begin, rank, library = run
     names = lane_names(clock.spans)
     spans = [replace(span, lane=names[span.lane]) for span in clock.spans]
-    title = f"forecast, {clock.hardware.name}"
+    title = f"forecast, {clock.hardware.name}" + (", torch's own" if library == "torch" else "")
     return Timeline.of(title, rank, [*spans, *unit_spans(marks)], clock.exposed, memory.points(), (begin, clock.now))
 
 
-def _result(mesh: dict[str, int], clock: Clock, memory: Memory, timeline: Timeline, padding: int) -> Forecast:
+def _result(mesh: dict[str, int], clock: Clock, memory: Memory, timeline: Timeline, model: nn.Module) -> Forecast:
     launches, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for span in clock.spans:
         if span.group:
@@ -211,16 +250,26 @@ def _result(mesh: dict[str, int], clock: Clock, memory: Memory, timeline: Timeli
     for wait in clock.exposed:
         exposed[wait.unit] += wait.end - wait.begin  # type: ignore[assignment]  # seconds
     compute = sum(span.seconds for span in clock.spans if span.lane == COMPUTE and not span.group)
-    total = timeline.seconds
+    padding, padded = _padding(model)
     return Forecast(
         mesh=mesh,
         device=clock.hardware.name,
         peak=memory.peak(),
+        pools=_pools(clock, memory),
         collectives=tuple(Collectives(*key, launches[key], sent[key]) for key in sorted(launches)),
         padding_bytes=padding,
-        step_seconds=total,
+        padded=padded,
+        step_seconds=timeline.seconds,
         compute_seconds=compute,
-        exposed_seconds=total - compute,
+        exposed_seconds=timeline.seconds - compute,
         exposed_by_unit=dict(exposed),
         timeline=timeline,
     )
+
+
+def _pools(clock: Clock, memory: Memory) -> dict[str, int]:
+    """The most bytes of each stream's pool, by what the stream is for."""
+    names, pools = lane_names(clock.spans), Counter[str]()
+    for lane, nbytes in memory.pools.items():
+        pools[names.get(lane, lane if lane == COMPUTE else "copies")] += nbytes
+    return {lane: nbytes for lane, nbytes in pools.items() if nbytes}

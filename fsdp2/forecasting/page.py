@@ -23,6 +23,7 @@ def _compact(timeline: Timeline) -> dict[str, Any]:
     """Times in microseconds, and no field that is not drawn."""
     return {
         "name": timeline.name,
+        "begin": timeline.begin,
         "seconds": timeline.seconds,
         "exposed": timeline.exposed_seconds,
         "spans": [

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp2.forecasting.timeline import COMPUTE, UNITS, Exposed, Span, Timeline, lane_names
 
-__all__ = ["draw_lanes", "draw_memory", "save_picture"]
+__all__ = ["draw_lanes", "draw_memory", "picture", "save_picture"]
 
 COLOURS = {
     COMPUTE: "#4c78a8",
@@ -31,11 +31,15 @@ KINDS = {
 }
 
 
-def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed]) -> None:
-    """One row for each lane, time in ms from left to right; where compute waits its row is red."""
+def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed], start: float | None = None) -> None:
+    """Draw one row for each lane, time in ms from left to right; where compute waits its row is red.
+
+    Times are counted from ``start``, by default from the first span on.
+    """
     if not spans:
         return
-    start = min(span.begin for span in spans)
+    if start is None:
+        start = min(span.begin for span in spans)
     names = lane_names(spans)
     lanes = sorted({names[span.lane] for span in spans}, key=_row)
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -87,10 +91,17 @@ def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
         ModuleNotFoundError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+        figure = picture(timelines)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path.name}: a picture needs matplotlib; pip install 'fsdp2[plots]'") from error
+    figure.savefig(path)
+
+
+def picture(timelines: Sequence[Timeline]) -> Any:
+    """Draw lanes and memory of ``timelines`` on one scale of time, and return the figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     kinds: list[tuple[Timeline, bool]] = []
     for timeline in timelines:
         kinds += [(timeline, False), *([(timeline, True)] if timeline.memory else [])]
@@ -101,7 +112,7 @@ def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
         if memory:
             draw_memory(axes, timeline)
         else:
-            draw_lanes(axes, timeline.spans, timeline.waits)
+            draw_lanes(axes, timeline.spans, timeline.waits, start=0.0)  # as memory is, from the beginning of the step
             waits = f"{timeline.seconds * 1e3:.4g} ms, of which compute waits {timeline.exposed_seconds * 1e3:.3g} ms"
             axes.set_title(f"{timeline.name}: {waits}", loc="left", fontsize=9)
             for span in timeline.spans:
@@ -114,6 +125,6 @@ def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
     panels[0].legend(
         handles=patches, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8, borderaxespad=0
     )
-    panels[-1].set_xlim(0, max(timeline.seconds for timeline in timelines) * 1e3)
+    panels[-1].set_xlim(0, max(timeline.end for timeline in timelines) * 1e3)
     panels[-1].set_xlabel("ms", fontsize=8)
-    figure.savefig(path)
+    return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fsdp2.build.modules import fsdp_modules
 from fsdp2.comm.collectives import exchange_objects
 from fsdp2.comm.streams import Moments
 from fsdp2.forecasting.saving import save
-from fsdp2.forecasting.timeline import Exposed, Mark, Span, Timeline, axis_name, unit_spans
+from fsdp2.forecasting.timeline import Exposed, Mark, Span, Timeline, axis_name, on_one_clock, unit_spans
 from fsdp2.sharding.mesh import Axis
 
 __all__ = ["Record", "record_steps"]
@@ -104,13 +104,24 @@ class Record:
         return self.steps[-1]
 
     def of_ranks(self) -> list[Timeline]:
-        """The last step of every rank, in rank order; every rank must call it."""
+        """The last step of every rank, in rank order, on one clock; every rank must call it.
+
+        Times begin with the step of the earliest rank, also those of this record's last step from now on. The ranks'
+        clocks are compared where they leave a few small collectives, which is good to about the latency of one.
+        """
         if not dist.is_initialized():
             return [self.timeline]
         world = dist.group.WORLD
         assert world is not None
-        axis = Axis.of_group(world, self._device.type)
-        return [Timeline.from_json(text) for text in exchange_objects(self.timeline.to_json(), axis, self._device)]
+        axis, met = Axis.of_group(world, self._device.type), list[float]()
+        own = self.timeline.to_json()
+        for _ in range(_MEETINGS):
+            exchange_objects(None, axis, self._device)
+            met.append(time.perf_counter())
+        found: list[Any] = exchange_objects((own, met), axis, self._device)
+        ranks = on_one_clock([Timeline.from_json(text) for text, _ in found], [moments for _, moments in found])
+        self.steps[-1] = ranks[axis.rank]
+        return ranks
 
     def save(self, path: str | Path, *others: Timeline) -> None:
         """Write the last step and ``others`` one below the other; see ``Forecast.save``."""
@@ -141,10 +152,16 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
         yield record
     end = recorder.moment()
     recorder.moments.wait()
-    record.steps = _steps(recorder, list(groups), end)
+    # The streams are empty, so this moment is over at once: it links the clock of the device to that of the host.
+    anchor = recorder.moment()
+    recorder.moments.wait()
+    record.steps = _steps(recorder, list(groups), end, (anchor, time.perf_counter()))
 
 
-def _steps(recorder: _Recorder, groups: list[Any], end: Any) -> list[Timeline]:
+_MEETINGS = 9
+
+
+def _steps(recorder: _Recorder, groups: list[Any], end: Any, anchor: tuple[Any, float]) -> list[Timeline]:
     if not recorder.events:
         return []
     origin, between = recorder.events[0][0], recorder.moments.between
@@ -159,7 +176,12 @@ def _steps(recorder: _Recorder, groups: list[Any], end: Any) -> list[Timeline]:
     memory = _memory(marks, groups)
     starts = _starts(marks)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return [Timeline.of("recorded", rank, spans, waits, memory, period) for period in zip(starts, [*starts[1:], last])]
+    zero = anchor[1] - between(origin, anchor[0])  # on the host's clock
+    steps = []
+    for period in zip(starts, [*starts[1:], last]):
+        step = Timeline.of("recorded", rank, spans, waits, memory, period)
+        steps.append(replace(step, started=zero + period[0]))
+    return steps
 
 
 def _starts(marks: list[Mark]) -> list[float]:

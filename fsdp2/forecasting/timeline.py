@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ __all__ = [
     "axis_name",
     "chrome_trace",
     "lane_names",
+    "on_one_clock",
     "unit_spans",
 ]
 
@@ -78,7 +80,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one rank did in one step; times begin with the step. ``title`` is where it comes from."""
+    """What one rank did in one step. ``title`` is where it comes from.
+
+    Times begin with the step, or ``begin`` before it: with the step of the earliest rank where several are side by
+    side. ``started`` is when the step began on the clock of the rank's host, in seconds since some moment.
+    """
 
     title: str
     rank: int
@@ -86,6 +92,24 @@ class Timeline:
     spans: list[Span] = field(repr=False)
     waits: list[Exposed] = field(repr=False)
     memory: list[Point] = field(repr=False, default_factory=list)
+    begin: float = 0.0
+    started: float = 0.0
+
+    @property
+    def end(self) -> float:
+        """When the step ends."""
+        return self.begin + self.seconds
+
+    def beginning_at(self, begin: float) -> Timeline:
+        """The same step, which begins at ``begin``."""
+        by = begin - self.begin
+        return replace(
+            self,
+            begin=begin,
+            spans=[replace(span, begin=span.begin + by, end=span.end + by) for span in self.spans],
+            waits=[replace(wait, begin=wait.begin + by, end=wait.end + by) for wait in self.waits],
+            memory=[replace(point, time=point.time + by) for point in self.memory],
+        )
 
     @property
     def name(self) -> str:
@@ -148,6 +172,17 @@ def _fewer(
         if place not in most or sum(by_kind.values()) >= sum(most[place][1].values()):
             most[place] = (time, by_kind)
     return list(most.values())
+
+
+def on_one_clock(timelines: Sequence[Timeline], met: Sequence[Sequence[float]]) -> list[Timeline]:
+    """Return ``timelines`` of several ranks with times that begin with the earliest of them.
+
+    ``met`` has for each rank when it left each of some collectives, on its own clock. All ranks leave a collective at
+    nearly the same time, so the median of the differences tells how far two clocks are apart.
+    """
+    ahead = [median(own - first for own, first in zip(moments, met[0])) for moments in met]
+    began = [timeline.started - by for timeline, by in zip(timelines, ahead)]
+    return [timeline.beginning_at(begin - min(began)) for timeline, begin in zip(timelines, began)]
 
 
 def axis_name(group: dist.ProcessGroup) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import _trace
 from fsdp2.forecasting.clock import Clock
+from fsdp2.forecasting.pictures import draw_lanes, picture
 from fsdp2.forecasting.rank import simulated_rank
-from fsdp2.forecasting.timeline import UNITS, Timeline, chrome_trace
+from fsdp2.forecasting.timeline import UNITS, Exposed, Span, Timeline, chrome_trace, on_one_clock
 from tests.support import api
 from tests.support.pool import on_ranks
 
@@ -87,6 +91,57 @@ def test_real_steps(rank, world, expected):
     assert _trace.recorder is None and not _trace.recording
 
 
+@on_ranks(2)
+def test_ranks_have_one_clock(rank, world):
+    """Each rank's times began with its own step, so that none was ever seen to be late.
+
+    The second rank is on a host here whose clock is 1000 seconds ahead, and it begins its forward when the first one
+    has begun.
+    """
+    model, optimizer = build(init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
+    step(model, optimizer)
+    real = time.perf_counter
+    token = torch.zeros(1)
+
+    def begun(event: str, name: str) -> None:
+        if rank == 0 and event == "root_pre_forward":
+            torch.distributed.send(token, 1)
+
+    with mock.patch.object(time, "perf_counter", lambda: real() + 1000.0 * rank):
+        with fsdp2.record_steps(model) as record, _trace.listening(begun):
+            if rank == 1:
+                torch.distributed.recv(token, 0)
+            step(model, optimizer)
+        first = record.timeline
+        assert first.begin == 0.0
+        ranks = record.of_ranks()
+    assert min(one.begin for one in ranks) == 0.0
+    assert max(one.begin for one in ranks) < 500.0, "the ranks' clocks were taken for one"
+    assert ranks[rank] == record.timeline
+    shift = record.timeline.begin
+    assert [span.begin for span in record.timeline.spans] == [span.begin + shift for span in first.spans]
+    assert record.of_ranks()[rank].seconds == first.seconds
+
+
+def test_the_late_rank_is_seen():
+    """The second rank's clock is 50 s behind; its step begins 2 s after the first rank's, and the third's 1 s before.
+
+    One of the meetings took long: the median leaves it out.
+    """
+    span, wait, point = Span("compute", "mm", 0.5, 1.0, "0"), Exposed(0.25, 0.5, "0"), (0.0, {"shards": 8})
+    ranks = []
+    for rank, started in enumerate((100.0, 52.0, 99.0)):
+        one = Timeline.of("recorded", rank, [span], [wait], [point], (0.0, 4.0))
+        ranks.append(replace(one, started=started))
+    met = [[10.0, 20.0, 30.0], [-40.0, -30.0, -13.0], [10.0, 20.0, 30.0]]
+    moved = on_one_clock(ranks, met)
+    assert [one.begin for one in moved] == [1.0, 3.0, 0.0]
+    assert [one.spans[0].begin for one in moved] == [1.5, 3.5, 0.5]
+    assert [(one.waits[0].begin, one.memory[0].time, one.end) for one in moved][1] == (3.25, 3.0, 7.0)
+    assert on_one_clock(moved, met) == moved
+    assert Timeline.from_json(moved[1].to_json()) == moved[1]
+
+
 def test_on_streams():
     """Times are those of events on the streams that collectives and waits are on."""
     clock = Clock()
@@ -155,3 +210,22 @@ def test_picture(tmp_path):
     result = fsdp2.forecast(build, step, mesh={"shard": 4})
     result.save(tmp_path / "step.png", result.timeline)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lanes_and_memory_of_a_picture_have_one_scale():
+    """Lanes were drawn from the first span on and memory from the beginning of the step, 5 ms later in one case.
+
+    Here the model's first span begins when the host has prepared a batch for 3 seconds.
+    """
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    spans = [Span(UNITS, "forward", 3.0, 4.0, "0"), Span("gather", "all_gather", 3.5, 4.5, "0", 8, 2, "shard")]
+    memory = [(0.0, {"shards": 1 << 20}), (3.0, {"shards": 2 << 20})]
+    timeline = Timeline.of("recorded", 0, spans, [Exposed(3.0, 3.5, "0")], memory, (0.0, 5.0))
+    lanes = matplotlib.Figure().subplots()
+    draw_lanes(lanes, timeline.spans, timeline.waits, start=0.0)
+    drawn = sorted(path.get_extents().x0 for bars in lanes.collections for path in bars.get_paths())
+    assert drawn == pytest.approx([3000.0, 3000.0, 3500.0])
+    figure = picture([timeline])
+    first, second = figure.axes
+    assert min(p.get_extents().x0 for bars in first.collections for p in bars.get_paths()) == pytest.approx(3000.0)
+    assert min(p.get_extents().x0 for bars in second.collections for p in bars.get_paths()) == 0.0

@@ -95,7 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--steps", type=int, default=3, metavar="N", help="run N steps and measure the last one (3)")
     add("--backend", default="nccl", choices=("nccl", "gloo"), help="gloo: as on CPUs, without streams")
-    add("--device", default="h100", choices=sorted(DEVICES), help="the constants of the cost model (h100)")
+    add("--device", choices=sorted(DEVICES), help="the constants of the cost model (h100)")
+    add(
+        "--hardware",
+        metavar="FILE",
+        help="the constants of the cost model from a JSON file, as Hardware.save writes it",
+    )
     add("--nodes-of", type=int, metavar="N", help="ranks in a node (8)")
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="replace single constants of the cost model")
     add(
@@ -178,7 +183,12 @@ def _value(text: str) -> Any:
 
 
 def _hardware(given: argparse.Namespace) -> Hardware:
-    device = DEVICES[given.device]
+    try:
+        device = DEVICES[given.device or "h100"] if given.hardware is None else Hardware.load(given.hardware)
+    except OSError as error:
+        raise ValueError(f"--hardware {given.hardware}: {error.strerror}") from error
+    if given.hardware is not None and given.device is not None:
+        raise ValueError("--device and --hardware: both name the machine; expected one of them")
     numbers = {field.name: type(getattr(device, field.name)) for field in fields(Hardware) if field.name != "links"}
     values: dict[str, Any] = {} if given.nodes_of is None else {"ranks_per_node": given.nodes_of}
     for change in given.set:

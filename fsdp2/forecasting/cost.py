@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +58,42 @@ class Hardware:
             f"{link.ranks} ranks: {link.seconds * 1e3:g} ms, {link.bytes_per_second:g} B/s" for link in self.links
         ]
         return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write the constants to a JSON file, which ``load`` and ``--hardware`` read."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read what ``save`` wrote; constants that the file leaves out are those of an H100.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not JSON, or has a constant that there is not, or one that is not a positive number.
+        """
+        example = '{"memory_bytes_per_second": 2.4e12, "links": [{"ranks": 8, "seconds": 3.5e-5, ...}]}'
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON ({error}); expected constants such as {example}") from error
+        known = {field.name: type(getattr(cls(), field.name)) for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) - set(known):
+            got = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"{path}: got {got}; expected an object with some of {sorted(known)}")
+        try:
+            given = values.get("links", [asdict(link) for link in cls().links])
+            links = [Link(int(one["ranks"]), float(one["seconds"]), float(one["bytes_per_second"])) for one in given]
+            numbers = {name: known[name](value) for name, value in values.items() if name != "links"}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: {type(error).__name__}: {error}; expected constants such as {example}"
+            ) from error
+        found = cls(**numbers, links=tuple(sorted(links, key=lambda link: link.ranks)))
+        positive = [value for value in numbers.values() if not isinstance(value, str)]
+        positive += [part for link in links for part in (link.ranks, link.seconds, link.bytes_per_second)]
+        if not links or not all(math.isfinite(value) and value > 0 for value in positive):
+            raise ValueError(f"{path}: expected positive numbers and at least one link, got {found!r}")
+        return found
 
     def link(self, ranks: int) -> Link:
         """Latency and bandwidth of a group of that size, interpolated on a logarithmic scale."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ KINDS = {
     "activations": "#9ecae1",
     "other": "#b5bcc2",
 }
+
+
+_APART = 20
+"""Steps whose times differ by more than this factor have scales of their own: else the shortest could not be seen."""
 
 
 def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed], start: float | None = None) -> None:
@@ -72,8 +77,10 @@ def draw_memory(axes: Any, timeline: Timeline) -> None:
     kinds = [kind for kind in KINDS if any(point.by_kind.get(kind) for point in timeline.memory)]
     most = max(sum(point.by_kind.values()) for point in timeline.memory)
     name, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
-    times = [point.time * 1e3 for point in timeline.memory]
-    rows = [[point.by_kind.get(kind, 0) / scale for point in timeline.memory] for kind in kinds]
+    last = timeline.memory[-1]
+    points = [*timeline.memory, replace(last, time=max(last.time, timeline.end))]  # until the step ends
+    times = [point.time * 1e3 for point in points]
+    rows = [[point.by_kind.get(kind, 0) / scale for point in points] for kind in kinds]
     axes.stackplot(times, rows, step="post", labels=kinds, colors=[KINDS[kind] for kind in kinds], linewidth=0)
     for span in timeline.spans:
         if span.lane == UNITS:
@@ -98,7 +105,7 @@ def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
 
 
 def picture(timelines: Sequence[Timeline]) -> Any:
-    """Draw lanes and memory of ``timelines`` on one scale of time, and return the figure."""
+    """Draw lanes and memory of ``timelines``, on one scale of time if they are not too far apart; return the figure."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -106,7 +113,9 @@ def picture(timelines: Sequence[Timeline]) -> Any:
     for timeline in timelines:
         kinds += [(timeline, False), *([(timeline, True)] if timeline.memory else [])]
     figure = Figure(figsize=(10, 0.5 + 2.0 * len(kinds)), dpi=150, layout="constrained")
-    panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
+    ends = [timeline.end for timeline in timelines]
+    apart = max(ends) > _APART * min(ends)
+    panels = figure.subplots(len(kinds), 1, sharex=not apart, squeeze=False)[:, 0]
     shown: dict[str, str] = {}
     for axes, (timeline, memory) in zip(panels, kinds):
         if memory:
@@ -119,12 +128,12 @@ def picture(timelines: Sequence[Timeline]) -> Any:
                 shown.setdefault(span.kind if span.lane == UNITS else span.lane, _colour(span.lane, span.kind))
             shown |= {"exposed": EXPOSED} if timeline.waits else {}
         axes.tick_params(labelsize=8)
+        axes.set_xlim(0, (timeline.end if apart else max(ends)) * 1e3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     patches = [Patch(color=colour, label=kind) for kind, colour in shown.items()]
     panels[0].legend(
         handles=patches, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8, borderaxespad=0
     )
-    panels[-1].set_xlim(0, max(timeline.end for timeline in timelines) * 1e3)
-    panels[-1].set_xlabel("ms", fontsize=8)
+    panels[-1].set_xlabel("ms, each step on its own scale" if apart else "ms", fontsize=8)
     return figure

@@ -229,3 +229,18 @@ def test_lanes_and_memory_of_a_picture_have_one_scale():
     first, second = figure.axes
     assert min(p.get_extents().x0 for bars in first.collections for p in bars.get_paths()) == pytest.approx(3000.0)
     assert min(p.get_extents().x0 for bars in second.collections for p in bars.get_paths()) == 0.0
+
+
+def test_steps_that_differ_too_much_have_scales_of_their_own():
+    """The forecast for an H100 beside a record of a laptop was an invisible sliver at the left edge."""
+    pytest.importorskip("matplotlib.figure")
+    span = Span(UNITS, "forward", 0.0, 1e-3, "0")
+    short = Timeline.of("forecast", 0, [span], [], [], (0.0, 1e-3))
+    long = Timeline.of("recorded", 0, [replace(span, end=0.05)], [], [(0.0, {"shards": 1 << 20})], (0.0, 0.05))
+    figure = picture([short, long])
+    assert [axes.get_xlim()[1] for axes in figure.axes] == pytest.approx([1.0, 50.0, 50.0])
+    assert "own scale" in figure.axes[-1].get_xlabel()
+    ends = [path.get_extents().x1 for area in figure.axes[-1].collections for path in area.get_paths()]
+    assert ends == pytest.approx([50.0]), "memory lasts until the step ends"
+    near = replace(short, seconds=0.04)
+    assert [axes.get_xlim()[1] for axes in picture([near, long]).axes] == pytest.approx([50.0, 50.0, 50.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import forecast
 from fsdp2.__main__ import main
-from fsdp2.forecasting.cost import H100
+from fsdp2.forecasting.cost import H100, Hardware, Link
 from tests.support import api
 
 pytestmark = api.fsdp2_only
@@ -98,6 +99,44 @@ def test_settings_side_by_side(capsys, tmp_path):
     assert len({event["pid"] for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]}) == 4
     assert main([*command, "--fit", "1MiB"]) == 1
     assert "none fits" in capsys.readouterr().out
+
+
+def test_constants_of_a_machine(capsys, tmp_path):
+    """They are saved in a file, read again, and single ones can still be replaced on the command line."""
+    mine = replace(H100, name="mine", memory_bytes_per_second=7e11, links=(Link(2, 1e-4, 1e9), Link(8, 2e-4, 2e9)))
+    mine.save(tmp_path / "mine.json")
+    assert Hardware.load(tmp_path / "mine.json") == mine
+    command = ["forecast", "tests.forecast.test_run:build", "--mesh", "shard=8"]
+    assert main([*command, "--hardware", str(tmp_path / "mine.json"), "--set", "flops_per_second=1e12"]) == 0
+    text = capsys.readouterr().out
+    assert "one rank of shard 8, mine" in text and "memory_bytes_per_second = 7e+11" in text
+    assert "flops_per_second = 1e+12" in text and "2 ranks: 0.1 ms" in text and "1024 ranks" not in text
+    (tmp_path / "part.json").write_text('{"ranks_per_node": 4}')
+    assert Hardware.load(tmp_path / "part.json") == replace(H100, ranks_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("no", "not JSON"),
+        ('{"speed": 1}', r"got \['speed'\]; expected an object with some of"),
+        ("[]", "got list"),
+        ('{"memory_bytes_per_second": "fast"}', "could not convert"),
+        ('{"memory_bytes_per_second": 0}', "expected positive numbers"),
+        ('{"links": []}', "at least one link"),
+        ('{"links": [{"ranks": 8}]}', "KeyError: 'seconds'"),
+        (None, "--hardware .*: No such file"),
+    ],
+)
+def test_constants_that_are_wrong(capsys, tmp_path, text, problem):
+    """The error names the file and says what was expected."""
+    path = tmp_path / "machine.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit):
+        main(["forecast", "tests.forecast.test_run:build", "--mesh", "shard=8", "--hardware", str(path)])
+    error = capsys.readouterr().err
+    assert re.search(problem, error) and str(path) in error
 
 
 def test_gloo_works_beside_compute():

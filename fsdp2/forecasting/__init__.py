@@ -7,6 +7,7 @@ comparing  several settings of one program side by side
 run        a step, and what it needed
 result     its figures and tables
 libraries  one script with fsdp2's fully_shard, or with torch's own
+others     ranks that use what the simulated one skips
 recording  steps of a real run as timelines
 saving     files that show timelines
 page       timelines as an HTML page

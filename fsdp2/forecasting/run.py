@@ -22,6 +22,7 @@ from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import H100, Hardware, tensors_in
 from fsdp2.forecasting.libraries import TorchEvents, check_units, using
 from fsdp2.forecasting.memory import Memory
+from fsdp2.forecasting.others import others_use_everything
 from fsdp2.forecasting.rank import built_model, check_mesh, explained, line_of, simulated_rank
 from fsdp2.forecasting.result import Collectives, Forecast
 from fsdp2.forecasting.timeline import COMPUTE, Mark, Timeline, lane_names, unit_spans
@@ -105,6 +106,7 @@ class _Following:
 
     def __init__(self, clock: Clock, progress: Callable[[str], object]) -> None:
         self.stage, self.marks = "building", list[Mark]()
+        self.after_backward: Callable[[], object] = lambda: None
         self._clock, self._progress, self._phase = clock, progress, "building"
 
     def begin(self, stage: str, phase: str) -> None:
@@ -121,6 +123,7 @@ class _Following:
             self._progress(f"{self.stage}: {self._phase} of {name or 'the root'}")
         elif event == "root_post_backward":
             self._clock.unit, self._phase = "", "after backward"
+            self.after_backward()
 
     def running(self) -> str:
         """Describe what runs."""
@@ -165,6 +168,7 @@ def _measured(job: _Job, library: str) -> Forecast:
         enter(explained(math.prod(job.mesh.values())))
         enter(using(library))
         enter(listening(following.heard))
+        enter(others_use_everything())
         enter(recording_with(_Recorder(clock, memory)))
         if library == "torch" and job.backend != "gloo":
             enter(clock.in_place_of(torch.cpu))
@@ -174,6 +178,8 @@ def _measured(job: _Job, library: str) -> Forecast:
         following.begin("building", "building")
         model, optimizer = built_model(job.build(mesh))
         check_units(model, library)
+        # A program may drop its gradients before the step ends, so we look at them when its backward does.
+        following.after_backward = lambda: memory.know(_gradients(model), "gradients")
         begin = 0.0
         for number in range(1, job.steps + 1):
             _know(memory, model, optimizer)
@@ -189,15 +195,20 @@ def _measured(job: _Job, library: str) -> Forecast:
 def _know(memory: Memory, model: nn.Module, optimizer: Any) -> None:
     parameters = list(model.parameters())
     memory.know(parameters, "shards")
-    memory.know([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
+    memory.know(_gradients(model), "gradients")
     memory.know(model.buffers(), "other")
     if optimizer is not None:
         memory.know(tensors_in([*optimizer.state.values()]), "optimizer state")
 
 
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
 def _padding(model: nn.Module) -> tuple[int, tuple[str, ...]]:
     """The bytes of padding that a gather of everything carries, and what to do about the most of them."""
-    total, shares, names = 0, dict[str, tuple[int, FSDPParam]](), {p: name for name, p in model.named_parameters()}
+    total, shares = 0, dict[str, tuple[int, FSDPParam]]()
+    names: dict[object, str] = {parameter: name for name, parameter in model.named_parameters()}
     for module in fsdp_modules(model):
         for group in module._get_fsdp_state().groups:
             for param in group.params:
@@ -222,7 +233,7 @@ def _remedy(name: str, nbytes: int, param: FSDPParam) -> str:
         f"{name}: {nbytes / 2**20:,.1f} MiB; {rows} rows over {layout.ranks} ranks are padded to "
         f"{layout.chunk * layout.ranks}, {layout.chunk * layout.ranks / max(rows, 1):.3g} times as much; "
     )
-    if best.padding_numel <= layout.padding_numel / 2:
+    if best.padding_numel <= min(layout.padding_numel, layout.numel) / 2:
         left = best.padding_numel / layout.numel
         return text + f'shard_placement_fn="auto" cuts dimension {best.dim} instead ({left:.1%} padding)'
     return text + (

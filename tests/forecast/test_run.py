@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -300,3 +301,104 @@ def test_ways_to_build(how, axes, shards):
     result = forecast(how, trains, mesh={"shard": 8})
     assert {one.axis for one in result.collectives} == axes
     assert result.bytes_by_kind["shards"] == shards
+
+
+class Seeing(nn.Module):
+    """Layers for text, and some for images, which not every step has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.text = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        for layer in self.vision if image is not None else ():
+            image = layer(image)
+        x = x if image is None else x + image
+        for layer in self.text:
+            x = layer(x)
+        return x
+
+
+def sent_without_images(mesh: dict[str, int], backend: str, zeros: bool) -> dict[str, tuple[int, int]]:
+    """Return launches and bytes of a step with text alone."""
+
+    def builds(mesh: Any) -> Any:
+        model = Seeing()
+        for unit in (*model.vision, *model.text, model):
+            fsdp2.fully_shard(unit, mesh=mesh)
+        model.set_reduce_scatter_unused_params(zeros)  # type: ignore[operator]  # of FSDPModule
+        return model, torch.optim.AdamW(model.parameters())
+
+    result = forecast(builds, step, mesh=mesh, backend=backend)
+    assert all(kind in ("all_gather", "reduce_scatter", "all_to_all") for kind in {c.kind for c in result.collectives})
+    gathers = [one for one in result.collectives if one.kind == "all_gather"]
+    others = [one for one in result.collectives if one.kind != "all_gather"]
+    return {
+        name: (sum(one.launches for one in found), sum(one.nbytes for one in found))
+        for name, found in (("gathered", gathers), ("reduced", others))
+    }
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_tower_that_the_step_does_not_use(backend):
+    """A rank without images gathers the vision tower with the others, in both passes, and reduces zeros for it.
+
+    Without the setting nobody may skip it, and the forecast is of a job in which no rank uses it. A forecast used to
+    leave the gathers out, so that a step without images looked cheaper than it is.
+    """
+    layer = WIDTH * WIDTH * 4
+    skipped = sent_without_images({"shard": 8}, backend, zeros=False)
+    assert skipped["gathered"] == (6, 6 * layer) and skipped["reduced"][1] == 3 * layer
+    taking_part = sent_without_images({"shard": 8}, backend, zeros=True)
+    assert taking_part["gathered"] == (10, 10 * layer) and taking_part["reduced"][1] == 5 * layer
+
+
+def test_padding_comes_with_a_remedy():
+    """256 experts over 4096 ranks were padded to 4096 rows, sixteen times what is needed, and only bytes were shown.
+
+    Here they are 4 over 64.
+    """
+
+    def builds(mesh: Any, width: int = 4096, **options: Any) -> Any:
+        model = nn.Module()
+        model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in model.layers:
+            layer.up = nn.Parameter(torch.empty(4, width, 8))
+            layer.tiny = nn.Parameter(torch.empty(3, 5))
+        model.forward = lambda x: sum((layer.up.sum() * x for layer in model.layers), x)
+        return fsdp2.fully_shard(model, mesh=mesh, **options)
+
+    def trains(model: Any, optimizer: Any) -> None:
+        model(torch.ones(1)).sum().backward()
+
+    result = forecast(builds, trains, mesh={"shard": 64})
+    (text,) = result.padded
+    assert text.startswith("layers.*.up: 15.0 MiB; 4 rows over 64 ranks are padded to 64, 16 times as much; ")
+    assert text.endswith('shard_placement_fn="auto" cuts dimension 1 instead (0.0% padding)') and text in str(result)
+    better = forecast(partial(builds, shard_placement_fn="auto"), trains, mesh={"shard": 64})
+    assert better.padding_bytes < result.padding_bytes / 100 and not any("up" in text for text in better.padded)
+    text = forecast(partial(builds, width=16), trains, mesh={"shard": 64}).padded[0]
+    assert "no dimension divides better: shard it over fewer ranks, with another mesh" in text
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_what_others_send_is_no_gradient(backend):
+    """Tokens that the program's own collectives send to experts were counted as gradients."""
+
+    def sends(model: Any, optimizer: Any) -> None:
+        tokens = torch.empty(1024, WIDTH)
+        received = torch.empty_like(tokens)
+        torch.distributed.all_to_all_single(received, tokens)
+        torch.distributed.all_reduce(received)
+        model(received[:8]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    result = forecast(lambda mesh: build(mesh, layers=1), sends, mesh={"shard": 8}, backend=backend)
+    assert result.bytes_by_kind["activations"] >= 2 * 1024 * WIDTH * 4
+    assert result.bytes_by_kind.get("gradients", 0) < 3 * WIDTH * WIDTH * 4
+    at_end = result.timeline.memory[-1].by_kind
+    assert at_end.get("gradients", 0) == 0
+    after_backward = max(point.by_kind.get("gradients", 0) for point in result.timeline.memory)
+    assert after_backward >= WIDTH * WIDTH * 4 // 8

@@ -15,7 +15,8 @@ __all__ = ["main"]
 _USAGE = """\
 python -m fsdp2 script.py [argument ...]
        python -m fsdp2 -m module [argument ...]
-       python -m fsdp2 forecast module:function --mesh shard=64"""
+       python -m fsdp2 forecast module:function --mesh shard=64
+       python -m fsdp2 check"""
 _DESCRIPTION = """\
 Run a Python program in which torch.distributed.fsdp.fully_shard is fsdp2's, as if it had called
 fsdp2.install() before anything else. The program itself is not changed: accelerate, TRL, torchtitan and the like import
@@ -36,8 +37,14 @@ def _forecast(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _check(arguments: Sequence[str]) -> int:
+    from fsdp2.check.command import main  # likewise
+
+    return main(arguments)
+
+
 # Each takes the arguments behind its name and returns the exit status.
-_SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"forecast": _forecast}
+_SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"forecast": _forecast, "check": _check}
 
 
 def main(arguments: Sequence[str]) -> int:

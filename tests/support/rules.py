@@ -162,6 +162,7 @@ def many_parameters(source: Source) -> list[str]:
 
 FOLDERS = (
     "__main__",
+    "check",
     "__init__",
     "forecasting",
     "compat",

@@ -1,0 +1,28 @@
+"""Torch's stream sanitizer, which is private."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["StreamError", "stream_sanitizer"]
+
+
+class StreamError(Exception):
+    """A kernel does not wait for another stream that uses the same memory."""
+
+
+@contextmanager
+def stream_sanitizer() -> Iterator[None]:
+    """Raise ``StreamError`` where a kernel of the block does not wait for another stream that uses the same memory.
+
+    This uses the mode itself, since ``enable_cuda_sanitizer`` is for a whole program. Importing it makes torch report
+    each allocation and event until the process ends, so it is imported here and not by the package.
+    """
+    from torch.cuda._sanitizer import CUDASanitizerDispatchMode, CUDASanitizerErrors
+
+    try:
+        with CUDASanitizerDispatchMode():
+            yield
+    except CUDASanitizerErrors as error:
+        raise StreamError(str(error)) from error

@@ -1,0 +1,212 @@
+"""Small models under harder conditions: memory is overwritten, streams are watched, nothing may be left behind."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch.forecast import TorchDispatchMode, key_of, storage_key
+from fsdp2._torch.sanitizer import StreamError, stream_sanitizer
+from fsdp2._torch.tensors import local_tensor
+from fsdp2.check.models import Small
+from fsdp2.check.place import Outcome, Place
+from fsdp2.check.trial import MIXED, Trial, loss_of, shard
+from fsdp2.forecasting.cost import tensors_in
+
+__all__ = ["STRICT", "LiveBytes", "allocated", "filled_memory", "freed_memory", "kept_memory", "streams", "watched"]
+
+POLICIES = {"float32": MixedPrecisionPolicy(), "mixed": MIXED}
+NOT_A_NUMBER = 0xFF
+"""A byte that makes every floating-point type not a number."""
+FREED_SECONDS = 10.0
+"""How long a thread of gloo may hold what it has sent."""
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Fill memory that is given out in the block with values that are not numbers.
+
+    A kernel that reads it before it was written, or after it was freed and given out again, is otherwise often lucky:
+    the old values are still there, and they are the right ones. ``resize_`` is how full parameters get memory.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        grows = size > storage.nbytes()
+        resize(storage, size)
+        if grows:
+            # On the current stream: that is the one the memory was allocated on, whose next kernel may write it.
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(NOT_A_NUMBER)
+        return storage
+
+    deterministic: Any = torch.utils.deterministic  # its attribute is a property of the module, which has no stub
+    was, filled = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills what it returns
+    deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about operators that are not deterministic, which does not matter here
+            yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.use_deterministic_algorithms(was, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = filled
+
+
+def freed_memory(place: Place) -> Outcome:
+    """every byte of new memory is overwritten: the same bits as without"""
+    trial = Trial(place)
+    for name, policy in POLICIES.items():
+        prepare = partial(shard, mesh=trial.mesh(), mp_policy=policy)
+        usual = trial.train(trial.sharded(Small, prepare), f"{name}, memory as it is")
+        with filled_memory():
+            strict = trial.train(trial.sharded(Small, prepare), f"{name}, memory overwritten")
+        trial.compare(f"memory as it is ({name})", strict, usual, 0.0, exact=True)
+    return trial.outcome()
+
+
+def streams(place: Place) -> Outcome:
+    """torch's stream sanitizer watches training steps"""
+    return watched(place, stream_sanitizer) if place.cuda else Outcome("skipped", "needs a GPU")
+
+
+def watched(place: Place, sanitizer: Callable[[], AbstractContextManager[None]]) -> Outcome:
+    """Train in a context that raises ``StreamError`` where kernels are in no order."""
+    trial = Trial(place)
+    try:
+        with sanitizer():
+            for policy in POLICIES.values():
+                model = trial.sharded(Small, partial(shard, mesh=trial.mesh(), mp_policy=policy))
+                for step in range(2):
+                    place.doing(f"step {step + 1}")
+                    loss_of(model(trial.rows(step, model.width).chunk(trial.data[1])[trial.data[0]])).backward()
+                    place.wait()
+    except StreamError as error:
+        return Outcome("wrong", f"a kernel does not wait for another stream that uses the same memory: {error}")
+    return Outcome("right")
+
+
+def kept_memory(place: Place) -> Outcome:
+    """a training step leaves no memory behind"""
+    trial = Trial(place)
+    model = trial.sharded(Small, partial(shard, mesh=trial.mesh()))
+    rows = trial.rows(0, model.width).chunk(trial.data[1])[trial.data[0]]
+
+    def step() -> None:
+        loss_of(model(rows)).backward()
+        model.zero_grad()
+
+    for number in range(2):
+        place.doing(f"step {number + 1}")
+        step()
+    with allocated(place, model.parameters()) as bytes_now:
+        step()
+        place.wait()
+        gc.collect()
+        before = bytes_now()
+        place.doing("the step that must leave nothing behind")
+        step()
+        place.wait()
+        deadline = time.monotonic() + FREED_SECONDS
+        while bytes_now() > before and time.monotonic() < deadline and not place.cuda:
+            time.sleep(0.01)  # a thread of gloo frees what it has sent when it gets to it, and tells nobody
+        left = bytes_now() - before
+    text = f"{left:,} bytes more are allocated after a step than before it" if left > 0 else ""
+    return Outcome("wrong" if left > 0 else "right", text, figures={"bytes left by a step": left})
+
+
+@contextmanager
+def allocated(place: Place, known: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
+    """Yield a function that returns how many bytes are allocated: on a GPU by its allocator, else by live tensors."""
+    if place.cuda:
+        yield torch.cuda.memory_allocated
+        return
+    with LiveBytes(known) as live:
+        yield lambda: live.now
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, follows every storage that an operator returns or that is ``known`` from before.
+
+    ``now`` are the bytes alive, ``peak`` the most there were since the start or the last ``reset_peak``. Storages are
+    often freed by resizing them to zero, which no operator shows; so ``resize_`` is watched as well.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.now = self.peak = 0
+        for tensor in known:
+            self.follow(tensor)
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        self.peak = self.now
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count the tensor's storage until it dies."""
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        storage, key = local.untyped_storage(), storage_key(local)
+        if storage.device.type == "meta":
+            return
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._update(key, storage.nbytes())
+
+    def _update(self, key: int, size: int) -> None:
+        self.now += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+        del self._references[key]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and follow what it returns."""
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented  # the kernels that they come to make the memory
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            self.follow(tensor)
+        return out
+
+    def __enter__(self) -> LiveBytes:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            resize(storage, size)
+            if key_of(storage) in self._sizes:
+                self._update(key_of(storage), size)
+            return storage
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+
+STRICT: dict[str, Callable[[Place], Outcome]] = {
+    "freed memory": freed_memory,
+    "memory left": kept_memory,
+    "streams": streams,
+}

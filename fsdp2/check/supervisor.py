@@ -1,0 +1,326 @@
+"""The process that starts a rank's worker, watches it, and starts another where one hangs, dies or raises.
+
+All supervisors do the same in the same order. They talk by a store alone, so none of them can hang with its worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.check.place import Outcome
+from fsdp2.check.stacks import Stuck, told
+from fsdp2.check.tasks import Task
+from fsdp2.check.worker import Orders, work
+
+__all__ = ["Job", "Supervisor"]
+
+TICK_SECONDS, GRACE_SECONDS, ANSWER_SECONDS, START_SECONDS = 0.2, 3.0, 10.0, 120.0
+"""How often the store is looked at; how long others may still run after one rank failed; how long a rank may take to
+say what it was doing, and to import what it needs."""
+LINES_OF_LOG = 15
+
+
+@dataclass(frozen=True)
+class Job:
+    """This rank's place among all ranks, as far as it is known without a device."""
+
+    rank: int
+    world: int
+    local_rank: int
+    store: dist.Store
+    address: tuple[str, int]
+    hosts: int = 1
+    ranks_here: int = 1
+    device: str = "cpu"
+
+    @classmethod
+    def found(cls, wanted: str | None) -> Job:
+        """Return the place that the launcher gives this process; without a launcher it is the only one."""
+        try:
+            store, rank, world = next(iter(dist.rendezvous("env://")))
+        except ValueError:  # there is no launcher
+            store, rank, world = dist.TCPStore("127.0.0.1", 0, 1, is_master=True), 0, 1
+        store.set_timeout(timedelta(seconds=300))
+        lowest = store
+        while isinstance(lowest, dist.PrefixStore):
+            lowest = lowest.underlying_store
+        assert isinstance(lowest, dist.TCPStore)
+        local_rank = dist.get_node_local_rank(fallback_rank=0)
+        job = cls(rank, world, local_rank, dist.PrefixStore("fsdp2-check", store), (lowest.host, lowest.port))
+        return job._placed(wanted)
+
+    def _placed(self, wanted: str | None) -> Job:
+        """Return the job with its hosts, and the kind of device that every rank can have."""
+        gpu = torch.cuda.is_available() and self.local_rank < torch.cuda.device_count() and wanted != "cpu"
+        here = {"host": socket.gethostname(), "gpu": gpu}
+        every = self.shared("place", here)
+        names = [one["host"] for one in every]
+        device = f"cuda:{self.local_rank}" if all(one["gpu"] for one in every) else "cpu"
+        ranks_here = names.count(here["host"])
+        return Job(
+            self.rank, self.world, self.local_rank, self.store, self.address, len(set(names)), ranks_here, device
+        )
+
+    def shared(self, key: str, value: Any) -> list[Any]:
+        """Return what every rank gives here, in rank order."""
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.world)]
+
+    @property
+    def gpus_here(self) -> int:
+        """How many GPUs this host has."""
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@dataclass
+class _Worker:
+    """A running worker as its supervisor sees it."""
+
+    process: Any
+    pipe: connection.Connection
+    task: str = ""
+    doing: str = "starting"
+    last: float = field(default_factory=time.monotonic)
+    heard: bool = False
+    ended: bool = False
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Supervisor:
+    """Runs tasks on this rank. ``outcomes`` are those that this rank knows, by the names of tasks."""
+
+    def __init__(
+        self,
+        job: Job,
+        tasks: Sequence[Task],
+        *,
+        patience: float,
+        against_torch: bool = True,
+        progress: Callable[[str, Outcome | None], object] = lambda task, outcome: None,
+    ) -> None:
+        self.job, self.tasks, self.patience, self.against_torch = job, list(tasks), patience, against_torch
+        self.progress = progress
+        self.outcomes: dict[str, Outcome] = {}
+        self._attempt = 0
+        self._worker: _Worker | None = None
+
+    def run(self) -> None:
+        """Run all tasks, with as many workers as that takes."""
+        with tempfile.TemporaryDirectory(prefix="fsdp2-check-") as folder:
+            try:
+                rest = self.tasks
+                while rest:
+                    count = 1 if rest[0].apart else next((i for i, t in enumerate(rest) if t.apart), len(rest))
+                    failed = self._start(rest[:count], Path(folder))
+                    done = count if failed is None else [task.name for task in rest].index(failed) + 1
+                    rest, self._attempt = rest[done:], self._attempt + 1
+            finally:
+                if self._worker is not None:
+                    self._worker.kill()
+
+    def collect(self) -> dict[str, list[Outcome | None]]:
+        """Return the outcomes of all ranks by task, in rank order; on rank 0, which waits for the others."""
+        key, mine = "outcomes", {name: outcome.to_json() for name, outcome in self.outcomes.items()}
+        self.job.store.set(f"{key}/{self.job.rank}", json.dumps(mine))
+        if self.job.rank:
+            return {}
+        every: list[dict[str, Any]] = []
+        for rank in range(self.job.world):
+            try:
+                self.job.store.wait([f"{key}/{rank}"], timedelta(seconds=ANSWER_SECONDS))
+                every.append(json.loads(self.job.store.get(f"{key}/{rank}")))
+            except dist.DistError:  # its host is gone: the report is written without it
+                every.append({})
+        return {
+            task.name: [Outcome.from_json(found[task.name]) if task.name in found else None for found in every]
+            for task in self.tasks
+        }
+
+    # ---- one start of the workers ----
+
+    def _start(self, tasks: list[Task], folder: Path) -> str | None:
+        """Run tasks in one worker for each rank; the name of the task that ended it early, None for none."""
+        if not (tasks[0].rank0_only and self.job.rank):
+            self._worker = self._spawn([task.name for task in tasks], folder)
+            while not self._worker.ended:
+                if (problem := self._listen() or self._trouble()) is not None:
+                    self._announce(problem)
+                if self._failure() is not None:
+                    return self._settle(folder)
+            self._worker.process.join(GRACE_SECONDS)
+            self._worker.kill()
+        self._say("done", "")
+        while self.job.store.add(self._key("done"), 0) < self.job.world:
+            if self._failure() is not None:
+                return self._settle(folder)
+            time.sleep(TICK_SECONDS)  # the other ranks are watched by their own supervisors
+        return None
+
+    def _spawn(self, names: list[str], folder: Path) -> _Worker:
+        context = get_context("spawn")
+        near, far = context.Pipe(duplex=False)
+        log, stacks = (folder / f"{kind}-{self._attempt}" for kind in ("log", "stacks"))
+        job = self.job
+        orders = Orders(
+            tuple(names),
+            self._attempt,
+            job.rank,
+            job.world,
+            job.local_rank,
+            job.hosts,
+            job.ranks_here,
+            job.device,
+            job.address,
+            str(log),
+            str(stacks),
+            self.against_torch,
+            {name: outcome.figures for name, outcome in self.outcomes.items()},
+        )
+        process = context.Process(target=work, args=(orders, far), daemon=True, name=f"fsdp2 check, rank {job.rank}")
+        process.start()
+        far.close()
+        return _Worker(process, near, task=names[0])
+
+    def _listen(self) -> dict[str, str] | None:
+        """Take what the worker says, for a moment; a problem where it has died or a task has raised."""
+        worker = self._worker
+        assert worker is not None
+        problem = None
+        connection.wait([worker.pipe, worker.process.sentinel], TICK_SECONDS)
+        try:
+            while worker.pipe.poll():
+                kind, *values = worker.pipe.recv()
+                worker.last, worker.heard = time.monotonic(), True
+                if kind == "begin":
+                    worker.task, worker.doing = values[0], "starting"
+                    self.progress(values[0], None)
+                elif kind == "doing":
+                    worker.doing = values[0]
+                elif kind == "end":
+                    self.outcomes[values[0]] = Outcome.from_json(values[1])
+                    if self.outcomes[values[0]].verdict == "failed":
+                        problem = {"task": values[0], "kind": "failed"}
+                    else:
+                        self.progress(values[0], self.outcomes[values[0]])
+                elif problem is None:
+                    worker.ended = True
+        except EOFError:
+            pass
+        if problem is None and not worker.ended and not worker.process.is_alive() and not worker.pipe.poll():
+            problem = {"task": worker.task, "kind": "died"}
+        return problem
+
+    def _trouble(self) -> dict[str, str] | None:
+        worker = self._worker
+        assert worker is not None
+        patience = self.patience if worker.heard else max(START_SECONDS, self.patience)
+        if not worker.ended and time.monotonic() - worker.last > patience:
+            return {"task": worker.task, "kind": "hangs"}
+        return None
+
+    # ---- what all ranks must know ----
+
+    def _key(self, name: str) -> str:
+        return f"{self._attempt}/{name}"
+
+    def _say(self, name: str, value: str) -> None:
+        self.job.store.set(f"{self._key(name)}/{self.job.rank}", value)
+        self.job.store.add(self._key(name), 1)
+
+    def _announce(self, problem: dict[str, str]) -> None:
+        """Tell every rank, unless another was first."""
+        self.job.store.compare_set(self._key("failure"), "", json.dumps({**problem, "rank": self.job.rank}))
+
+    def _failure(self) -> dict[str, Any] | None:
+        if not self.job.store.check([self._key("failure")]):
+            return None
+        return json.loads(self.job.store.get(self._key("failure")))  # type: ignore[no-any-return]
+
+    def _settle(self, folder: Path) -> str:
+        """End the worker, and give the task that failed an outcome on this rank; its name."""
+        failure, worker = self._failure(), self._worker
+        assert failure is not None
+        task, own = str(failure["task"]), {"doing": "had ended", "dump": "", "died": ""}
+        if worker is not None and not worker.ended:
+            if failure["kind"] != "hangs":  # this rank may be about to say something of its own
+                until = time.monotonic() + GRACE_SECONDS
+                while time.monotonic() < until and worker.process.is_alive() and task not in self.outcomes:
+                    self._listen()
+            gone = not worker.process.is_alive()
+            own["doing"] = worker.doing if worker.task == task else f"{worker.task}: {worker.doing}"
+            own["dump"] = "" if gone else self._stacks(worker, folder)
+            if gone and task not in self.outcomes:
+                own["died"] = _ending(worker.process.exitcode, folder / f"log-{self._attempt}")
+        if worker is not None:
+            worker.kill()
+        found = self._others(own)
+        if own["died"]:
+            self.outcomes[task] = Outcome("died", own["died"])
+        elif failure["kind"] == "hangs":
+            stuck = [Stuck(rank, one["doing"], one["dump"]) for rank, one in found.items() if one["dump"]]
+            self.outcomes[task] = Outcome(
+                "hangs",
+                told(stuck, self.patience),
+                figures={"stacks": own["dump"]},
+            )
+        elif task not in self.outcomes:
+            self.outcomes[task] = Outcome("not run", f"rank {failure['rank']} {failure['kind']} meanwhile")
+        self.outcomes[task].figures["first"] = failure["rank"]
+        self.progress(task, self.outcomes[task])
+        return task
+
+    def _others(self, own: dict[str, str]) -> dict[int, dict[str, str]]:
+        """Return what each rank was doing, of those that answer."""
+        key, store = self._key("doing"), self.job.store
+        store.set(f"{key}/{self.job.rank}", json.dumps(own))
+        found = {}
+        for rank in range(self.job.world):
+            with suppress(dist.DistError):
+                store.wait([f"{key}/{rank}"], timedelta(seconds=ANSWER_SECONDS))
+                found[rank] = json.loads(store.get(f"{key}/{rank}"))
+        return found
+
+    def _stacks(self, worker: _Worker, folder: Path) -> str:
+        """Return the stacks of the worker's threads; it writes them even where it holds the interpreter's lock."""
+        path = folder / f"stacks-{self._attempt}"
+        if worker.process.pid is None or not path.exists():
+            return ""
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        until, size = time.monotonic() + 2.0, -1
+        while time.monotonic() < until:
+            time.sleep(TICK_SECONDS)  # nothing tells when another process has written all of it
+            if size == (size := path.stat().st_size) and size:
+                break
+        return path.read_text(errors="replace")
+
+
+def _ending(status: int | None, log: Path) -> str:
+    """Return how a process ended, with what it wrote in the end."""
+    how = f"its process ended with status {status}"
+    if status is not None and status < 0:
+        with suppress(ValueError):
+            how = f"its process was ended by {signal.Signals(-status).name}"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    fatal = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    shown = lines[fatal[-1] : fatal[-1] + LINES_OF_LOG] if fatal else lines[-LINES_OF_LOG:]
+    return "\n".join([how, *shown])

@@ -1,0 +1,61 @@
+"""Everything that is run, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from fsdp2.check.cases import CASES, run_case
+from fsdp2.check.environment import environment
+from fsdp2.check.forecasted import forecast_step
+from fsdp2.check.measure import MEASURES
+from fsdp2.check.place import Outcome, Place
+from fsdp2.check.strict import STRICT
+
+__all__ = ["ENVIRONMENT", "FORECAST", "TASKS", "Task", "chosen"]
+
+ENVIRONMENT, FORECAST = "environment", "forecast"
+_NOT_QUICK = ("large parameters", "compiled blocks", "streams", *MEASURES, FORECAST)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that every rank runs.
+
+    ``part`` is the section of the report: "here", "right" or "good". A task runs ``apart``, in new processes, if it
+    cannot be undone (torch's sanitizer stays) or makes a process group of its own; a forecast needs no other rank.
+    """
+
+    name: str
+    part: str
+    about: str
+    run: Callable[[Place], Outcome]
+    apart: bool = False
+    rank0_only: bool = False
+
+
+def _about(function: Callable[..., object]) -> str:
+    return " ".join((function.__doc__ or "").split())
+
+
+def _tasks() -> dict[str, Task]:
+    listed = [Task(ENVIRONMENT, "here", "what is here", environment)]
+    listed += [Task(name, "right", _about(case), partial(run_case, case)) for name, case in CASES.items()]
+    listed += [Task(name, "right", _about(run), run, apart=name == "streams") for name, run in STRICT.items()]
+    listed += [Task(name, "good", _about(run), run) for name, run in MEASURES.items()]
+    listed.append(Task(FORECAST, "good", _about(forecast_step), forecast_step, apart=True, rank0_only=True))
+    return {task.name: task for task in listed}
+
+
+TASKS = _tasks()
+
+
+def chosen(only: list[str], *, quick: bool, cuda: bool) -> list[Task]:
+    """Return the tasks to run. What is here always belongs to a report."""
+    names = [name for name in TASKS if name in only or name == ENVIRONMENT] if only else list(TASKS)
+    if quick and not only:
+        names = [name for name in names if name not in _NOT_QUICK]
+    if not cuda:
+        names = [name for name in names if name != "streams"]
+    return [TASKS[name] for name in names]

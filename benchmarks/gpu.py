@@ -8,8 +8,9 @@ are measured with each candidate alone, times with all of them taking turns in o
 
 One GPU cannot show what sharding is for. Nothing travels between GPUs: the bandwidth of real links, how much of the
 communication hides behind computation, what a kernel of NCCL takes from the compute beside it, and ranks that are early
-or late are all absent. On one rank fsdp2 calls no collective at all. What is shown is what a rank does by itself: the
-memory that it holds, the copies that it makes, and whether its host keeps the GPU busy.
+or late are all absent (`torchrun --nproc-per-node N -m fsdp2 check` measures on several GPUs). On one rank fsdp2 calls
+no collective at all. What is shown is what a rank does by itself: the memory that it holds, the copies that it makes,
+and whether its host keeps the GPU busy.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from _traces import observe, peak_of_cpu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2.check.measure import peak_bytes, turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from llama import Llama, LlamaConfig, next_token_loss
@@ -112,16 +115,8 @@ class Machine:
         if not self.cuda:
             return {"allocated": peak_of_cpu(step), "reserved": math.nan}
         collect_garbage()
-        self.wait()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         state = torch.cuda.memory_allocated()
-        step()
-        self.wait()
-        return {
-            "allocated": torch.cuda.max_memory_allocated() - state,
-            "reserved": torch.cuda.max_memory_reserved() - state,
-        }
+        return {kind: nbytes - state for kind, nbytes in peak_bytes(step, (), cuda=True).items()}
 
 
 class Training:
@@ -199,10 +194,8 @@ def in_turns(options: argparse.Namespace, setting: Setting, mesh: DeviceMesh) ->
     """The times of every candidate's steps, in an order that changes from turn to turn."""
     everyone = {name: Training(options, setting, mesh, name) for name in names(setting)}
     times: dict[str, list[Found]] = {name: [] for name in everyone}
-    for turn in range(options.turns):
-        order = list(everyone)[turn % len(everyone) :] + list(everyone)[: turn % len(everyone)]
-        for name in order:
-            times[name].append(everyone[name].timed())
+    for name in turns(list(everyone), options.turns):
+        times[name].append(everyone[name].timed())
     return times
 
 

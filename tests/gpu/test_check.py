@@ -1,0 +1,21 @@
+"""``python -m fsdp2 check`` on GPUs: all that it checks, torch's stream sanitizer included."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.check.launching import check
+from tests.gpu.devices import places
+from tests.support import api
+
+pytestmark = api.fsdp2_only
+ON_GPUS = [one for one in places(1, 2) if one not in ((1, "cpu"), (2, "cpu"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "device"), ON_GPUS)
+def test_nothing_is_wrong(world, device, tmp_path):
+    """The verdict of every check, one rank on each GPU."""
+    done = check(tmp_path, world, "--device", device, cuda=True)
+    assert done.statuses == [0] * world, done.output
+    assert done.verdicts["streams"] == "right" and done.report["hardware"]

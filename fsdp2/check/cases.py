@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -108,7 +109,7 @@ def recomputation(trial: Trial) -> None:
 
 def compiled_blocks(trial: Trial) -> None:
     """torch.compile on every block"""
-    backend = "inductor" if trial.place.cuda else "aot_eager"
+    backend = "inductor" if trial.place.cuda and importlib.util.find_spec("triton") else "aot_eager"
 
     def prepare(model: Any, fully_shard: FullyShard) -> None:
         for block in model.blocks:

@@ -140,14 +140,24 @@ def memory(place: Place) -> Outcome:
     for name in _candidates(place):
         if name == PLAIN:
             continue
+        collect_garbage()
+        before = _occupied(place)
         training = Training(place, name)
         place.doing(f"{name}: measuring memory")
         found = peak_bytes(training.step, [*training.model.parameters(), training.rows], cuda=place.cuda)
         for kind, nbytes in found.items():
-            figures.setdefault(f"peak memory {kind}", {})[name] = nbytes
+            figures.setdefault(f"peak memory {kind}", {})[name] = nbytes - before[kind]
         del training
         collect_garbage()
     return Outcome("seen", figures={**figures, "model": str(size_of(place))})
+
+
+def _occupied(place: Place) -> dict[str, int]:
+    """Return what earlier checks left allocated and reserved on a GPU: libraries' workspaces, say."""
+    if not place.cuda:
+        return {"allocated": 0}
+    torch.cuda.empty_cache()
+    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
 
 
 # ---- time ----

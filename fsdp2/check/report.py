@@ -21,6 +21,7 @@ _EXPLAINED = {
     "failed": "an exception was raised",
     "hangs": "nothing went on; the ranks that hold the others up are named",
     "died": "a process ended by itself",
+    "look": "it could not be judged; see below",
     "skipped": "it cannot be run here",
     "not run": "something else ended it",
 }
@@ -166,7 +167,7 @@ class Report:
     @property
     def summary(self) -> str:
         """The verdict in a sentence."""
-        counts = {v: sum(row.verdict == v for row in self.rows) for v in (*BAD, "right", "skipped", "not run")}
+        counts = {v: sum(row.verdict == v for row in self.rows) for v in (*BAD, "look", "right", "skipped", "not run")}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         if self.interrupted:
             return f"The check was interrupted: {told or 'nothing had run'}."

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.check.place import Outcome
-from fsdp2.check.stacks import Stuck, told
+from fsdp2.check.stacks import Stuck, innermost, told
 from fsdp2.check.tasks import Task
 from fsdp2.check.worker import Orders, work
 
@@ -32,7 +32,7 @@ __all__ = ["Job", "Supervisor"]
 TICK_SECONDS, GRACE_SECONDS, ANSWER_SECONDS, START_SECONDS = 0.2, 3.0, 10.0, 120.0
 """How often the store is looked at; how long others may still run after one rank failed; how long a rank may take to
 say what it was doing, and to import what it needs."""
-LINES_OF_LOG = 15
+LINES_OF_LOG, MUCH_OUTPUT = 15, 20_000
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class _Worker:
     doing: str = "starting"
     last: float = field(default_factory=time.monotonic)
     heard: bool = False
+    begun: bool = False
     ended: bool = False
 
     def kill(self) -> None:
@@ -133,10 +134,18 @@ class Supervisor:
                     count = 1 if rest[0].apart else next((i for i, t in enumerate(rest) if t.apart), len(rest))
                     failed = self._start(rest[:count], Path(folder))
                     done = count if failed is None else [task.name for task in rest].index(failed) + 1
-                    rest, self._attempt = rest[done:], self._attempt + 1
+                    failure, rest = self._failure(), rest[done:]
+                    self._attempt += 1
+                    if failure is not None and not failure["begun"]:  # it would not start the next time either
+                        self._leave_out(rest)
+                        rest = []
             finally:
                 if self._worker is not None:
                     self._worker.kill()
+
+    def _leave_out(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            self.outcomes[task.name] = Outcome("not run", "the processes of the ranks could not start")
 
     def collect(self) -> dict[str, list[Outcome | None]]:
         """Return the outcomes of all ranks by task, in rank order; on rank 0, which waits for the others."""
@@ -201,7 +210,7 @@ class Supervisor:
         far.close()
         return _Worker(process, near, task=names[0])
 
-    def _listen(self) -> dict[str, str] | None:
+    def _listen(self) -> dict[str, Any] | None:
         """Take what the worker says, for a moment; a problem where it has died or a task has raised."""
         worker = self._worker
         assert worker is not None
@@ -212,30 +221,30 @@ class Supervisor:
                 kind, *values = worker.pipe.recv()
                 worker.last, worker.heard = time.monotonic(), True
                 if kind == "begin":
-                    worker.task, worker.doing = values[0], "starting"
+                    worker.task, worker.doing, worker.begun = values[0], "starting", True
                     self.progress(values[0], None)
                 elif kind == "doing":
                     worker.doing = values[0]
                 elif kind == "end":
                     self.outcomes[values[0]] = Outcome.from_json(values[1])
                     if self.outcomes[values[0]].verdict == "failed":
-                        problem = {"task": values[0], "kind": "failed"}
+                        problem = {"task": values[0], "kind": "failed", "begun": True}
                     else:
                         self.progress(values[0], self.outcomes[values[0]])
                 elif problem is None:
                     worker.ended = True
-        except EOFError:
-            pass
+        except (EOFError, OSError):
+            pass  # it has died; what it said before that has been taken
         if problem is None and not worker.ended and not worker.process.is_alive() and not worker.pipe.poll():
-            problem = {"task": worker.task, "kind": "died"}
+            problem = {"task": worker.task, "kind": "died", "begun": worker.begun}
         return problem
 
-    def _trouble(self) -> dict[str, str] | None:
+    def _trouble(self) -> dict[str, Any] | None:
         worker = self._worker
         assert worker is not None
         patience = self.patience if worker.heard else max(START_SECONDS, self.patience)
         if not worker.ended and time.monotonic() - worker.last > patience:
-            return {"task": worker.task, "kind": "hangs"}
+            return {"task": worker.task, "kind": "hangs", "begun": worker.begun}
         return None
 
     # ---- what all ranks must know ----
@@ -247,7 +256,7 @@ class Supervisor:
         self.job.store.set(f"{self._key(name)}/{self.job.rank}", value)
         self.job.store.add(self._key(name), 1)
 
-    def _announce(self, problem: dict[str, str]) -> None:
+    def _announce(self, problem: dict[str, Any]) -> None:
         """Tell every rank, unless another was first."""
         self.job.store.compare_set(self._key("failure"), "", json.dumps({**problem, "rank": self.job.rank}))
 
@@ -260,7 +269,7 @@ class Supervisor:
         """End the worker, and give the task that failed an outcome on this rank; its name."""
         failure, worker = self._failure(), self._worker
         assert failure is not None
-        task, own = str(failure["task"]), {"doing": "had ended", "dump": "", "died": ""}
+        task, own = str(failure["task"]), {"doing": "had ended", "dump": "", "died": "", "output": ""}
         if worker is not None and not worker.ended:
             if failure["kind"] != "hangs":  # this rank may be about to say something of its own
                 until = time.monotonic() + GRACE_SECONDS
@@ -270,12 +279,13 @@ class Supervisor:
             own["doing"] = worker.doing if worker.task == task else f"{worker.task}: {worker.doing}"
             own["dump"] = "" if gone else self._stacks(worker, folder)
             if gone and task not in self.outcomes:
-                own["died"] = _ending(worker.process.exitcode, folder / f"log-{self._attempt}")
+                own["output"] = self._output(folder)
+                own["died"] = _ending(worker.process.exitcode, own["output"])
         if worker is not None:
             worker.kill()
         found = self._others(own)
         if own["died"]:
-            self.outcomes[task] = Outcome("died", own["died"])
+            self.outcomes[task] = Outcome("died", own["died"], figures={"stacks": own["output"]})
         elif failure["kind"] == "hangs":
             stuck = [Stuck(rank, one["doing"], one["dump"]) for rank, one in found.items() if one["dump"]]
             self.outcomes[task] = Outcome(
@@ -300,6 +310,11 @@ class Supervisor:
                 found[rank] = json.loads(store.get(f"{key}/{rank}"))
         return found
 
+    def _output(self, folder: Path) -> str:
+        """Return the end of what the worker wrote."""
+        path = folder / f"log-{self._attempt}"
+        return path.read_text(errors="replace")[-MUCH_OUTPUT:] if path.exists() else ""
+
     def _stacks(self, worker: _Worker, folder: Path) -> str:
         """Return the stacks of the worker's threads; it writes them even where it holds the interpreter's lock."""
         path = folder / f"stacks-{self._attempt}"
@@ -314,13 +329,13 @@ class Supervisor:
         return path.read_text(errors="replace")
 
 
-def _ending(status: int | None, log: Path) -> str:
-    """Return how a process ended, with what it wrote in the end."""
+def _ending(status: int | None, output: str) -> str:
+    """Return how a process ended, and where as far as it wrote that; else the last lines that it wrote."""
     how = f"its process ended with status {status}"
     if status is not None and status < 0:
         with suppress(ValueError):
             how = f"its process was ended by {signal.Signals(-status).name}"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    fatal = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
-    shown = lines[fatal[-1] : fatal[-1] + LINES_OF_LOG] if fatal else lines[-LINES_OF_LOG:]
-    return "\n".join([how, *shown])
+    _, fatal, stacks = output.rpartition("Fatal Python error")
+    if fatal and (frame := innermost(stacks)) is not None:
+        return f"{how}, at {frame}"
+    return "\n".join([how, *output.splitlines()[-LINES_OF_LOG:]])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp2._torch.sanitizer import StreamError
 from fsdp2.check.models import Small
-from fsdp2.check.place import Place
+from fsdp2.check.place import Outcome, Place
 from fsdp2.check.strict import filled_memory, watched
 from fsdp2.check.trial import Trial, loss_of, shard
 from tests.support import api
@@ -29,18 +29,22 @@ def place() -> Iterator[Place]:
         yield Place(0, 4, 0, torch.device("cpu"), dist.HashStore())
 
 
-@contextmanager
-def simulated(ignored: tuple[str, ...] | None) -> Iterator[None]:
-    """Raise what the simulated device notices, as torch's sanitizer does on a real one."""
-    with Device(ignored) as device:
+def watched_on(place: Place, ignored: tuple[str, ...] | None) -> Outcome:
+    """Run the check on a simulated device, whose mistakes are raised as torch's sanitizer raises real ones."""
+
+    @contextmanager
+    def sanitizer() -> Iterator[None]:
         yield
-    if device.mistakes:
-        raise StreamError(device.mistakes[0])
+        if device.mistakes:
+            raise StreamError(device.mistakes[0])
+
+    with Device(ignored) as device:
+        return watched(place, sanitizer)
 
 
 def test_order_of_streams(place):
     """Nothing is noticed as it is."""
-    assert watched(place, partial(simulated, None)).verdict == "right"
+    assert watched_on(place, None).verdict == "right"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_order_of_streams(place):
 )
 def test_a_wait_that_is_left_out(place, forgotten):
     """The row says which kernel does not wait for which."""
-    outcome = watched(place, partial(simulated, forgotten))
+    outcome = watched_on(place, forgotten)
     assert outcome.verdict == "wrong" and "does not wait for" in outcome.text
 
 

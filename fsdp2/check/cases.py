@@ -14,9 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -174,8 +172,7 @@ def checkpoint(trial: Trial) -> None:
     if trial.place.hosts == 1:
         _through_files(trial.place, model, optimizer, resumed, other)
     else:  # the hosts may share no folder
-        _through_memory(model, resumed)
-        other.load_state_dict(optimizer.state_dict())
+        _through_memory(model, optimizer, resumed, other)
     expected = trial.train(model, "not interrupted", [2], optimizer)
     trial.compare("not interrupted", trial.train(resumed, "resumed", [2], other), expected, 0.0, exact=True)
 
@@ -192,9 +189,11 @@ def _through_files(place: Place, model: Any, optimizer: Any, resumed: Any, other
         place.meet("checkpoint is loaded")  # before rank 0 removes it
 
 
-def _through_memory(model: Any, resumed: Any) -> None:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
-    set_model_state_dict(resumed, get_model_state_dict(model, options=options), options=options)
+def _through_memory(model: Any, optimizer: Any, resumed: Any, other: Any) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole values, on rank 0 alone
+    weights, state = get_state_dict(model, optimizer, options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_state_dict(resumed, other, model_state_dict=weights, optim_state_dict=state, options=options)
 
 
 def whole_matrix_optimizer(trial: Trial) -> None:

@@ -126,7 +126,7 @@ def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Ta
     parts = {part: [task for task in tasks if task.part == part] for part in ("here", "right", "good")}
     report.rows = [row_of(task.name, task.about, found[task.name]) for task in parts["right"]]
     others = [row_of(task.name, task.about, found[task.name]) for task in (*parts["here"], *parts["good"])]
-    report.rows += [row for row in others if row.verdict in BAD]  # a figure has no row unless it could not be had
+    report.rows += [row for row in others if row.verdict != "seen"]  # a figure has no row unless it could not be had
     report.figures = figures_of(found[task.name] for task in parts["good"])
     rates = found.get(FORECAST) or [None]
     if rates[0] is not None:

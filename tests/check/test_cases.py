@@ -75,6 +75,13 @@ def test_without_torchs_own(rank, world):
     assert [one.against for one in outcome.comparisons] == ["one process"]
 
 
+@on_ranks(2)
+def test_a_checkpoint_on_hosts_that_share_no_folder(rank, world):
+    """It goes through memory."""
+    outcome = RUNS["checkpoint"](place(rank, world, hosts=2))
+    assert outcome.verdict == "right" and outcome.comparisons[0].same_bits
+
+
 def test_what_cannot_run_is_skipped():
     """The reason is said."""
     alone = Place(0, 1, 0, torch.device("cpu"), dist.HashStore())

@@ -6,6 +6,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,22 @@ pytestmark = api.fsdp2_only
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Return the processes that still run in a folder, where the system tells."""
+    """Return the processes that still run in a folder, where the system tells.
+
+    Python's own resource tracker ends by itself soon after the process that it belongs to, so they get some seconds.
+    """
+    deadline = time.monotonic() + 30
+    while (found := _now_in(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _now_in(folder: Path) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            found += [entry.parent.name] if entry.readlink() == folder else []
+            if entry.readlink() == folder:
+                found.append(entry.with_name("cmdline").read_text().replace("\0", " "))
     return found
 
 

@@ -137,11 +137,11 @@ def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Ta
 
 
 def _write(report: Report, given: Any) -> None:
+    print(report.text(), flush=True)  # before anything is written, which may fail
     path = given.json or Path("fsdp2-check.json")
     beside = path.with_suffix(".md")
     path.write_text(report.json() + "\n")
     beside.write_text(report.markdown())
-    print(report.text())
     print(f"\nwrote {path} and {beside}: attach both to a report", file=sys.stderr)
     if given.save_hardware and report.hardware:
         given.save_hardware.write_text(json.dumps(report.hardware, indent=1) + "\n")

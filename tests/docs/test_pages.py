@@ -5,26 +5,54 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import fsdp2
+from tests.ecosystem.launching import SETTINGS, missing
 from tests.support import ROOT, api
 from tests.support.pool import on_ranks
+from tests.support.processes import loopback
 
 pytestmark = api.fsdp2_only
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-ELSEWHERE = {"forecast.md", "full_parameters.md", "loading.md", "migration.md", "state_dicts.md"}
-"""Pages whose blocks have tests of their own beside this file."""
+OPTIONAL = re.compile(r"^<!-- optional: (\S+) -->\n(```python\n.*?^```$)", re.M | re.S)
+SCRIPT = re.compile(r"^<!-- script: (\S+) -->\n```\w*\n(.*?)^```$", re.M | re.S)
+ELSEWHERE = {
+    "forecast.md",
+    "full_parameters.md",
+    "loading.md",
+    "migration.md",
+    "state_dicts.md",
+    "tutorials/loop.md",
+}
+"""Pages whose blocks have tests of their own, here or beside this file."""
 DOCS = ROOT / "docs"
 
 
 def blocks(path: Path) -> list[str]:
-    """Return the Python blocks of a page."""
-    return BLOCK.findall(path.read_text())
+    """Return the Python blocks of a page, except programs that run on their own, and what needs a missing package."""
+    text = SCRIPT.sub("", path.read_text())
+    return BLOCK.findall(OPTIONAL.sub(lambda found: "" if missing(found[1]) else found[2], text))
+
+
+def script(page: str, name: str) -> str:
+    """Return the program that a page shows under this name."""
+    return dict(SCRIPT.findall((DOCS / page).read_text()))[name]
+
+
+def skip_without(page: str) -> None:
+    """Skip the test, by name, where the page uses a package that is not installed."""
+    mark = re.search(r"<!-- needs: (.+) -->", (DOCS / page).read_text())
+    if mark and (names := missing(*mark[1].split(", "))):
+        pytest.skip(f"not installed: {', '.join(names)}")
 
 
 def pages(ranks: int) -> list[str]:
@@ -38,8 +66,15 @@ def pages(ranks: int) -> list[str]:
     return found
 
 
-def run(path: Path, folder: Path) -> None:
-    """Run a page's blocks in order, in one namespace, in a folder that all ranks share."""
+def torchrun(*program: str, folder: Path, ranks: int, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on its own processes as a reader starts it, on this machine's CPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+    environment = {**os.environ, **SETTINGS, "GLOO_SOCKET_IFNAME": loopback(), **settings}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def run(path: Path, folder: Path, then: Callable[[dict[str, Any]], None] = lambda names: None) -> None:
+    """Run a page's blocks in order, in one namespace, in a folder that all ranks share; ``then`` gets the names."""
     before = os.getcwd()
     os.chdir(folder)
     sys.path.insert(0, str(ROOT / "examples"))  # where pages say that they are run
@@ -47,6 +82,7 @@ def run(path: Path, folder: Path) -> None:
     try:
         for block in blocks(path):
             exec(compile(block, path.name, "exec"), names)
+        then(names)
     finally:
         os.chdir(before)
         sys.path.remove(str(ROOT / "examples"))
@@ -57,6 +93,7 @@ def run(path: Path, folder: Path) -> None:
 @pytest.mark.parametrize("page", pages(2))
 def test_page_runs_on_two_ranks(rank, world, page, tmp_path):
     """As a reader who pastes all of it runs it."""
+    skip_without(page)
     run(DOCS / page, tmp_path)
 
 
@@ -64,6 +101,7 @@ def test_page_runs_on_two_ranks(rank, world, page, tmp_path):
 @pytest.mark.parametrize("page", pages(4))
 def test_page_runs_on_four_ranks(rank, world, page, tmp_path):
     """The same for meshes of two dimensions."""
+    skip_without(page)
     run(DOCS / page, tmp_path)
 
 
@@ -75,6 +113,56 @@ def test_forecasts_run(tmp_path, monkeypatch):
         exec(compile(block.replace("layers=32", "layers=2"), "forecast.md", "exec"), names)
     assert "layers=32" in blocks(DOCS / "forecast.md")[0]
     assert "blocks.1" in (tmp_path / "step.html").read_text()
+
+
+@on_ranks(2)
+def test_the_complete_loop_resumes_bit_for_bit(rank, world, tmp_path):
+    """A run of eight steps ends with the weights that two runs of four end with; the newest two checkpoints and the
+    best are kept. The epoch ends between the runs, and the schedule and dropout go on."""
+    run(DOCS / "tutorials" / "loop.md", tmp_path, lambda names: compare_runs(names, tmp_path))
+
+
+def compare_runs(names: dict[str, Any], folder: Path) -> None:
+    """Compare a third run of the loop, with one interruption, with one that has none."""
+    names["train"](folder / "parts", 3, save_every=3)
+    ended = names["train"](folder / "parts", 8)
+    whole = names["train"](folder / "whole", 8)
+    for one, other in zip(ended.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    best = torch.load(folder / "checkpoints" / "step-000008" / "loop.pt")["best"]
+    assert kept == sorted({"step-000006", "step-000008", best})
+
+
+TRAINER_ON_A_CPU = """
+import runpy
+from accelerate import DistributedType, PartialState
+from transformers import Trainer, TrainingArguments
+
+original = Trainer.__init__
+
+def init(self, model, args, **others):
+    assert args.device.type == "cpu"  # accelerate offers FSDP on accelerators only, until it is told otherwise
+    PartialState().distributed_type = DistributedType.MULTI_GPU
+    original(self, model, args, **others)
+
+Trainer.__init__ = init
+modules = runpy.run_path("trainer.py", run_name="__main__")["trainer"].model_wrapped.modules()
+import fsdp2
+assert sum(isinstance(module, fsdp2.FSDPModule) for module in modules) >= 3
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_of_the_page_about_fine_tuning(tmp_path):
+    """The program is unchanged; ``python -m fsdp2`` shards the layers and the model, and adapters alone
+    are saved."""
+    skip_without("tutorials/finetune.md")
+    (tmp_path / "trainer.py").write_text(script("tutorials/finetune.md", "trainer.py"))
+    (tmp_path / "on_a_cpu.py").write_text(TRAINER_ON_A_CPU)
+    done = torchrun("-m", "fsdp2", "on_a_cpu.py", folder=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "trained" / "adapter_model.safetensors").stat().st_size < 20_000
 
 
 @on_ranks(2)

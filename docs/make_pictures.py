@@ -1,16 +1,20 @@
-"""Draw docs/pictures/numbers.png from the newest report in benchmarks/results: memory and time beside torch's.
+"""Draw the pictures of README.md and of docs/how_it_works.md.
 
-python docs/make_pictures.py                  # the newest report of all benchmarks
-python docs/make_pictures.py REPORT.md        # another one
+python docs/make_pictures.py                      # all of them; numbers.png from the newest report of all benchmarks
+python docs/make_pictures.py numbers [REPORT.md]  # memory and time beside torch's, from another report
+python docs/make_pictures.py life                 # the life of a parameter
+python docs/make_pictures.py lanes                # the lanes of a training step
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "pictures" / "numbers.png"
+PICTURES = ROOT / "docs" / "pictures"
 MEMORY = {
     "forward peak, fp32 (B)": "forward\nfp32",
     "forward peak, bf16 (B)": "forward\nbf16",
@@ -25,6 +29,45 @@ TIME = {
     "clip_grad_norm_ (ms)": "gradient\nclipping",
 }
 OURS, THEIRS = "#e4572e", "#9aa5b1"
+GATHER, REDUCE, STEP, EMPTY = "#2e86ab", "#3c9d5b", "#7b5ea7", "#f1f3f5"
+
+STAGES = (
+    # title, what happens below it, parts of the weight in memory on ranks 0 and 1, and parts of its gradient
+    ("the model\nis built", "whole on\nevery rank", ((0, 1), (0, 1)), ((), ())),
+    ("between\niterations", "fully_shard kept\na shard per rank", ((0,), (1,)), ((), ())),
+    ("forward", "gathered,\ncomputed with", ((0, 1), (0, 1)), ((), ())),
+    ("after\nforward", "freed", ((0,), (1,)), ((), ())),
+    ("backward", "gathered again,\ngradient computed", ((0, 1), (0, 1)), ((0, 1), (0, 1))),
+    ("after\nbackward", "reduce-scattered:\na shard of the mean", ((0,), (1,)), ((0,), (1,))),
+    ("optimizer\nstep", "each rank updates\nits own shard", ((0,), (1,)), ((0,), (1,))),
+)
+"""The stages of a parameter's life, from left to right."""
+
+LANES = ("gather", "compute", "reduce")
+SPANS = (
+    # lane, begin, end, text, colour
+    ("gather", 0.0, 1.0, "root", GATHER),
+    ("gather", 1.0, 2.0, "1", GATHER),
+    ("compute", 1.0, 2.0, "root", OURS),
+    ("compute", 2.0, 4.0, "1", OURS),
+    ("gather", 2.0, 3.0, "2", GATHER),
+    ("compute", 4.0, 6.0, "2", OURS),
+    ("gather", 4.0, 5.0, "3", GATHER),
+    ("compute", 6.0, 8.0, "3", OURS),
+    ("compute", 8.0, 9.0, "root", OURS),
+    ("gather", 9.0, 10.0, "3", GATHER),
+    ("compute", 9.0, 10.0, "root", OURS),
+    ("gather", 10.0, 11.0, "2", GATHER),
+    ("compute", 10.0, 13.0, "3", OURS),
+    ("gather", 13.0, 14.0, "1", GATHER),
+    ("compute", 13.0, 16.0, "2", OURS),
+    ("compute", 16.0, 19.0, "1", OURS),
+    ("compute", 19.0, 20.0, "root", OURS),
+    *(("reduce", begin + part, begin + part + 0.9, "", REDUCE) for begin in (11.0, 14.0, 17.0) for part in (0, 1, 2)),
+    ("reduce", 20.0, 20.9, "", REDUCE),
+    ("compute", 21.0, 22.5, "optimizer", STEP),
+)
+"""A step of a model of three blocks, in time as it goes where communication is faster than compute."""
 
 
 def newest() -> Path:
@@ -50,9 +93,6 @@ def figures(report: Path) -> dict[str, tuple[float, float]]:
 
 def draw(report: Path) -> None:
     """Two groups of bars: layers of memory, and time in parts of torch's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     known = figures(report)
@@ -74,10 +114,87 @@ def draw(report: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.15)
     left.legend(frameon=False, fontsize=9, loc="upper left")
-    TARGET.parent.mkdir(exist_ok=True)
-    figure.savefig(TARGET, dpi=130)
-    print(f"wrote {TARGET.relative_to(ROOT)} from {report.name}")
+    save(figure, "numbers")
+
+
+def draw_life() -> None:
+    """Two ranks and the parts of one weight and of its gradient that each has in memory, stage by stage."""
+    from matplotlib import pyplot
+    from matplotlib.patches import FancyArrowPatch, Rectangle
+
+    figure, axes = pyplot.subplots(figsize=(11, 4.3), layout="constrained")
+    for column, (title, below, weights, gradients) in enumerate(STAGES):
+        x = column * 2.0
+        axes.text(x + 0.65, 4.75, title, ha="center", va="center", fontsize=10, weight="bold")
+        axes.text(x + 0.65, -0.75, below, ha="center", va="center", fontsize=8.5, color="#333333")
+        for rank, y in ((0, 2.5), (1, 0.0)):
+            for shift, held, colour in ((0.0, weights[rank], OURS), (0.7, gradients[rank], REDUCE)):
+                for part in (0, 1):
+                    place = (x + shift, y + (1 - part) * 0.85)
+                    shown = part in held
+                    fill = colour if shown else EMPTY
+                    axes.add_patch(
+                        Rectangle(place, 0.6, 0.8, facecolor=fill, edgecolor="white" if shown else "#d0d5da")
+                    )
+        if column:
+            axes.add_patch(
+                FancyArrowPatch((x - 0.6, 2.08), (x - 0.1, 2.08), arrowstyle="-|>", mutation_scale=11, color="#555")
+            )
+    for rank, y in ((0, 3.35), (1, 0.85)):
+        axes.text(-0.3, y, f"rank {rank}", ha="right", va="center", fontsize=10)
+    for y, text, colour in ((-1.75, "weight", OURS), (-1.75, "gradient", REDUCE), (-1.75, "not in memory", EMPTY)):
+        x = {"weight": 4.0, "gradient": 6.0, "not in memory": 8.2}[text]
+        axes.add_patch(Rectangle((x, y - 0.15), 0.3, 0.3, facecolor=colour, edgecolor="#d0d5da"))
+        axes.text(x + 0.4, y, text, va="center", fontsize=9)
+    axes.set(xlim=(-1.4, 13.6), ylim=(-2.1, 5.3))
+    axes.axis("off")
+    save(figure, "life")
+
+
+def draw_lanes() -> None:
+    """What runs at the same time in a step: gathers ahead of compute, chunks of gradients behind it."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 2.9), layout="constrained")
+    for lane, begin, end, text, colour in SPANS:
+        y = len(LANES) - 1 - LANES.index(lane)
+        axes.barh(y, end - begin - 0.06, left=begin + 0.03, height=0.62, color=colour)
+        axes.text((begin + end) / 2, y, text, ha="center", va="center", fontsize=8.5, color="white")
+    for x in (9.0, 21.0):
+        axes.axvline(x, color="#9aa5b1", linewidth=0.8, linestyle=":")
+    for x, text in ((4.5, "forward"), (15.0, "backward"), (21.75, "step")):
+        axes.text(x, len(LANES) - 0.35, text, ha="center", fontsize=10, weight="bold")
+    axes.set_yticks(range(len(LANES)), LANES[::-1], fontsize=10)
+    axes.set_xticks([])
+    axes.set_xlabel("time", fontsize=9)
+    axes.set(xlim=(-0.1, 22.6), ylim=(-0.6, len(LANES)))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    save(figure, "lanes")
+
+
+def save(figure: Any, name: str) -> None:
+    """Write a picture."""
+    PICTURES.mkdir(exist_ok=True)
+    figure.savefig(PICTURES / f"{name}.png", dpi=130)
+    print(f"wrote docs/pictures/{name}.png")
+
+
+def main(arguments: list[str]) -> None:
+    """Draw what is asked for."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    kinds: dict[str, Callable[[], None]] = {
+        "numbers": lambda: draw(Path(arguments[1]) if len(arguments) > 1 else newest()),
+        "life": draw_life,
+        "lanes": draw_lanes,
+    }
+    for kind in arguments[:1] or kinds:
+        if kind not in kinds:
+            raise SystemExit(f"no picture {kind!r}; choose one of {', '.join(kinds)}")
+        kinds[kind]()
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else newest())
+    main(sys.argv[1:])

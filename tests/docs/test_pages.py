@@ -29,6 +29,7 @@ ELSEWHERE = {
     "forecast.md",
     "full_parameters.md",
     "loading.md",
+    "many_nodes.md",
     "migration.md",
     "state_dicts.md",
     "tutorials/loop.md",

@@ -1,4 +1,4 @@
-"""docs/many_nodes.md: its forecasts run, and a job that examples/train.sbatch starts on two hosts survives a killed rank."""
+"""docs/many_nodes.md: its forecasts run, and a job of two hosts (examples/train.sbatch) survives a killed rank."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ SPANS = (
     ("compute", 19.0, 20.0, "root", OURS),
     *(("reduce", begin + part, begin + part + 0.9, "", REDUCE) for begin in (11.0, 14.0, 17.0) for part in (0, 1, 2)),
     ("reduce", 20.0, 20.9, "", REDUCE),
-    ("compute", 21.0, 22.5, "optimizer", STEP),
+    ("compute", 21.0, 23.2, "optimizer", STEP),
 )
 """A step of a model of three blocks, in time as it goes where communication is faster than compute."""
 
@@ -122,11 +122,11 @@ def draw_life() -> None:
     from matplotlib import pyplot
     from matplotlib.patches import FancyArrowPatch, Rectangle
 
-    figure, axes = pyplot.subplots(figsize=(11, 4.3), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9.2, 4.1), layout="constrained")
     for column, (title, below, weights, gradients) in enumerate(STAGES):
         x = column * 2.0
         axes.text(x + 0.65, 4.75, title, ha="center", va="center", fontsize=10, weight="bold")
-        axes.text(x + 0.65, -0.75, below, ha="center", va="center", fontsize=8.5, color="#333333")
+        axes.text(x + 0.65, -0.75, below, ha="center", va="center", fontsize=8, color="#333333")
         for rank, y in ((0, 2.5), (1, 0.0)):
             for shift, held, colour in ((0.0, weights[rank], OURS), (0.7, gradients[rank], REDUCE)):
                 for part in (0, 1):
@@ -155,19 +155,19 @@ def draw_lanes() -> None:
     """What runs at the same time in a step: gathers ahead of compute, chunks of gradients behind it."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(11, 2.9), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9.2, 2.7), layout="constrained")
     for lane, begin, end, text, colour in SPANS:
         y = len(LANES) - 1 - LANES.index(lane)
         axes.barh(y, end - begin - 0.06, left=begin + 0.03, height=0.62, color=colour)
         axes.text((begin + end) / 2, y, text, ha="center", va="center", fontsize=8.5, color="white")
     for x in (9.0, 21.0):
         axes.axvline(x, color="#9aa5b1", linewidth=0.8, linestyle=":")
-    for x, text in ((4.5, "forward"), (15.0, "backward"), (21.75, "step")):
+    for x, text in ((4.5, "forward"), (15.0, "backward"), (22.1, "step")):
         axes.text(x, len(LANES) - 0.35, text, ha="center", fontsize=10, weight="bold")
     axes.set_yticks(range(len(LANES)), LANES[::-1], fontsize=10)
     axes.set_xticks([])
     axes.set_xlabel("time", fontsize=9)
-    axes.set(xlim=(-0.1, 22.6), ylim=(-0.6, len(LANES)))
+    axes.set(xlim=(-0.1, 23.3), ylim=(-0.6, len(LANES)))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     save(figure, "lanes")

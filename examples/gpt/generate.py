@@ -30,13 +30,11 @@ def generate(model: GPT, prompt: bytes, count: int, place: Place, temperature: f
 
 @contextmanager
 def _kept_whole(model: GPT) -> Iterator[None]:
-    """Blocks keep their full parameters from one forward to the next, so they are gathered once, not once a byte."""
-    blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
-    for block in blocks:
-        block.set_reshard_after_forward(False)
+    """Gather the model once for all bytes, not once a byte."""
+    if isinstance(model, FSDPModule):
+        model.unshard(recurse=True)
     try:
         yield
     finally:
-        for block in blocks:
-            block.set_reshard_after_forward(True)
-            block.reshard()
+        if isinstance(model, FSDPModule):
+            model.reshard(recurse=True)

@@ -12,12 +12,12 @@ order      the recorded order of groups, which says what comes next
 group      parameters that communicate together, and what happens to them around a forward and a backward
 residency  what of a group is in memory, what its modules show, and every move between
 reducer    a group's gradients on their way out
+steps      the collectives of a pass, and the observer that sees each before it starts
 buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward
 extension  tensors that decide themselves what travels
 hints      errors about shards that were computed with, explained
 param      one managed parameter: shard, full tensor, gradient
-steps      the collectives of a pass, and the observer that sees each before it starts
 phase      where a group is in the iteration, and which phase may follow which
 compression  which parameters travel in which block format
 options    every knob of a group

@@ -288,8 +288,8 @@ class Residency:
                 extensions.free()  # what was encoded would stay in memory until the next gather
                 raise
 
-        def step(sizes: tuple[int, ...]) -> Step:
-            return Step("gather", self._group, (*store.formats_digest, *sizes))
+        def step(sizes: tuple[int, ...] | None) -> Step:
+            return Step("gather", self._group, (*store.formats_digest, *(sizes or ())))
 
         if axis.size == 1 or expected is None:
             encode_and_gather()

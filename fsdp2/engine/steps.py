@@ -11,11 +11,14 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.options import GroupOptions
+from fsdp2.engine.param import FSDPParam
 
 __all__ = [
     "END",
     "Answer",
+    "Joins",
     "Member",
     "Observer",
     "PassKind",
@@ -35,6 +38,8 @@ class Member(Protocol):
 
     name: str
     options: GroupOptions
+    params: list[FSDPParam]
+    store: ShardStore
 
 
 class Step(NamedTuple):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp2.engine import observer
-from fsdp2.engine.observer import Answer, Observer, Step, observe_with
-from fsdp2.engine.passes import RootContext
+from fsdp2.engine import steps
+from fsdp2.engine.root import RootContext
+from fsdp2.engine.steps import END, Answer, Observer, PassKind, Step, observe_with
 
 __all__ = ["others_use_everything"]
 
@@ -16,9 +16,9 @@ __all__ = ["others_use_everything"]
 @contextmanager
 def others_use_everything() -> Iterator[None]:
     """In passes of the block, other ranks use every unit that ``set_reduce_scatter_unused_params`` allows to skip."""
-    before = observer._make
+    before = steps._make
 
-    def make(root: RootContext[Any], kind: str, error: RuntimeError | None) -> Observer | None:
+    def make(root: RootContext[Any], kind: PassKind, error: RuntimeError | None) -> Observer | None:
         if error is None and any(group.options.reduce_unused for group in root.groups):
             return _Others(root)
         return None if before is None else before(root, kind, error)
@@ -27,50 +27,39 @@ def others_use_everything() -> Iterator[None]:
     try:
         yield
     finally:
-        observer._make = before
+        steps._make = before
 
 
 class _Others:
-    """Notes which groups a pass uses, and takes part with the others at its end.
+    """Notes which groups a pass uses, and has it join the others' steps at its end.
 
-    In a real job it takes part where the others come to the unit; what is gathered for them in a forward is kept until
+    In a real job it joins them where the others come to the unit; what is gathered for them in a forward is kept until
     that ends there as well.
     """
 
     def __init__(self, root: RootContext[Any]) -> None:
         self._root, self._forward = root, False
-        self._used: set[Any] = set()
-        self.observes = True
+        self._taken: set[tuple[str, Any]] = set()
 
-    def begin(self, kind: str, *, outermost: bool, first: Step | None = None) -> None:
+    def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """A pass starts."""
-        self._used.clear()
-        self._forward = kind == "forward"
+        self._taken.clear()
+        self._forward = kind.name == "forward"
 
-    def before(self, step: Step, *, optional: bool = False) -> Answer:
-        """A step is taken, and none has to wait."""
-        self._used.add(step.group)
-        return Answer.GO
+    def before(self, step: Step, *, optional: bool, can_join: Callable[[Step], bool]) -> Answer | Step:
+        """Let every step be taken at once; a forward joins the others' gathers before it ends."""
+        if step == END and self._forward:
+            joined = self._next(["gather"], self._root.groups, can_join)
+            return Answer.TAKE if joined is None else joined
+        self._taken.add((step.kind, step.group))
+        return Answer.TAKE
 
-    def postpones(self, step: Step) -> bool:
-        """No prefetch waits."""
-        return False
-
-    def ending(self) -> None:
-        """A backward ends: take part in what is left of the others'."""
-        for group in reversed(self._skipped()):
-            for kind in ("gather", "reduce"):
-                self._root.participate(Step(kind, group))
+    def joins_before_end(self, can_join: Callable[[Step], bool]) -> Step | None:
+        """Return what is left of the others' backward."""
+        return self._next(["gather", "reduce"], list(reversed(self._root.groups)), can_join)
 
     def end(self) -> None:
-        """A pass is over; a forward takes part now."""
-        if self._forward:
-            for group in self._skipped():
-                self._root.participate(Step("gather", group))
-        self._forward = False
-
-    def _skipped(self) -> list[Any]:
-        return [group for group in self._root.groups if group.options.reduce_unused and group not in self._used]
+        """Nothing is compared."""
 
     def suspend(self) -> None:
         """Nothing is compared."""
@@ -80,3 +69,11 @@ class _Others:
 
     def forget(self, setter: str) -> None:
         """Nothing is compared."""
+
+    def _next(self, kinds: list[str], groups: list[Any], can_join: Callable[[Step], bool]) -> Step | None:
+        for group in groups:
+            for kind in kinds if group.options.reduce_unused else ():
+                if (kind, group) not in self._taken and can_join(Step(kind, group)):
+                    self._taken.add((kind, group))  # asked once: a group without gradients reduces nothing
+                    return Step(kind, group)
+        return None

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import END, Answer, PassKind, Step
+from fsdp2.engine.steps import END, Answer, Member, PassKind, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.steps import StepLog
@@ -206,7 +206,8 @@ class RankMonitor:
 
     def _choose(self, step: Step, prefetch: bool) -> Step:
         """What all ranks do next, each of which wants some ``step``, or could do without it where it is a prefetch."""
-        log, groups = self.log, self._root.groups
+        log = self.log
+        groups: Sequence[Member] = self._root.groups
         stand = _Stand(self, step, compares=False)
         want: dict[str, Any] = {"step": [step.kind, None, []]}
         if step.group is not None:
@@ -224,7 +225,8 @@ class RankMonitor:
 
     def _order(self, kind: PassKind | None, step: Step) -> int:
         """Smaller for what comes earlier in a pass: a forward goes from first to last, a backward back."""
-        number = self._root.groups.index(step.group)
+        groups: Sequence[Member] = self._root.groups
+        number = -1 if step.group is None else groups.index(step.group)
         backward = kind is not None and kind.name == "backward"
         return -self._places.get(step.group, number) if backward else number
 
@@ -277,7 +279,7 @@ class RankMonitor:
         if group.store.formats_digest:
             encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}
             text += f" with {'; '.join(f'{name}: {formats}' for formats, name in encoded.items())}"
-        if sizes:
+        if sizes and group.store.extensions is not None:
             return f"{text} ({group.store.extensions.describe(sizes)})"
         several = sum(other.name == group.name for other in self._root.groups) > 1
         return f"{text} ({group.params[0].name}{', ...' if len(group.params) > 1 else ''})" if several else text
@@ -372,7 +374,7 @@ class _Stand:
         return self._monitor.refuse(texts)
 
 
-def _alike(one: FSDPParamGroup | None, other: FSDPParamGroup | None) -> bool:
+def _alike(one: Member | None, other: Member | None) -> bool:
     """Whether two groups hold parameters of the same shapes and dtypes, and have extensions."""
     if one is None or other is None or one.store.extensions is None:
         return False

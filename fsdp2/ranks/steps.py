@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 
 from fsdp2.engine.steps import END, PassKind, Step
 
@@ -163,7 +164,7 @@ class StepLog:
         """All ranks know that ``step`` is next; they go on as in a known pass that came here, or by ``guess``."""
         self.deviations += 1
         done = [*self.steps, step]
-        ways = [] if self.kind is None else self._ways.get(self.kind, [])
+        ways: Iterable[Way] = [] if self.kind is None else self._ways.get(self.kind, [])
         self._way = next((way for way in ways if way[: len(done)] == done), None)
         self.guessed = self._way is None
         if self.guessed and guess is not None:

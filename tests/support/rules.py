@@ -12,9 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 50, 7
-ENTRY_POINTS = {"fully_shard", "forecast"}
-"""Public functions that may have more parameters, because torch's have, or because each is an option."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 COLLECTIVES = re.compile(
@@ -128,38 +125,6 @@ def functions(source: Source) -> Iterator[Function]:
     yield from (node for node in source.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
-def long_files(source: Source) -> list[str]:
-    """Files have at most 500 lines."""
-    lines = len(source.text.splitlines())
-    return [source.at(lines, f"{lines} lines, at most {FILE_LINES}")] if lines > FILE_LINES else []
-
-
-def long_functions(source: Source) -> list[str]:
-    """Functions have at most 50 lines, docstring and decorators not counted."""
-    found = []
-    for node in functions(source):
-        lines = (node.end_lineno or node.lineno) - node.lineno + 1
-        first = node.body[0]
-        if ast.get_docstring(node, clean=False) is not None:
-            lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-        if lines > FUNCTION_LINES:
-            found.append(source.at(node, f"{node.name} has {lines} lines, at most {FUNCTION_LINES}"))
-    return found
-
-
-def many_parameters(source: Source) -> list[str]:
-    """Functions have at most 7 parameters besides self; public entry points are excepted by name."""
-    found = []
-    for node in functions(source):
-        arguments = node.args
-        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        names += [a.arg for a in (arguments.vararg, arguments.kwarg) if a]
-        count = len(names) - (names[:1] in (["self"], ["cls"]))
-        if count > PARAMETERS and node.name not in ENTRY_POINTS:
-            found.append(source.at(node, f"{node.name} has {count} parameters, at most {PARAMETERS}"))
-    return found
-
-
 FOLDERS = (
     "__main__",
     "check",
@@ -183,9 +148,6 @@ FOLDERS = (
     "_torch",
 )
 """The folders and files of the package from the top down; each imports from those behind it only."""
-FAN_OUT = 12
-MANY_IMPORTS = {"fsdp2/__init__.py", "fsdp2/fully_shard.py"}
-"""Public entry points, which may import from more of the package."""
 UNORDERED = {"fsdp2", "fsdp2/_torch"}
 """Folders that list no order: the package, whose order is FOLDERS, and subjects side by side."""
 
@@ -217,14 +179,6 @@ def imported_files(source: Source, files: Iterable[str]) -> dict[str, int]:
         if name and modules[name] != source.path:
             found.setdefault(modules[name], line)
     return found
-
-
-def fan_out(source: Source) -> list[str]:
-    """A file imports from at most 12 others of the package; public entry points are excepted by name."""
-    own = re.compile(r"fsdp2(\.\w+)*")
-    modules = {name.rpartition(".")[0] for _, name in source.imported() if own.fullmatch(name)} - {"fsdp2"}
-    many = len(modules) > FAN_OUT and source.path not in MANY_IMPORTS
-    return [source.at(1, f"imports from {len(modules)} files, at most {FAN_OUT}")] if many else []
 
 
 def import_cycles(sources: Iterable[Source]) -> list[str]:

@@ -19,6 +19,7 @@ from fsdp2.autograd.hooks import Gate, is_made_since
 from fsdp2.autograd.reach import Targets
 from fsdp2.autograd.trees import find_tensors
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.phase import Phase
 from fsdp2.engine.steps import END, Observer, Step, nothing, take
 
 __all__ = ["Call", "HiddenInputs", "Mode", "Pass", "Unit", "backward_runs"]
@@ -126,13 +127,24 @@ class Pass:
         That is possible for units marked with ``set_reduce_scatter_unused_params(True)``.
         """
         group = self._group_of(step)
-        if group is None or not group.options.reduce_unused or group is self._joining or group.residency.summoned:
+        if group is None or group is self._joining or group.residency.summoned:
             return False
+        if not group.options.reduce_unused:
+            return step.kind == "gather" and self._can_gather_early(group)
         if step.kind == "gather":
             if group.residency.is_gathering:  # joined before; the others have used it and need it again
                 return self.in_backward or group.after_forward is not False
             return group.residency.needs_gather or self.is_done_with(group)
         return self.can_reduce_unused(group)
+
+    def _can_gather_early(self, group: FSDPParamGroup) -> bool:
+        """Return whether ``group``, which all ranks use, can be gathered before this rank comes to it.
+
+        Ranks that skip a unit come to the next one earlier than those that use it.
+        """
+        if not group.residency.needs_gather or group.phases.phase is not Phase.IDLE:
+            return False
+        return any(other.options.reduce_unused for other in self.groups)
 
     def can_reduce_unused(self, group: FSDPParamGroup) -> bool:
         """Return whether the gradients of ``group``, or zeros, may leave although this rank's backward is not there."""
@@ -152,12 +164,13 @@ class Pass:
             self._joining = None
 
     def _join_gather(self, group: FSDPParamGroup) -> None:
-        """Gather ``group``. It stays in flight: nothing here waits for it until it is freed."""
+        """Gather ``group``. It stays in flight: nothing here waits for it until it is used or freed."""
         if group.residency.is_gathering and not self.in_backward:
             group.release()
         elif not group.residency.needs_gather or group.residency.is_gathering:
             group.reshard()
-        self._joined[group] = None
+        if group.options.reduce_unused:
+            self._joined[group] = None
         group.unshard(False, self.take, self.in_backward)
 
     def post_backward(self, group: FSDPParamGroup) -> None:

@@ -53,6 +53,7 @@ __all__ = [
     "group_all_reduce",
     "group_all_to_all",
     "group_reduce_scatter",
+    "group_reduce_scatter_coalesced",
     "group_timeout",
     "without_modes",
 ]
@@ -69,6 +70,10 @@ group_all_gather = _group_method("all_gather_single", "_allgather_base")
 group_all_gather_coalesced = _group_method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
 group_reduce_scatter = _group_method("reduce_scatter_single", "_reduce_scatter_base")
+
+# One launch reduces several gradients from where autograd left them. No public function takes a list of whole tensors:
+# dist.reduce_scatter takes one tensor for each rank, and the coalescing manager costs more calls than it saves.
+group_reduce_scatter_coalesced = _group_method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
 

@@ -26,6 +26,7 @@ from fsdp2._torch.collectives import (
     group_all_reduce,
     group_all_to_all,
     group_reduce_scatter,
+    group_reduce_scatter_coalesced,
 )
 from fsdp2.comm.host_work import HostWork
 from fsdp2.comm.pieces import copy_all
@@ -50,6 +51,7 @@ __all__ = [
     "needs_one_buffer",
     "prefers_all_to_all",
     "reduce_scatter",
+    "reduce_scatter_together",
     "share_bytes",
     "wire_view",
 ]
@@ -75,7 +77,7 @@ def prefers_all_to_all(axis: Axis, nbytes: int, asked: int | None = None) -> boo
     They do from ``asked`` bytes on, or from where it is faster with the axis' backend.
     """
     if asked is None:
-        return axis.backend == "gloo" and nbytes >= _ALL_TO_ALL_BYTES
+        return axis.size > 1 and axis.backend == "gloo" and nbytes >= _ALL_TO_ALL_BYTES
     return axis.size > 1 and nbytes >= asked
 
 
@@ -216,6 +218,19 @@ def reduce_scatter(
     what, options = ("reduce", "reduce_scatter"), _scatter_options(async_op, average)
     work = _start(what, axis, [rows], group_reduce_scatter, output, rows, options)
     return _works(work, axis, async_op, takes_limit=False)  # gloo's reduce-scatter waits on, whatever the limit
+
+
+def reduce_scatter_together(
+    outputs: list[torch.Tensor], rows: list[torch.Tensor], axis: Axis, *, average: bool, async_op: bool
+) -> list[Work]:
+    """Do for each of ``outputs`` what ``reduce_scatter`` does for one, in one launch; they have one dtype."""
+    if len(rows) == 1 or axis.size == 1:
+        pairs = [reduce_scatter(*pair, axis, average=average, async_op=async_op) for pair in zip(outputs, rows)]
+        return [work for works in pairs for work in works]
+    outputs, rows = [_real(tensor) for tensor in outputs], [_real(tensor) for tensor in rows]
+    what, options = ("reduce", "reduce_scatter"), _scatter_options(async_op, average)
+    work = _start(what, axis, rows, group_reduce_scatter_coalesced, outputs, rows, options)
+    return _works(work, axis, async_op, takes_limit=False)
 
 
 def all_to_all(

@@ -205,6 +205,12 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "odd slices": (AssertionError, lambda group: group.all_gather_single(zeros(28), zeros(7))),
     "odd address": (AssertionError, lambda group: group.all_gather_single(zeros(36)[4:], zeros(9)[1:])),
     "in place, of another rank": (AssertionError, lambda group: in_place(group, 8)),
+    "two dtypes in a launch": (
+        TypeError,
+        lambda group: group.reduce_scatter_single_coalesced(
+            [zeros(4), zeros(8, torch.bfloat16)], [zeros(16), zeros(32, torch.bfloat16)]
+        ),
+    ),
     "several to sum": (ValueError, lambda group: group.allreduce([zeros(4), zeros(4)])),
 }
 

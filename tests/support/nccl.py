@@ -95,6 +95,15 @@ def check_scatter(op: str, group: dist.ProcessGroup, output: Tensor, rows: Tenso
     check_reduction(op, rows, options)
 
 
+def check_scatters(op: str, group: dist.ProcessGroup, outputs: Any, rows: Any, options: Any = None) -> None:
+    """Check several reductions that are one launch, of one dtype."""
+    check_tensors(op, [*outputs, *rows])
+    if len({tensor.dtype for tensor in rows}) > 1:
+        raise TypeError(f"{op}: tensors must have identical type, got {[tensor.dtype for tensor in rows]}")
+    for output, each in zip(outputs, rows, strict=True):
+        check_scatter(op, group, output, each, options)
+
+
 def check_exchange(
     op: str, group: dist.ProcessGroup, output: Tensor, rows: Tensor, out_sizes: Any, sizes: Any, options: Any = None
 ) -> None:
@@ -128,6 +137,8 @@ CHECKS: dict[str, Callable[..., None]] = {
     "allgather_into_tensor_coalesced": check_gathers,
     "reduce_scatter_single": check_scatter,
     "_reduce_scatter_base": check_scatter,
+    "reduce_scatter_single_coalesced": check_scatters,
+    "reduce_scatter_tensor_coalesced": check_scatters,
     "all_to_all_single": check_exchange,
     "alltoall_base": check_exchange,
     "allreduce": check_all_reduce,

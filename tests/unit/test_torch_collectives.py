@@ -77,6 +77,15 @@ def test_several_gathers_can_be_one_call() -> None:
     assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
 
 
+@probes("group_reduce_scatter_coalesced")
+def test_several_reductions_can_be_one_call() -> None:
+    with gloo_mesh() as mesh:
+        outputs, options = [torch.zeros(2), torch.zeros(3)], _torch.ReduceScatterOptions()
+        inputs = [torch.ones(2), torch.full((3,), 2.0)]
+        _torch.group_reduce_scatter_coalesced(mesh.get_group())(outputs, inputs, options).wait()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
+
+
 @probes("AllGather", "ReduceScatter")
 def test_custom_collectives_are_called_as_we_call_them() -> None:
     assert list(inspect.signature(_torch.AllGather.__call__).parameters)[1:] == [

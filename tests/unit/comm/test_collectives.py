@@ -118,8 +118,9 @@ def test_other_dtypes_travel_as_bytes(dtype: torch.dtype) -> None:
     ("backend", "preferred"), [("gloo", [False, True]), ("nccl", [False] * 2), ("none", [False] * 2)]
 )
 def test_gloo_alone_exchanges_large_rows(backend: str, preferred: list[bool]) -> None:
-    axis = replace(ALONE, backend=backend)
-    assert [prefers_all_to_all(axis, nbytes) for nbytes in (1 << 10, 1 << 20)] == preferred
+    sizes = (1 << 10, 1 << 20)
+    assert [prefers_all_to_all(replace(ALONE, size=2, backend=backend), nbytes) for nbytes in sizes] == preferred
+    assert not any(prefers_all_to_all(replace(ALONE, backend=backend), nbytes) for nbytes in sizes)
 
 
 def test_streams_need_one_chunk_in_flight_and_gloo_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -24,6 +25,28 @@ class CommContext:
         self.reductions = Retained(self.lanes)
         self.largest_bytes = 0  # of the full parameters of any group that communicates here
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for
+        self._ahead: list[Callable[[], None]] = []
+
+    def gather_later(self, start: Callable[[], None]) -> None:
+        """Leave it to ``gather_now`` to ``start`` the gather of what backward needs after the unit that it enters.
+
+        On streams the host is far ahead of the device, and a communicator takes that gather behind the reduction of
+        the unit before in any case. Started when the unit has its gradients, it finds that what the reduction reads
+        has been given back, so the two are never in memory together, and no time is lost.
+        """
+        self._ahead.append(start)
+
+    def forget_later(self) -> None:
+        """Drop what was left for later: backward has come to it by another way, or has ended."""
+        self._ahead.clear()
+
+    def gather_now(self) -> None:
+        """Start what was left for later. Compute waits for reductions first, and gives back what they read."""
+        if self._ahead:
+            starts, self._ahead = self._ahead, []
+            self.reductions.drop()
+            for start in starts:
+                start()
 
     @cached_property
     def noise(self) -> tuple[Noise, Noise]:

@@ -2,25 +2,45 @@
 
 A chunk is one operation with a few waits in it, written as a generator: start, yield while gradients travel, finish. It
 takes tensors and gives tensors; which parameters they belong to is the caller's business.
+
+A plan chooses how chunks are summed over the shard axis (`_OverShards`: a reduce-scatter, a caller's own one, an
+exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an all-reduce, an encoded one).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Literal, Protocol
 
 import torch
 
-from fsdp2.comm.collectives import Work, all_gather, all_reduce, all_to_all, prefers_all_to_all, reduce_scatter
+from fsdp2.comm.collectives import (
+    Work,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    prefers_all_to_all,
+    reduce_scatter,
+    reduce_scatter_together,
+)
 from fsdp2.comm.formats import Draw, decode, decode_sum, encode, encoded_views
 from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
 from fsdp2.comm.scaling import Scaling, divide_
-from fsdp2.comm.streams import Lane, Retained
+from fsdp2.comm.streams import Before, Lane, Retained
 from fsdp2.policies import ReduceScatter
+from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, RowPlan
+from fsdp2.sharding.packing import ALIGN_BYTES, BlockFormat, RowPlan
 
-__all__ = ["Compression", "ReducePlan", "pack_gradients", "reduce_chunk"]
+__all__ = ["Compression", "Finished", "ReducePlan", "pack_gradients", "reduce_chunk"]
+
+
+Finished = Literal["early", "last", "together"]
+"""How the gradients of a chunk were finished: "early", while backward goes on in their unit, so that they are best
+packed beside it; as the "last" of their unit; or "together" with all others of it, so that nothing computes meanwhile.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,32 @@ class ReducePlan:
     offload: bool = False
     pin_memory: bool = False
     compression: Compression = field(default_factory=Compression)
+
+    @cached_property
+    def over_copies(self) -> _OverCopies:
+        """How chunks are summed over the replicate axis."""
+        return _AllReduce(self) if self.compression.replicate is None else _EncodedAllReduce(self)
+
+    def over_shards(self, row: RowPlan) -> _OverShards:
+        """Choose how a chunk of ``row`` is summed over the shard axis: by its size, which is the same on all ranks."""
+        if self._fixed is not None:
+            return self._fixed
+        nbytes = row.numel * self.shard.size * self.reduce_dtype.itemsize
+        return self._exchange if prefers_all_to_all(self.shard, nbytes, self.exchange_bytes) else self._scatter
+
+    @cached_property
+    def _fixed(self) -> _OverShards | None:
+        if self.compression.reduce is not None:
+            return _EncodedExchange(self)
+        return None if self.custom is None else _CustomReduceScatter(self, self.custom)
+
+    @cached_property
+    def _exchange(self) -> _OverShards:
+        return _Exchange(self)
+
+    @cached_property
+    def _scatter(self) -> _OverShards:
+        return _ReduceScatter(self)
 
 
 def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
@@ -109,6 +155,8 @@ def reduce_chunk(
     reductions: Retained,
     deliver: Callable[[list[torch.Tensor]], None],
     defer_or_reduce: Callable[[list[torch.Tensor]], bool] | None = None,
+    *,
+    finished: Finished = "last",
 ) -> Generator[None, None, None]:
     """Reduce ``grads`` (emptied, none of which needs a gradient itself) and ``deliver`` this rank's shards of them.
 
@@ -117,35 +165,26 @@ def reduce_chunk(
     ``defer_or_reduce`` gets the sums over the shard axis, one slot per gradient: it adds what earlier backwards left
     there, and returns whether to go on to the replicate axis (True) or has kept them for a later backward. On streams
     this comes to its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
+    How they were ``finished`` says what compute does meanwhile.
     """
     lanes, lane = reductions.lanes, reductions.lanes.reduce
-    scatter = _start_scatter(grads, row, plan, reductions)
-    if scatter.works:
-        try:
-            yield
-        finally:  # also when abandoned: memory must not be used again before communication is through with it
-            _wait(scatter.works)
-    out, own, exchanged, event = scatter.out, scatter.own, scatter.exchanged, scatter.event
-    del scatter
-    if exchanged or defer_or_reduce is not None:
+    flying = plan.over_shards(row).start(grads, row, reductions, finished)
+    yield from _until(flying.works)
+    out, event, add_up = flying.received, flying.event, flying.add_up
+    del flying  # what was sent must not live through the next wait
+    if add_up is not None or defer_or_reduce is not None:
         with lane.after() as done:
-            if exchanged:
-                out = _sum_rows(out, own, plan)
+            if add_up is not None:
+                out, add_up = add_up(out), None
             go_on = defer_or_reduce is None or defer_or_reduce(_slots(out, row))
         event = done.event
         if not go_on:
             reductions.end(lane, event)
             return
-    summed, lane = out, lanes.replicate if plan.replicate.size > 1 else lane
-    if plan.compression.replicate is not None:
-        event = yield from _reduce_over_copies(out, plan, lane, event)
-    elif plan.replicate.size > 1:
-        with lane.after(event) as done:
-            works = all_reduce(out, plan.replicate, average=plan.scaling.average, async_op=lane.async_op)
-        event = done.event
-        if works:
-            yield
-            _wait(works)
+    summed = out
+    if plan.replicate.size > 1:
+        lane = lanes.replicate
+        event = yield from plan.over_copies.run(out, lane, event)
     if plan.hook is not None:
         lane = plan.hook_lane or lanes.replicate
         with lane.after(event):
@@ -155,102 +194,277 @@ def reduce_chunk(
         host_waits = lane.event() if plan.offload else None
         if host_waits is None:
             deliver(_cut(out, row, plan.shard.rank))
-    reductions.end(lane, done.event, *([] if lane is lanes.reduce else [summed]))
+    if lane is not lanes.reduce:
+        reductions.hold_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
+    del summed  # while the host waits below, the sum on the device would stay allocated
+    reductions.end(lane, done.event)
     if host_waits is not None:
         yield
         host_waits.synchronize()  # the host reads what the copy engine writes
         deliver(_cut(out, row, plan.shard.rank))
 
 
-@dataclass
-class _Scatter:
-    """A reduction in flight: ``out`` is this rank's row of every rank (``exchanged``), or their sum already.
+def _until(works: Sequence[Work]) -> Generator[None, None, None]:
+    """Wait for ``works``, also where what follows is abandoned: their memory must not be used again before."""
+    if works:
+        try:
+            yield
+        finally:
+            for work in works:
+                work.wait()
 
-    What travels encoded has no row of this rank's for itself, which is ``own``, in float32. The host waits for
-    ``works``, with the ``inputs`` that must live until then; ``event`` is its end on a lane.
+
+# ---- over the shard axis ----
+
+
+@dataclass
+class _Flying:
+    """A sum over the shard axis on its way.
+
+    ``received`` is the sum when it arrives, or ``add_up`` makes the sum of it, both in memory of the reduce lane. The
+    host has to wait for ``works``, and ``inputs`` must live until then; ``event`` is the end on a stream, where
+    `Retained` holds inputs.
     """
 
-    out: torch.Tensor
-    exchanged: bool
+    received: torch.Tensor
     works: Sequence[Work]
-    inputs: torch.Tensor | None
     event: torch.Event | None
-    own: torch.Tensor | None = None
+    inputs: Sequence[torch.Tensor]
+    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
+class _OverShards(Protocol):
+    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+        """Send ``grads``, which it empties."""
+        ...
 
 
-def _start_scatter(grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, reductions: Retained) -> _Scatter:
-    device, custom, ranks = grads[0].device, plan.custom, plan.shard.size
-    if plan.compression.reduce is not None:
-        return _start_exchange(grads, row, plan, plan.compression.reduce, reductions)
-    nbytes = row.numel * ranks * plan.reduce_dtype.itemsize
-    exchange = custom is None and prefers_all_to_all(plan.shard, nbytes, plan.exchange_bytes)
-    # What each rank sums itself may travel as it is: widening commutes with sending.
-    narrow = exchange and plan.scaling.pre == 1.0
-    wire_dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
-    # A division before the sum needs memory of our own: the user may hold the gradient itself.
-    as_it_is = plan.scaling.pre == 1.0 and custom is None and _sends_as_it_is(grads, row, wire_dtype)
-    lanes, lane = reductions.lanes, reductions.lanes.reduce
-    packing = lane if custom is not None else lanes.pack  # it may allocate the same memory each time
-    if as_it_is:
-        rows = grads[0].as_strided((grads[0].numel(),), (1,))
-    else:
-        with packing.after(lanes.compute) as packed:
-            rows = _allocate(row.numel * ranks, wire_dtype, device, custom)
+class _ReduceScatter:
+    """The backend sums: gradients travel in the dtype that they are summed in."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self._plan = plan
+
+    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+        """Send gradients that lie as they are sent, and the others packed, in one launch."""
+        plan, lane = self._plan, reductions.lanes.reduce
+        device, scaling = grads[0].device, plan.scaling
+        # A division before the sum needs memory of our own: the user may hold the gradient itself.
+        inputs, there = _inputs(grads, row, plan.reduce_dtype, reductions, finished, own=scaling.pre != 1.0)
+        with lane.after(there) as done:
+            if scaling.pre != 1.0:
+                for rows in inputs:
+                    divide_(rows, scaling.pre)
+            out = torch.empty(row.numel, dtype=plan.reduce_dtype, device=device)
+            outputs = _outputs(out, row)
+            works = reduce_scatter_together(
+                outputs, inputs, plan.shard, average=scaling.average, async_op=lane.async_op
+            )
+        reductions.hold(done.event, inputs, out.nbytes * plan.shard.size)
+        return _Flying(out, works, done.event, inputs)
+
+
+class _Exchange:
+    """Each rank sums what the others send it, in float32 at least."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self._plan = plan
+        # What each rank sums itself may travel as it is: widening commutes with sending.
+        narrow = plan.scaling.pre == 1.0 and plan.wire_dtype is not None
+        self._dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
+
+    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+        """Send each rank its row."""
+        plan, lane = self._plan, reductions.lanes.reduce
+        own = plan.scaling.pre != 1.0
+        (rows,), there = _inputs(grads, row, self._dtype, reductions, finished, own=own)
+        with lane.after(there) as done:
+            if own:
+                divide_(rows, plan.scaling.pre)
+            received = torch.empty_like(rows)
+            works = all_to_all(received, rows, plan.shard, async_op=lane.async_op)
+        reductions.hold(done.event, [rows], rows.nbytes)
+        return _Flying(received, works, done.event, [rows], partial(_sum_rows, plan=plan))
+
+
+class _CustomReduceScatter:
+    """The caller's collective sums, in one buffer that it allocated itself."""
+
+    def __init__(self, plan: ReducePlan, custom: ReduceScatter) -> None:
+        self._plan, self._custom = plan, custom
+
+    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+        """Pack on the reduce lane: the collective may allocate the same memory each time, which this lane reads."""
+        plan, custom, lane = self._plan, self._custom, reductions.lanes.reduce
+        device, dtype, scaling = grads[0].device, plan.reduce_dtype, plan.scaling
+        with lane.after(reductions.lanes.compute) as done:
+            rows = custom.allocate((row.numel * plan.shard.size,), dtype=dtype, device=device)
             pack_gradients(grads, row, rows)
-        reductions.hold(packed.event, grads)
-    grads.clear()
-    with lane.after(lanes.compute if as_it_is else packed.event) as done:
-        if plan.scaling.pre != 1.0:
-            divide_(rows, plan.scaling.pre)
-        if exchange:
-            out = torch.empty_like(rows)
-            works = all_to_all(out, rows, plan.shard, async_op=lane.async_op)
-        else:
-            out = _allocate(row.numel, plan.reduce_dtype, device, custom)
-            average = plan.scaling.average
+            packed = lane.event()
+            if scaling.pre != 1.0:
+                divide_(rows, scaling.pre)
+            out = custom.allocate((row.numel,), dtype=dtype, device=device)
+            average = scaling.average
             works = reduce_scatter(out, rows, plan.shard, average=average, async_op=lane.async_op, custom=custom)
-        if not lane.async_op:  # a custom collective may give works all the same
-            _wait(works)
-            works = []
-    if as_it_is:
-        reductions.hold(done.event, [rows])
-    elif packing is not lane:
-        reductions.hold_rows(done.event, rows)
-    return _Scatter(out, exchange and ranks > 1, works, rows if works else None, done.event)
+            if not lane.async_op:  # it may give works on a stream all the same
+                for work in works:
+                    work.wait()
+                works = []
+        reductions.hold(packed, list(grads), sum([grad.nbytes for grad in grads]))
+        grads.clear()
+        return _Flying(out, works, done.event, [rows])
 
 
-def _start_exchange(
-    grads: list[torch.Tensor], row: RowPlan, plan: ReducePlan, form: BlockFormat, reductions: Retained
-) -> _Scatter:
-    """Send each other rank its row, encoded; this rank's own is added as it is."""
-    lanes, lane, ranks = reductions.lanes, reductions.lanes.reduce, plan.shard.size
-    with lanes.pack.after(lanes.compute) as packed:
-        if _sends_as_it_is(grads, row, grads[0].dtype):
-            rows = grads[0].as_strided((grads[0].numel(),), (1,))
-        else:
-            rows = torch.empty(row.numel * ranks, dtype=plan.reduce_dtype, device=grads[0].device)
-            pack_gradients(grads, row, rows)
-        sent, own = _encode_for_others(rows, plan.shard, form, plan.compression.draw)
-        del rows
-    reductions.hold(packed.event, grads)
+class _EncodedExchange:
+    """Each rank sums what the others send it encoded; its own row is added as it is."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        assert plan.compression.reduce is not None
+        self._plan, self._form = plan, plan.compression.reduce
+
+    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+        """Encode on the pack lane, in its memory: that is little, and encoding takes several kernels."""
+        plan, form, lanes = self._plan, self._form, reductions.lanes
+        lane, ranks, nbytes = lanes.reduce, plan.shard.size, sum([grad.nbytes for grad in grads])
+        if finished != "together":
+            reductions.make_room(nbytes)
+        with lanes.pack.after(lanes.compute) as packed:
+            if _sends_as_it_is(grads, row, grads[0].dtype):
+                rows = grads[0].as_strided((grads[0].numel(),), (1,))
+            else:
+                rows = torch.empty(row.numel * ranks, dtype=plan.reduce_dtype, device=grads[0].device)
+                pack_gradients(grads, row, rows)
+            sent, own = _encode_for_others(rows, plan.shard, form, plan.compression.draw)
+            del rows
+        reductions.hold(packed.event, list(grads), nbytes)
+        grads.clear()
+        with lane.after(packed.event) as done:
+            received = torch.empty_like(sent)
+            works = all_to_all(received, sent, plan.shard, async_op=lane.async_op, with_own=False)
+            mine = own if lane.async_op else own.clone()  # in this lane's memory, since it becomes the sum
+        reductions.hold_rows(done.event, [sent, own])
+        add_up = partial(_add_decoded, own=mine, axis=plan.shard, form=form, scaling=plan.scaling)
+        return _Flying(received, works, done.event, [sent], add_up)
+
+
+def _inputs(
+    grads: list[torch.Tensor],
+    row: RowPlan,
+    dtype: torch.dtype,
+    reductions: Retained,
+    finished: Finished,
+    *,
+    own: bool,
+) -> tuple[list[torch.Tensor], Before]:
+    """Make of ``grads``, which it empties, the inputs of a chunk's collectives, and when they are there.
+
+    A gradient is an input itself where its memory is one row for each rank in ``dtype``, unless the inputs have to be
+    our ``own``. Others are copied, in memory of the compute stream, whose memory gradients and activations give back.
+    """
+    rest = row.rest
+    large, small = [grads[i] for i in row.in_place], [grads[i] for i in row.packed]
+    layouts = [row.layouts[i] for i in row.in_place]
+    copied = [own or not _lies_as(grad, layout, dtype) for grad, layout in zip(large, layouts)]
+    packs = rest.numel > 0 and (own or not _sends_as_it_is(small, rest, dtype))
+    read = [grad for grad, copies in zip(large, copied) if copies] + (small if packs else [])
+    read_bytes = sum([grad.nbytes for grad in read])
     grads.clear()
-    with lane.after(packed.event) as done:
-        out = torch.empty_like(sent)
-        works = all_to_all(out, sent, plan.shard, async_op=lane.async_op, with_own=False)
-        mine = own if lane.async_op else own.clone()  # in this lane's memory, since it becomes the sum
-    reductions.hold_rows(done.event, sent, own)
-    return _Scatter(out, True, works, sent if works else None, done.event, mine)
+    if finished != "together":  # their memory is taken already, so there is nothing to wait for
+        reductions.make_room(row.numel * row.ranks * dtype.itemsize + read_bytes)
+    if not read:
+        return [_flat(grad) for grad in (*large, *small)], reductions.lanes.compute
+    # Beside compute only a little at a time: what another lane reads is held until compute has waited for that lane.
+    if finished == "early" and 4 * read_bytes <= reductions.limit_bytes:
+        return _pack_beside(large, small, row, dtype, reductions, copied, packs)
+    del read  # from here on two lists alone hold the gradients, and each gradient goes as soon as it is copied
+    inputs = []
+    with reductions.lanes.compute.here() as done:
+        for layout, copies in zip(layouts, copied):
+            inputs.append(_copied(large.pop(0), layout, dtype) if copies else _flat(large.pop(0)))
+        if packs:
+            rows = torch.empty(rest.numel * row.ranks, dtype=dtype, device=small[0].device)
+            pack_gradients(small, rest, rows)
+            inputs.append(rows)
+        else:
+            inputs += [_flat(grad) for grad in small]
+    return inputs, done.event
+
+
+def _pack_beside(
+    large: list[torch.Tensor],
+    small: list[torch.Tensor],
+    row: RowPlan,
+    dtype: torch.dtype,
+    reductions: Retained,
+    copied: list[bool],
+    packs: bool,
+) -> tuple[list[torch.Tensor], Before]:
+    """Do what ``_inputs`` does on the pack lane, while compute goes on."""
+    lanes, device = reductions.lanes, (large or small)[0].device
+    layouts = [row.layouts[i] for i in row.in_place]
+    # Memory of the compute stream, which is the current one only here.
+    inputs = [
+        torch.empty(layout.numel, dtype=dtype, device=device) if copies else _flat(grad)
+        for grad, layout, copies in zip(large, layouts, copied)
+    ]
+    if packs:
+        inputs.append(torch.empty(row.rest.numel * row.ranks, dtype=dtype, device=device))
+    else:
+        inputs += [_flat(grad) for grad in small]
+    with lanes.pack.after(lanes.compute) as done:
+        for rows, grad, layout, copies in zip(inputs, large, layouts, copied):
+            if copies:
+                rows.as_strided(layout.shape, layout.stride).copy_(grad)
+        if packs:
+            pack_gradients(small, row.rest, inputs[-1])
+    read = [grad for grad, copies in zip(large, copied) if copies] + (small if packs else [])
+    reductions.hold(done.event, read, sum([grad.nbytes for grad in read]))
+    return inputs, done.event
+
+
+def _copied(grad: torch.Tensor, layout: ShardLayout, dtype: torch.dtype) -> torch.Tensor:
+    rows = torch.empty(layout.numel, dtype=dtype, device=grad.device)
+    rows.as_strided(layout.shape, layout.stride).copy_(grad)
+    return rows
+
+
+def _lies_as(grad: torch.Tensor, layout: ShardLayout, dtype: torch.dtype) -> bool:
+    """Whether the memory of ``grad`` is one row for each rank in ``dtype``, where NCCL is not slow to read it."""
+    aligned = grad.storage_offset() * grad.itemsize % ALIGN_BYTES == 0
+    return aligned and grad.dtype == dtype and grad.stride() == layout.stride
+
+
+def _flat(grad: torch.Tensor) -> torch.Tensor:
+    return grad.as_strided((grad.numel(),), (1,))
+
+
+def _outputs(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
+    """Where in ``out``, this rank's row, each collective of a chunk writes."""
+    if not row.in_place:
+        return [out]
+    outputs = [out[row.offsets[i] : row.offsets[i] + row.layouts[i].slot_numel] for i in row.in_place]
+    return [*outputs, out[row.rest_offset :]] if row.rest.numel else outputs
+
+
+def _sum_rows(rows: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
+    """Add up (or average) one row per rank, in float32 at least."""
+    if plan.shard.size == 1:
+        return rows
+    wide = torch.float32 if plan.reduce_dtype.itemsize < 4 else plan.reduce_dtype
+    first, second, *rest = rows.view(plan.shard.size, -1).unbind(0)
+    # Adding row by row is up to twice as fast as a sum over the first dimension, and gives the same bits.
+    total = torch.add(first, second) if first.dtype == wide else first.to(wide).add_(second)
+    for row in rest:
+        total.add_(row)
+    if plan.scaling.average:
+        divide_(total, plan.shard.size)
+    return total
 
 
 def _encode_for_others(
     values: torch.Tensor, axis: Axis, form: BlockFormat, draw: Draw | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of ``values`` (1D, one per rank) for other ranks, as bytes, and a copy of this rank's own in float32."""
+    """Encode the rows of ``values`` (1D, one per rank) for other ranks, and copy this rank's own to float32."""
     table, rank = values.view(axis.size, -1), axis.rank
     sent = torch.empty(axis.size - 1, form.nbytes(table.shape[1]), dtype=torch.uint8, device=values.device)
     into = encoded_views(sent, table.shape[1], form)
@@ -263,69 +477,75 @@ def _encode_for_others(
 def _add_decoded(
     received: torch.Tensor, own: torch.Tensor, axis: Axis, form: BlockFormat, scaling: Scaling
 ) -> torch.Tensor:
-    """``own``, this rank's row in float32, made the sum (or mean) of it and the encoded rows of others."""
+    """Make ``own``, this rank's row in float32, the sum (or mean) of it and the encoded rows of others."""
     rows = encoded_views(received.view(axis.size - 1, -1), own.numel(), form)
     decode_sum(rows, own, form, axis.size if scaling.average else 1)
     return own
 
 
-def _reduce_over_copies(
-    out: torch.Tensor, plan: ReducePlan, lane: Lane, event: torch.Event | None
-) -> Generator[None, None, torch.Event | None]:
-    """Replace ``out`` by its sum (or mean) over the replicate axis: each rank sums a part of it, and all get the sums.
+# ---- over the replicate axis ----
 
-    Both travel encoded. A rank decodes its own part of the sums too, so that copies stay equal bit by bit.
+
+class _OverCopies(Protocol):
+    def run(
+        self, out: torch.Tensor, lane: Lane, event: torch.Event | None
+    ) -> Generator[None, None, torch.Event | None]:
+        """Replace ``out``, there from ``event`` on, by its sum (or mean) over the axis; returns when that is done."""
+        ...
+
+
+class _AllReduce:
+    """The backend sums."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self._axis, self._average = plan.replicate, plan.scaling.average
+
+    def run(
+        self, out: torch.Tensor, lane: Lane, event: torch.Event | None
+    ) -> Generator[None, None, torch.Event | None]:
+        """Sum in place."""
+        with lane.after(event) as done:
+            works = all_reduce(out, self._axis, average=self._average, async_op=lane.async_op)
+        yield from _until(works)
+        return done.event
+
+
+class _EncodedAllReduce:
+    """Each rank sums a part, and all get the sums; both travel encoded.
+
+    A rank decodes its own part of the sums too, so that copies stay equal bit by bit.
     """
-    axis, form, draw = plan.replicate, plan.compression.replicate, plan.compression.draw_again
-    assert form is not None
-    with lane.after(event):
-        sent, own = _encode_for_others(out, axis, form, draw)
-        received = torch.empty_like(sent)
-        works = all_to_all(received, sent, axis, async_op=lane.async_op, with_own=False)
-    yield from _until(works)
-    with lane.after():
-        total = _add_decoded(received, own, axis, form, plan.scaling)
-        mine = torch.empty(1, form.nbytes(total.numel()), dtype=torch.uint8, device=out.device)
-        encode(total.unsqueeze(0), encoded_views(mine, total.numel(), form), form, draw)
-        del sent, received, own, total
-        gathered = mine.new_empty(axis.size * mine.numel())
-        works = all_gather([gathered], [mine.view(-1)], axis, async_op=lane.async_op)
-    yield from _until(works)
-    with lane.after() as done:
-        rows = out.view(axis.size, -1)
-        decode(encoded_views(gathered.view(axis.size, -1), rows.shape[1], form), rows, form)
-    return done.event
+
+    def __init__(self, plan: ReducePlan) -> None:
+        assert plan.compression.replicate is not None
+        self._axis, self._scaling = plan.replicate, plan.scaling
+        self._form, self._draw = plan.compression.replicate, plan.compression.draw_again
+
+    def run(
+        self, out: torch.Tensor, lane: Lane, event: torch.Event | None
+    ) -> Generator[None, None, torch.Event | None]:
+        """Exchange, add up, and gather the sums."""
+        axis, form = self._axis, self._form
+        with lane.after(event):
+            sent, own = _encode_for_others(out, axis, form, self._draw)
+            received = torch.empty_like(sent)
+            works = all_to_all(received, sent, axis, async_op=lane.async_op, with_own=False)
+        yield from _until(works)
+        with lane.after():
+            total = _add_decoded(received, own, axis, form, self._scaling)
+            mine = torch.empty(1, form.nbytes(total.numel()), dtype=torch.uint8, device=out.device)
+            encode(total.unsqueeze(0), encoded_views(mine, total.numel(), form), form, self._draw)
+            del sent, received, own, total
+            gathered = mine.new_empty(axis.size * mine.numel())
+            works = all_gather([gathered], [mine.view(-1)], axis, async_op=lane.async_op)
+        yield from _until(works)
+        with lane.after() as done:
+            rows = out.view(axis.size, -1)
+            decode(encoded_views(gathered.view(axis.size, -1), rows.shape[1], form), rows, form)
+        return done.event
 
 
-def _until(works: Sequence[Work]) -> Generator[None, None, None]:
-    """Wait for ``works``, also where what follows is abandoned."""
-    if works:
-        try:
-            yield
-        finally:
-            _wait(works)
-
-
-def _allocate(numel: int, dtype: torch.dtype, device: torch.device, custom: ReduceScatter | None) -> torch.Tensor:
-    if custom is not None:
-        return custom.allocate((numel,), dtype=dtype, device=device)
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-def _sum_rows(rows: torch.Tensor, own: torch.Tensor | None, plan: ReducePlan) -> torch.Tensor:
-    """The sum (or mean) of one row per rank, in float32 at least; others' alone are encoded, where there is an own."""
-    form = plan.compression.reduce
-    if own is not None and form is not None:
-        return _add_decoded(rows, own, plan.shard, form, plan.scaling)
-    wide = torch.float32 if plan.reduce_dtype.itemsize < 4 else plan.reduce_dtype
-    first, second, *rest = rows.view(plan.shard.size, -1).unbind(0)
-    # Adding row by row is up to twice as fast as a sum over the first dimension, and gives the same bits.
-    total = torch.add(first, second) if first.dtype == wide else first.to(wide).add_(second)
-    for row in rest:
-        total.add_(row)
-    if plan.scaling.average:
-        divide_(total, plan.shard.size)
-    return total
+# ---- the end ----
 
 
 def _finish(out: torch.Tensor, plan: ReducePlan) -> torch.Tensor:

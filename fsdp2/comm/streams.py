@@ -12,18 +12,27 @@ Every wait between lanes, and what it protects:
 | gather          | copy, shards are on the device    | order  | gather.start_gather           |
 | copy            | gather, before copies are dropped | memory | HostCopies._drop_oldest       |
 | compute         | gather, before the full is used   | order  | gather.finish_gather          |
-| pack, reduce    | compute, gradients are finished   | order  | reduce.reduce_chunk           |
-| reduce          | pack, gradients are packed        | order  | reduce.reduce_chunk           |
-| pack            | reduce, before rows are dropped   | memory | Retained.add                  |
-| compute         | reduce, before inputs are dropped | memory | Retained.add                  |
-| replicate       | reduce, the shard is summed       | order  | reduce.reduce_chunk           |
-| reduce          | replicate, before sums are dropped| memory | Retained.add                  |
+| compute         | gather, before extensions decode  | order  | GroupExtensions.decode        |
+| gather          | compute, before sent inputs go    | memory | GroupExtensions.decode        |
+| compute         | compute of a hook's own stream    | order  | ComputeLane.event             |
+| compute of hook | compute, before it packs          | order  | ComputeLane.here              |
+| pack            | compute, gradients are finished   | order  | reduce._pack_beside           |
+| pack, reduce    | compute, gradients are finished   | order  | reduce.start                  |
+| reduce          | pack, compute, inputs are there   | order  | reduce.start                  |
+| compute         | pack, reduce, before inputs go    | memory | Retained.make_room            |
+| compute         | reduce, before the gather ahead   | memory | Retained.drop                 |
+| pack            | reduce, before encoded rows go    | memory | Retained.add                  |
+| replicate       | reduce, the shard is summed       | order  | reduce.run                    |
+| replicate, hook | the sum, before the user's hook   | order  | reduce.reduce_chunk           |
+| reduce          | replicate, hook, before sums go   | memory | Retained.add                  |
 | compute         | all of them, at the end           | order  | Retained.finish               |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
 this wait. Memory goes back to the lane that it came from, so no block is ever recorded on a second stream: what is
-gathered to the gather lane, what gradients are packed into to the pack lane, what shards on the host are copied into
-to the copy lane. Whatever follows a collective is queued right behind it.
+gathered to the gather lane, encoded gradients to the pack lane, what shards on the host are copied into to the copy
+lane. An allocator keeps memory for each stream, so what a lane takes for a moment is lost to all others for good. That
+is why gradients are packed into memory of the compute stream, where they and activations are freed. A step that follows
+a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
 late, which is what overlaps them with compute there.
@@ -48,7 +57,10 @@ __all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "Retaine
 
 
 class Done:
-    """What ``with lane.after(...) as done`` gives: after the block, ``event`` marks its end (None on a CPU)."""
+    """What ``with lane.after(...) as done`` gives: after the block, ``event`` marks its end (None on a CPU).
+
+    Without a ``context`` the stream is the current one already.
+    """
 
     __slots__ = ("_context", "_stream", "event")
 
@@ -63,8 +75,9 @@ class Done:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._context is not None:
+        if self._stream is not None:
             self.event = self._stream.record_event()
+        if self._context is not None:
             self._context.__exit__(kind, error, tb)
 
 
@@ -177,6 +190,15 @@ class ComputeLane:
         both: torch.Event = self._backward.record_event()
         return both
 
+    def here(self) -> Done:
+        """Run the block on the current stream, behind all that counts as compute."""
+        if self._module is None:
+            return _HOST_DONE
+        current = self._module.current_stream()
+        if self._backward is not None and self._backward != current:
+            current.wait_event(self._backward.record_event())
+        return Done(current)
+
     def wait(self, event: torch.Event | None) -> None:
         """Let the compute stream wait for ``event``."""
         if event is None or self._module is None:
@@ -242,8 +264,8 @@ class Retained:
 
     An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates: its
     inputs stay alive in its frame, and the oldest is carried one step on when there are more than ``limit``. On streams
-    it runs to its end at once, and what stays alive is what it named with ``hold``, up to
-    ``limit_bytes`` (and the last): the compute stream waits before the oldest is dropped.
+    it runs to its end at once, and what stays alive is what it named with ``hold``, up to ``limit_bytes``: compute
+    waits for the oldest before more is held.
     """
 
     def __init__(self, lanes: Lanes, limit: int = 1) -> None:
@@ -252,6 +274,7 @@ class Retained:
         self._steps: deque[Generator[None, None, None]] = deque()
         self._later: deque[Generator[None, None, None]] = deque()
         self._inputs: deque[_Held] = deque()
+        self._held_bytes = 0  # of all inputs: asked for each chunk, so it is kept up to date instead of summed
         self._rows: deque[_Held] = deque()
         self._sums: deque[_Held] = deque()
         self._ends: dict[Lane, torch.Event | None] = {}
@@ -266,13 +289,24 @@ class Retained:
             self._drop_sums()
         if _step(operation):
             self._steps.append(operation)
-        self._drop_inputs()
+
+    def make_room(self, nbytes: int) -> None:
+        """Let compute wait for the oldest operations, until ``nbytes`` more may be held."""
+        while self._inputs and self._held_bytes + nbytes > self.limit_bytes:
+            self._drop_oldest()
+
+    def drop(self) -> None:
+        """Give back all that is held of the compute stream's memory, which waits for it."""
+        while self._inputs:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        held = self._inputs.popleft()
+        self._held_bytes -= held.nbytes
+        # Before the references go: the allocator gives this memory to the next kernel of the compute stream.
+        self.lanes.compute.wait(held.event)
 
     # The last one's communication may still run: what follows waits for the one before.
-
-    def _drop_inputs(self) -> None:
-        while len(self._inputs) > 1 and sum(held.nbytes for held in self._inputs) > self.limit_bytes:
-            self.lanes.compute.wait(self._inputs.popleft().event)
 
     def _drop_rows(self) -> None:
         while len(self._rows) > 1:
@@ -282,22 +316,26 @@ class Retained:
         while len(self._sums) > 1:
             self.lanes.reduce.wait(self._sums.popleft().event)
 
-    def hold(self, event: torch.Event | None, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep ``tensors``, of the compute stream, until ``event`` of the reduce lane."""
-        if event is not None:
-            self._inputs.append(_Held(event, list(tensors)))
+    def hold(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
+        """Keep ``tensors``, ``nbytes`` of the compute stream, until ``event`` of the lane that reads them."""
+        if event is not None and tensors:
+            self._inputs.append(_Held(event, tensors, nbytes))
+            self._held_bytes += nbytes
 
-    def hold_rows(self, event: torch.Event | None, *rows: torch.Tensor) -> None:
+    def hold_rows(self, event: torch.Event | None, rows: list[torch.Tensor]) -> None:
         """Keep ``rows``, of the pack lane, until ``event`` of the reduce lane."""
         if event is not None:
-            self._rows.append(_Held(event, list(rows)))
+            self._rows.append(_Held(event, rows))
 
-    def end(self, lane: Lane, event: torch.Event | None, *sums: torch.Tensor) -> None:
-        """Let the end wait for ``event`` of ``lane``, and keep ``sums``, of the reduce lane, until then."""
+    def hold_sums(self, event: torch.Event | None, sums: torch.Tensor) -> None:
+        """Keep ``sums``, of the reduce lane, until ``event`` of the lane that they went to."""
+        if event is not None:
+            self._sums.append(_Held(event, [sums]))
+
+    def end(self, lane: Lane, event: torch.Event | None) -> None:
+        """Let the end wait for ``event`` of ``lane``."""
         if event is not None:
             self._ends[lane] = event
-            if sums:
-                self._sums.append(_Held(event, list(sums)))
 
     def _advance_oldest(self) -> None:
         oldest = self._steps.popleft()
@@ -319,6 +357,7 @@ class Retained:
             self.lanes.compute.wait(event)
         self._ends.clear()
         self._inputs.clear()
+        self._held_bytes = 0
         self._rows.clear()
         self._sums.clear()
 
@@ -338,11 +377,7 @@ class _Held:
 
     event: torch.Event
     tensors: list[torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory it is."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+    nbytes: int = 0
 
 
 def _step(operation: Generator[None, None, None]) -> bool:

@@ -14,18 +14,20 @@ from fsdp2._torch.autograd import graph_task_id, will_accumulate
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.context import CommContext
-from fsdp2.comm.reduce import Compression, ReducePlan, reduce_chunk
+from fsdp2.comm.reduce import Compression, Finished, ReducePlan, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
 from fsdp2.engine.steps import Step, Take
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks
+from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
 
 __all__ = ["GroupGradients"]
 
 _NEVER = (-1, -1)
+# From here on a unit computes for milliseconds on any device, while the host goes ahead.
+_LATE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class _Backward:
     awaited: set[int] | None  # gradients after the last of which ``end`` is called, if anything
     end: Callable[[], None]
     take: Take
+    unfinished: set[int]
     launched: int = 0
 
 
@@ -94,6 +97,7 @@ class GroupGradients:
         self._kept = False
         # Whether autograd makes gradients that are reduced at once (True) or that accumulate; None before either.
         self._expects_reduced: bool | None = None
+        self._at_once = False  # backward finishes all gradients together
         # Sums over the shard axis that were not all-reduced yet, by parameter.
         self._partial: dict[int, torch.Tensor] = {}
 
@@ -148,12 +152,17 @@ class GroupGradients:
         reduced = [i for i, param in enumerate(params) if param.requires_grad or param.has_gradient]
         self._dtypes = self._find_dtypes(reduced)
         keys = list(self._dtypes.values())
-        nbytes = [params[i].spec.layout.numel * key.computed.itemsize for i, key in zip(reduced, keys)]
-        mesh = self._store.mesh
-        ranks = max(mesh.shard.size, mesh.replicate.size)
+        store, mesh = self._store, self._store.mesh
+        ranks, streams = max(mesh.shard.size, mesh.replicate.size), mesh.first.coalesces
+        dtypes = [key.reduce if streams else key.computed for key in keys]
+        nbytes = [params[i].spec.layout.numel * dtype.itemsize for i, dtype in zip(reduced, dtypes)]
         # A unit smaller than others need not be cut as fine: it is the largest that memory is needed for.
-        largest = self.comm.largest_bytes if mesh.first.coalesces else 0
-        plan = plan_chunks(keys, nbytes, self._store.options.chunk_sizes, ranks, largest)
+        largest = self.comm.largest_bytes * store.reduce_bytes // max(store.full_bytes, 1) if streams else 0
+        sizes = store.options.chunk_sizes
+        if streams and self._reduces_in_place and all([key.reduce == key.computed for key in keys]):
+            # Chunks bound the memory that gradients are packed into; these are sent from where they lie.
+            sizes = replace(sizes, chunk_bytes=1 << 62)
+        plan = plan_chunks(keys, nbytes, sizes, ranks, largest, streams=streams)
         plan = ChunkPlan(
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
@@ -179,6 +188,23 @@ class GroupGradients:
 
     # ---- one backward ----
 
+    @property
+    def gathers_later(self) -> bool:
+        """Whether the gather of what follows in backward is best started when this group's gradients are finished.
+
+        A unit with few bytes computes for less time than the host needs for it, so its gather would come too late.
+        """
+        streams = not self.comm.lanes.reduce.async_op
+        return streams and self._store.full_bytes >= _LATE_BYTES and bool(self._chunk_of)
+
+    def expect_from(self, nodes: int) -> None:
+        """Note how many autograd nodes the forward made. Fewer than weights: a compiled block, where one makes all.
+
+        Its gradients appear at once, so nothing computes beside their chunks, and to wait for one of them before the
+        next leaves would only idle. This rank alone may find that: collectives are the same either way.
+        """
+        self._at_once = nodes < len(self._chunk_of)
+
     def begin_backward(self, take: Take, end: Callable[[], None], *, count: bool) -> None:
         """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished."""
         self.watch_all()
@@ -191,7 +217,7 @@ class GroupGradients:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
         waiting = [set(chunk) for chunk in plan.streamed]
         awaited = self._expected() if count else None
-        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take)
+        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take, set(self._chunk_of))
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
@@ -219,11 +245,15 @@ class GroupGradients:
             self._notice_backward()
             return
         chunk, waiting = self._chunk_of[i], backward.waiting
+        backward.unfinished.discard(i)
+        if not backward.unfinished:
+            self.comm.gather_now()  # at the latest: the unit may be through with its inputs much later
         if self._store.options.reduce_gradients and chunk < len(waiting):
             waiting[chunk].discard(i)
             while backward.launched < len(waiting) and not waiting[backward.launched]:
                 backward.launched += 1
-                self._launch(plan.streamed[backward.launched - 1], backward.take)
+                chunk_indices, first = plan.streamed[backward.launched - 1], backward.launched == 1
+                self._launch(chunk_indices, backward.take, "early", first=first)
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
         if backward.awaited is not None and graph_task_id() == backward.task:
             backward.awaited.discard(i)
@@ -247,12 +277,13 @@ class GroupGradients:
         if not unused and True not in there and not self._partial:
             self._kept = False  # nothing was kept, or it is gone
             return
-        plan = self._current_plan()
+        plan, first = self._current_plan(), launched == 0
         for c, chunk in enumerate(plan.chunks):
             sent = c < launched
             present = [i for i in chunk if there[i] or (not sent and (unused or self._must_flush(i)))]
             if present:
-                self._launch(tuple(present), take)
+                self._launch(tuple(present), take, first=first)
+                first = False
         self._kept = False
 
     def left_over(self) -> bool:
@@ -282,6 +313,7 @@ class GroupGradients:
     def reset(self) -> None:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()
+        self.comm.forget_later()
         self._kept = False
         self._backward = self._expects_reduced = None
         for param in self._store.params:
@@ -289,15 +321,24 @@ class GroupGradients:
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...], take: Take) -> None:
-        """Reduce the gradients of these parameters, as one step of the pass if other ranks take part."""
-        mesh, reduce = self._store.mesh, partial(self._reduce, indices)
-        if mesh.shard.size == mesh.replicate.size == 1:
+    def _launch(self, indices: tuple[int, ...], take: Take, finished: Finished = "last", *, first: bool) -> None:
+        """Reduce the gradients of these parameters, as one step of the pass if other ranks take part.
+
+        It is the ``first`` chunk of the group in this backward, or a later one.
+        """
+        store = self._store
+        if self._at_once:
+            finished = "together"
+            if first:
+                self.comm.reductions.make_room(store.full_bytes + store.reduce_bytes)
+        self.comm.gather_now()  # needed before these gradients are, and collectives run in the order of their launch
+        reduce = partial(self._reduce, indices, finished)
+        if store.mesh.shard.size == store.mesh.replicate.size == 1:
             reduce()
         else:
-            take(Step("reduce", self._store.params[indices[0]].group, indices), reduce)
+            take(Step("reduce", store.params[indices[0]].group, indices), reduce)
 
-    def _reduce(self, indices: tuple[int, ...]) -> None:
+    def _reduce(self, indices: tuple[int, ...], finished: Finished) -> None:
         store = self._store
         params = [store.params[i] for i in indices]
         group = params[0].group
@@ -309,18 +350,37 @@ class GroupGradients:
         if _trace.recording:
             _trace.emit("reduce", group.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
         if indices not in self._rows:
-            layouts = [param.spec.layout for param in params]
-            self._rows[indices] = RowPlan(layouts, self._row_padding(self._dtypes[indices[0]]))
+            self._rows[indices] = self._make_row(params, self._dtypes[indices[0]])
         if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=plan.out_dtype, device=p.local.device) for p in params])
             return
         defer_or_reduce = self._defer_or_reduce(indices) if store.mesh.replicate.size > 1 else None
         reductions = self.comm.reductions
-        operation = reduce_chunk(grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce)
+        operation = reduce_chunk(
+            grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce, finished=finished
+        )
         del grads
         if _trace.recorder is not None:
             operation = _trace.owned(group.name, operation)
         reductions.add(operation)
+
+    def _make_row(self, params: list[FSDPParam], dtypes: _Dtypes) -> RowPlan:
+        """Lay out a chunk: large gradients are reduced from where they lie, where several reductions are one launch.
+
+        A hook sees one buffer with all gradients in their order, which is torch's contract; so does a custom
+        collective.
+        """
+        layouts = [param.spec.layout for param in params]
+        in_place: tuple[int, ...] = ()
+        if self._reduces_in_place and dtypes.compression == (None, None):
+            in_place = reduced_in_place(layouts, dtypes.reduce.itemsize, self._store.options.sizes)
+        return RowPlan(layouts, self._row_padding(dtypes), in_place)
+
+    @property
+    def _reduces_in_place(self) -> bool:
+        options = self._store.options
+        custom = options.reduce_scatter is not None or options.all_reduce_hook is not None
+        return self._store.mesh.shard.is_nccl and not custom and options.sizes.exchange_bytes is None
 
     def _row_padding(self, dtypes: _Dtypes) -> int:
         """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'.
@@ -376,7 +436,7 @@ class GroupGradients:
         return Compression(reduce, replicate, *(self.comm.noise if by_chance else (None, None)))
 
     def _defer_or_reduce(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
-        """What becomes of sums over the shard axis: joined with earlier ones, then all-reduced (True) or kept."""
+        """Return what joins sums over the shard axis with earlier ones, to be all-reduced then (True) or kept."""
         all_reduce = self._store.options.all_reduce_gradients
 
         def defer_or_reduce(pieces: list[torch.Tensor]) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "align",
     "plan_chunks",
     "plan_flat",
+    "reduced_in_place",
 ]
 
 # NCCL and vectorised kernels want addresses and sizes that are multiples of it, and every dtype can be viewed there.
@@ -40,9 +41,14 @@ _DIRECT_BYTES = 1 << 20
 _DIRECT_BYTES_PER_RANK = 32 << 10
 _COALESCED = 16
 _SCALE_BYTES = 4
-# A unit's gradients leave in this many chunks at most. Each costs latency in proportion to the ranks, so on more than
-# so many there are fewer: a quarter on twice as many ranks, and one from four times as many on.
+# Where the host waits for collectives, a unit's gradients leave in this many chunks at most. Each costs latency in
+# proportion to the ranks, so on more than so many there are fewer: a quarter on twice as many ranks, and one from four
+# times as many on.
 _CHUNKS, _CHUNKED_RANKS = 8, 64
+# On streams every chunk is host work, and the communicator pays its latency, about 5 us for each rank, before it goes
+# on to the next gather. So there are fewer chunks, and a chunk has so many times ``chunk_bytes`` for each rank: with
+# 2 MiB it travels longer than it waits to start, at 300 GB/s.
+_STREAMED_CHUNKS, _STREAMED_RANKS, _STREAMED_CHUNK_BYTES = 4, 128, 2
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,10 @@ class TransferSizes:
     """From which sizes on bytes move in another way.
 
     A parameter of ``direct_param_bytes`` (full, as sent) or more in a group of ``direct_group_bytes`` or more is
-    gathered by a collective of its own. Gradients are reduced in chunks of about an eighth of the group, or a larger
-    part on more than 64 ranks, but of at least ``chunk_bytes``. Chunks of ``exchange_bytes`` or more are sent to each
-    rank directly and summed there in float32. None leaves it to what suits the backend and the ranks.
+    gathered by a collective of its own; where such collectives are one launch, its gradient is reduced from where it
+    lies. Gradients are reduced in chunks of about an eighth of the group, or a larger part on streams and on many
+    ranks, but of at least ``chunk_bytes``. Chunks of ``exchange_bytes`` or more are sent to each rank directly and
+    summed there in float32. None leaves it to what suits the backend and the ranks.
     """
 
     direct_param_bytes: int | None = None
@@ -184,15 +191,20 @@ def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced
     found = [i for i, item in enumerate(items) if movable(item)]
     if ranks == 1:
         return found
-    least = sizes.direct_param_bytes
-    if least is None:
-        least = max(_DIRECT_BYTES, ranks * _DIRECT_BYTES_PER_RANK if coalesced else 0)
     if sum(item.full_bytes for item in items) < sizes.direct_group_bytes:
         return []
+    least = _least_direct_bytes(sizes, ranks, coalesced=coalesced)
     found = [i for i in found if items[i].full_bytes >= least]
     found = [i for i in found if items[i].layout.slot_numel * items[i].wire_dtype.itemsize % ALIGN_BYTES == 0]
     most = _COALESCED if coalesced else len(found)
     return sorted(sorted(found, key=lambda i: -items[i].full_bytes)[:most])
+
+
+def _least_direct_bytes(sizes: TransferSizes, ranks: int, *, coalesced: bool) -> int:
+    """Bytes from which on a parameter gets a collective of its own."""
+    if sizes.direct_param_bytes is not None:
+        return sizes.direct_param_bytes
+    return max(_DIRECT_BYTES, ranks * _DIRECT_BYTES_PER_RANK if coalesced else 0)
 
 
 def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = False) -> FlatPlan:
@@ -259,19 +271,39 @@ class ChunkPlan:
         return self.streamed + self.rest
 
 
-def plan_chunks(
-    keys: Sequence[object], nbytes: Sequence[int], sizes: TransferSizes, ranks: int = 1, unit_bytes: int = 0
-) -> ChunkPlan:
-    """Which gradients are reduced together over ``ranks`` ranks, as indices into ``keys``.
+def _number_of_chunks(nbytes: int, ranks: int, sizes: TransferSizes, *, streams: bool) -> int:
+    """Return how many chunks a unit of ``nbytes`` leaves in at most."""
+    if not streams:
+        return min(_CHUNKS, max(_CHUNKS * _CHUNKED_RANKS**2 // ranks**2, 1))
+    worth = nbytes // (ranks * _STREAMED_CHUNK_BYTES * sizes.chunk_bytes)
+    return max(min(_STREAMED_CHUNKS, _STREAMED_RANKS // ranks, worth), 1)
 
-    A chunk is about an eighth of these gradients, or of ``unit_bytes`` if that is more.
+
+def plan_chunks(
+    keys: Sequence[object],
+    nbytes: Sequence[int],
+    sizes: TransferSizes,
+    ranks: int = 1,
+    unit_bytes: int = 0,
+    *,
+    streams: bool = False,
+) -> ChunkPlan:
+    """Plan which gradients are reduced together over ``ranks`` ranks, as indices into ``keys``.
+
+    A chunk is an equal part of these gradients, or of ``unit_bytes`` if that is more; its size follows from the ranks
+    and from whether collectives run on ``streams``.
 
     Gradients of one chunk share their key (dtypes). Large ones are streamed, the last parameter leading because
     backward finishes it first. The small rest makes one chunk per key.
     """
-    chunks = min(_CHUNKS, max(_CHUNKS * _CHUNKED_RANKS**2 // ranks**2, 1))
-    chunk_bytes = max(max(sum(nbytes), unit_bytes) // chunks, sizes.chunk_bytes)
-    large = [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
+    largest = max(sum(nbytes), unit_bytes)
+    chunks = _number_of_chunks(largest, ranks, sizes, streams=streams)
+    # A little less than an equal part: two equal matrices are two halves, whatever small gradients lie beside them.
+    share = largest * 9 // (10 * chunks) if streams else largest // chunks
+    chunk_bytes = max(share, sizes.chunk_bytes)
+    # One chunk is best left to the end of the unit, where its small gradients are finished as well.
+    at_once = streams and chunks == 1
+    large = [] if at_once else [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
     rest = [i for i in range(len(keys)) if i not in set(large)]
     streamed: list[tuple[int, ...]] = []
     filling: list[int] = []
@@ -288,22 +320,48 @@ def plan_chunks(
     return ChunkPlan(tuple(streamed), tuple(by_key))
 
 
+def reduced_in_place(layouts: Sequence[ShardLayout], itemsize: int, sizes: TransferSizes) -> tuple[int, ...]:
+    """Choose the gradients that are a reduce-scatter's input as they are, of elements of ``itemsize`` bytes.
+
+    They are cut along their slowest dimension into equal pieces, so their memory is one row for each rank. Only few
+    large ones are worth it: each is a collective of its own in the one launch.
+    """
+    if not layouts or layouts[0].ranks == 1:
+        return ()
+    least = _least_direct_bytes(sizes, layouts[0].ranks, coalesced=True)
+    found = [
+        i
+        for i, layout in enumerate(layouts)
+        if layout.rank_major and layout.even and layout.numel * itemsize >= max(least, 1)
+        if layout.slot_numel * itemsize % ALIGN_BYTES == 0
+    ]
+    return tuple(sorted(sorted(found, key=lambda i: -layouts[i].numel)[: _COALESCED - 1]))
+
+
 class RowPlan:
     """How the gradients of one chunk lie in a row: one row per rank, each gradient's slot behind the other's.
 
     ``offsets`` are where they start, ``numel`` is a row's length, both in elements. ``chunk_cat``: one kernel can pack
     them all, because every layout cuts the slowest dimension. Rows end with zeros up to a multiple of ``pad_to``.
+
+    Gradients that are reduced ``in_place`` come first. The others are ``packed`` behind them: ``rest`` is how these lie
+    in a row of their own, which begins at ``rest_offset``.
     """
 
-    def __init__(self, layouts: Sequence[ShardLayout], pad_to: int = 1) -> None:
+    def __init__(self, layouts: Sequence[ShardLayout], pad_to: int = 1, in_place: Sequence[int] = ()) -> None:
         self.layouts = tuple(layouts)
-        offsets, end = [], 0
-        for layout in layouts:
-            offsets.append(end)
-            end += layout.slot_numel
+        self.ranks = layouts[0].ranks if layouts else 1
+        self.in_place = tuple(in_place)
+        self.packed = tuple(i for i in range(len(self.layouts)) if i not in self.in_place)
+        offsets, end = [0] * len(self.layouts), 0
+        self.rest_offset = sum(self.layouts[i].slot_numel for i in self.in_place)
+        for i in (*self.in_place, *self.packed):
+            offsets[i] = end
+            end += self.layouts[i].slot_numel
         self.offsets = tuple(offsets)
         self.numel = align(end, pad_to)
         self.padding = self.numel - end
+        self.rest: RowPlan = RowPlan([self.layouts[i] for i in self.packed], pad_to) if self.in_place else self
         self.chunk_cat = all(
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0
             for layout in layouts

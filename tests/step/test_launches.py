@@ -90,11 +90,12 @@ def launches(world: int, setup: str) -> dict[str, float]:
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_launches_of_a_unit(world: int, setup: str) -> None:
-    """A gather for forward and one for backward, each one launch. Chunks of about an eighth of a unit, where a chunk is
-    filled by matrices, and the small rest; one of everything from 512 ranks on."""
+    """A gather for forward and one for backward, each one launch. Gradients in the dtype of the reduction are one more.
+    Those that are packed in a wider one leave in up to four chunks on 8 ranks, two on 64, and one on many."""
     found = launches(world, setup)
     assert found["gathers"] == 2
-    assert found["reductions"] == (1 if world == 1024 else 5)
+    most = {8: 4, 64: 2, 1024: 1}[world] if "mixed" in setup else 1
+    assert 1 <= found["reductions"] <= most and (found["reductions"] > 1) == (most > 1)
     assert found["others"] == 0
 
 

@@ -133,6 +133,10 @@ def _reduce_scatter(output: Tensor, rows: Tensor, axis: Axis, *, average: bool, 
     return axis.group.post(axis.rank, Message("reduce_scatter", output, rows, average))
 
 
+def _reduce_scatter_together(outputs: list[Tensor], rows: list[Tensor], axis: Axis, **options: Any) -> Any:
+    return [work for pair in zip(outputs, rows) for work in _reduce_scatter(*pair, axis, **options)]
+
+
 def _all_reduce(tensor: Tensor, axis: Axis, *, average: bool, async_op: bool) -> Any:
     return axis.group.post(axis.rank, Message("all_reduce", tensor, tensor, average))
 
@@ -145,6 +149,7 @@ def simulated(*, exchange: bool = False) -> Iterator[None]:
         mock.patch.object(reduce, "all_gather", _all_gather),
         mock.patch.object(reduce, "all_to_all", _all_to_all),
         mock.patch.object(reduce, "reduce_scatter", _reduce_scatter),
+        mock.patch.object(reduce, "reduce_scatter_together", _reduce_scatter_together),
         mock.patch.object(reduce, "all_reduce", _all_reduce),
         mock.patch.object(reduce, "prefers_all_to_all", lambda axis, nbytes, asked: exchange and axis.size > 1),
     ):

@@ -64,11 +64,22 @@ class Chunk:
         self.delivered: list[list[Tensor]] = [[] for _ in self.plans]
 
     def start(
-        self, grads: list[list[Tensor]], defer_or_reduce: Callable[[int], Callable[..., bool]] | None = None
+        self,
+        grads: list[list[Tensor]],
+        defer_or_reduce: Callable[[int], Callable[..., bool]] | None = None,
+        finished: Any = "last",
     ) -> list[Generator[None, None, None]]:
         """Return the operations of all ranks, not started; the lists of gradients are theirs."""
         return [
-            reduce_chunk(g, self.row, p, REDUCTIONS, d.extend, defer_or_reduce(i) if defer_or_reduce else None)
+            reduce_chunk(
+                g,
+                self.row,
+                p,
+                REDUCTIONS,
+                d.extend,
+                defer_or_reduce(i) if defer_or_reduce else None,
+                finished=finished,
+            )
             for i, (g, p, d) in enumerate(zip(grads, self.plans, self.delivered))
         ]
 
@@ -203,6 +214,34 @@ def test_other_gradients_are_packed(layout: ShardLayout) -> None:
     with simulated():
         made.run(grads)
     assert made.sent().sent.untyped_storage().data_ptr() != grads[0][0].untyped_storage().data_ptr()
+    assert_means(made, grads)
+
+
+@pytest.mark.parametrize("dtypes", [FP32, DTYPES[2]], ids=["as they are", "cast"])
+@pytest.mark.parametrize("finished", ["early", "last", "together"])
+def test_large_gradients_and_the_packed_rest_are_one_chunk(dtypes: tuple[torch.dtype, ...], finished: str) -> None:
+    """A large gradient is sent from where it lies, unless it is cast, and small and odd ones behind it in one row."""
+    made = Chunk([weight(3), weight(8), weight(6, dim=1), weight(16)], dtypes)  # type: ignore[arg-type]
+    made.row = RowPlan(made.layouts, 4, (1, 3))
+    grads = gradients(made)
+    with simulated():
+        drive(made.start([list(own) for own in grads], finished=finished))
+    assert_means(made, grads)
+    messages = sent(made.plans[0].shard)
+    assert len(messages) == 3
+    lie = [message.sent.data_ptr() == grads[0][i].data_ptr() for message, i in zip(messages, (1, 3))]
+    assert lie == [dtypes is FP32] * 2
+
+
+def test_a_gradient_that_lies_otherwise_is_copied_before_it_is_sent() -> None:
+    """Ranks may have gradients of other strides than the weight's; their collectives are the same."""
+    made = Chunk([weight(8), weight(8)])
+    made.row = RowPlan(made.layouts, 4, (0, 1))
+    grads = gradients(made)
+    for own in grads:
+        own[0] = own[0].t().contiguous().t()
+    with simulated():
+        made.run(grads)
     assert_means(made, grads)
 
 

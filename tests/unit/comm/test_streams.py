@@ -128,7 +128,8 @@ def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
         def operation(tensor: torch.Tensor) -> Generator[None, None, None]:
             with flying.lanes.reduce.after(flying.lanes.compute) as done:
                 tensor + 1
-            flying.hold(done.event, [tensor])
+            flying.make_room(tensor.nbytes)
+            flying.hold(done.event, [tensor], tensor.nbytes)
             return
             yield
 
@@ -153,10 +154,11 @@ def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
                 rows = torch.ones(2)
             with reduce.after(packed.event) as reduced:
                 sums = rows + 1
-            flying.hold_rows(reduced.event, rows)
+            flying.hold_rows(reduced.event, [rows])
             with replicate.after(reduced.event) as done:
                 sums.add_(1)
-            flying.end(replicate, done.event, sums)
+            flying.hold_sums(done.event, sums)
+            flying.end(replicate, done.event)
             held.extend(weakref.ref(tensor) for tensor in (rows, sums))
             return
             yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2._trace import listening
 from tests.support.nccl import too_with_nccl
 from tests.unit.meshes import fake_mesh
@@ -54,7 +54,9 @@ def backward_events(model: nn.Module, *args: object, requires_grad: bool = True)
 
 
 def test_large_gradients_leave_while_backward_is_still_inside(mesh: DeviceMesh) -> None:
-    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=mesh)
+    """Those that are packed for their reduction: on streams others are sent from where they lie, in one launch."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=mesh, mp_policy=policy)
     model.set_transfer_sizes(chunk_bytes=1)
     events = [event for event, _ in backward_events(model)]
     inside = events[events.index("pre_backward") : events.index("post_backward")]

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.packing import ChunkPlan, FlatPlan, Item, RowPlan, TransferSizes, plan_chunks, plan_flat
+from fsdp2.sharding.packing import (
+    ChunkPlan,
+    FlatPlan,
+    Item,
+    RowPlan,
+    TransferSizes,
+    plan_chunks,
+    plan_flat,
+    reduced_in_place,
+)
 from tests.unit.strategies import layouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.int16)
@@ -233,6 +242,24 @@ def test_a_small_unit_leaves_in_chunks_of_what_the_largest_leaves_in() -> None:
     attention = [16 << 20, 2 << 20, 2 << 20, 16 << 20]
     assert len(plan_chunks(["bf16"] * 4, attention, TransferSizes(), 64).chunks) == 2
     assert len(plan_chunks(["bf16"] * 4, attention, TransferSizes(), 64, 1200 << 20).chunks) == 1
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(8, 4), (64, 2), (128, 1), (256, 1), (1024, 1)])
+def test_on_streams_chunks_are_few(ranks: int, chunks: int) -> None:
+    """A Llama 8B block in float32; the last chunk has all that is small."""
+    block = [mebi << 20 for mebi in (64, 16, 16, 64, 224, 224, 224)] + [16 << 10] * 2
+    plan = plan_chunks(["fp32"] * 9, block, TransferSizes(), ranks, streams=True)
+    assert len(plan.chunks) == chunks
+    assert len(plan.rest) == 1 and {7, 8} <= set(plan.rest[0])
+
+
+@pytest.mark.parametrize(("ranks", "large"), [(8, (0, 1, 2, 3)), (1024, (0, 3))])
+def test_gradients_are_reduced_in_place_where_every_rank_has_enough_of_them(ranks: int, large: tuple[int, ...]) -> None:
+    """Small ones, uneven ones, and those that are cut along a faster dimension are packed."""
+    matrix, key = ShardLayout((4096, 4096), (4096, 1), 0, ranks), ShardLayout((1024, 4096), (4096, 1), 0, ranks)
+    norm, uneven = ShardLayout((4096,), (1,), 0, ranks), ShardLayout((4097, 4096), (4096, 1), 0, ranks)
+    columns = ShardLayout((4096, 4096), (4096, 1), 1, ranks)
+    assert reduced_in_place([matrix, key, key, matrix, norm, uneven, columns], 2, TransferSizes()) == large
 
 
 def test_nothing_to_reduce_is_no_chunk() -> None:

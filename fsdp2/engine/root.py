@@ -66,17 +66,20 @@ class RootContext(Generic[U]):
 
         Without such a wish it is what suits the backend and the group with the most chunks. On streams these are the
         gradients of the largest group: a compiled block's leave at once, and where communication is what takes long,
-        compute goes on to the next unit meanwhile.
+        compute goes on to the next unit meanwhile. Where several roots share ``comm``, the largest limits hold.
         """
+        shared = comm is not self.comm
         self.comm = comm
         groups = self.groups
         asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
         if not asked:
             sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
             asked = [chunks_in_flight(group.mesh.first, chunks) for group, chunks in zip(groups, sizes)]
-        comm.reductions.limit = limit = max(asked, default=1)
-        comm.reductions.limit_bytes = limit * max((group.store.reduce_bytes for group in groups), default=0)
-        comm.largest_bytes = max((group.store.full_bytes for group in groups), default=0)
+        reductions, limit = comm.reductions, max(asked, default=1)
+        largest = max((group.store.full_bytes for group in groups), default=0)
+        if shared:
+            limit, largest = max(limit, reductions.limit), max(largest, comm.largest_bytes)
+        reductions.limit, reductions.limit_bytes, comm.largest_bytes = limit, limit * largest, largest
         for group in groups:
             group.use_comm(comm)
 
@@ -217,6 +220,7 @@ class RootContext(Generic[U]):
         """
         manual = self.finalizes_manually
         run.over = True
+        self.comm.forget_later()  # backward never came to it
         with _trace.span("root_post_backward", ""):
             run.join_before_end()
             for state in self.all_states:

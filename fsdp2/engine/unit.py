@@ -260,6 +260,9 @@ class FSDPState(ComposableState):
                 after = run.after_forward(group) if isinstance(run, ForwardPass) else True
                 group.post_forward(None if in_backward else after)
         if torch.is_grad_enabled() and self.groups:
+            made = autograd_sequence_number() - self._first_node
+            for group in self.groups:
+                group.gradients.expect_from(made)
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
             if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
@@ -315,6 +318,8 @@ class FSDPState(ComposableState):
         run.creates_graph = torch.is_grad_enabled()
         if run.creates_graph:
             hooks.watch_exit(grad, self.pre_backward)
+        comm = self.root.comm
+        comm.forget_later()  # backward has come to what was to be gathered
         # All of this unit's gathers go ahead of those for later.
         entered = [g for g in self.groups if g.pre_backward(run.take, recorded=g in pending.inputs)]
         for group in entered:
@@ -323,7 +328,9 @@ class FSDPState(ComposableState):
             following = pending.calls.visit(group)  # noted in any case, as the forward's is
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.gathered_with):
-                    if other.options.unshard_in_backward:
+                    if other.options.unshard_in_backward and group.gradients.gathers_later:
+                        comm.gather_later(partial(run.prefetch, other))
+                    elif other.options.unshard_in_backward:
                         run.prefetch(other)
         for state in self.backward_prefetch:
             for group in reversed(state.groups):

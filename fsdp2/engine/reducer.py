@@ -149,7 +149,9 @@ class GroupGradients:
 
     def _make_plan(self) -> ChunkPlan:
         params = self._store.params
-        reduced = [i for i, param in enumerate(params) if param.requires_grad or param.has_gradient]
+        # A sum that waits for its all-reduce goes with the next one, whether or not the parameter was frozen meanwhile.
+        waiting = self._partial
+        reduced = [i for i, p in enumerate(params) if p.requires_grad or p.has_gradient or i in waiting]
         self._dtypes = self._find_dtypes(reduced)
         keys = list(self._dtypes.values())
         store, mesh = self._store, self._store.mesh

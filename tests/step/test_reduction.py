@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from tests.support.parity import (
     full,
     mesh_1d,
     mesh_2d,
+    mesh_of,
     play,
     setting,
     shard_each,
@@ -273,3 +276,40 @@ def test_reduce_scatter_max_input_buffers(rank, world, buffers, recurse, when):
     assert all(torch.equal(run.seen[name], value) for name, value in again.seen.items())
     limit = run.module._get_fsdp_state()._state_ctx.comm.reductions.limit
     assert limit == (buffers if recurse else 2)  # the root has no parameters; 2 is gloo's default for small units
+
+
+@on_ranks(2)
+def test_copies_on_a_shard_axis_of_one_rank_are_summed_in_the_reduce_dtype(rank, world):
+    """A mesh of (2, 1) has copies alone. From 256 KiB on gloo exchanged rows with nobody: they were narrowed to the
+    dtype that travels, and the copies' sum was taken in bfloat16, where 256 + 1 is 256."""
+    module = nn.Linear(256, 256, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    api.ours.fully_shard(module, mesh=mesh_of(2, 1, names=("replicate", "shard")), mp_policy=policy)
+    module(torch.full((1, 256), 1.0 if rank else 256.0)).sum().backward()
+    assert torch.equal(module.weight.grad.full_tensor(), torch.full((256, 256), 128.5))
+
+
+@on_ranks(2)
+def test_requires_all_reduce_after_a_parameter_was_frozen(rank, world):
+    """A sum over the shard axis that waits for its all-reduce belongs to a parameter that is frozen meanwhile: it was
+    lost, and added to the gradient of a later step instead."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    alone = copy.deepcopy(module)
+    shard_each(module, api.ours, mesh=mesh_of(2, 1, names=("replicate", "shard")))
+
+    def backward(step: int) -> None:
+        for one in (module, alone):
+            one(torch.ones(1, 8) + step).square().sum().backward()
+
+    for step in range(2):
+        module.set_requires_all_reduce(False)
+        backward(2 * step)
+        module.set_requires_all_reduce(True)
+        for one in (module, alone):
+            one[1].weight.requires_grad_(False)
+        backward(2 * step + 1)
+        for (name, got), want in zip(module.named_parameters(), alone.parameters()):
+            torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=lambda text, name=name: f"{name}: {text}")
+        for one in (module, alone):
+            one[1].weight.requires_grad_(True)
+            one.zero_grad()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp2.comm import reduce
 from fsdp2.comm.formats import Noise
 from fsdp2.comm.reduce import Compression, ReducePlan, pack_gradients, reduce_chunk
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.comm.streams import Lanes, Retained
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import BlockFormat, RowPlan
+from tests.support.streams import Device
 from tests.unit.comm.ranks import Message, axes, sent, simulated
 from tests.unit.strategies import chunk, dense_strides, layouts
 
@@ -528,3 +532,18 @@ def test_encoded_gradients_that_are_not_finite_stay_so() -> None:
         with simulated():
             delivered = made.run(grads)
         assert not delivered[0][0][0, 16:32].isfinite().any() and delivered[1][0].isfinite().all()
+
+
+def test_a_sum_on_its_way_to_the_host_is_not_kept_on_the_device() -> None:
+    """Every reduced shard stayed allocated until the end of backward, since the waiting operation still named it."""
+    seen: list[weakref.ref[Tensor]] = []
+    made = Chunk([weight(8, ranks=1)], options={"offload": True, "hook": lambda out: seen.append(weakref.ref(out))})
+    on_host = mock.patch.object(reduce, "_finish", lambda out, plan: out.clone())
+    with Device(), on_host:
+        flying = Retained(Lanes(torch.device("cpu")))
+        for _ in range(3):
+            grads = gradients(made)[0]
+            flying.add(reduce_chunk(grads, made.row, made.plans[0], flying, lambda pieces: None))
+        assert len(flying._steps) == len(seen) == 3
+        assert [reference() is None for reference in seen] == [True, False, False]  # the hook's lane reads two at most
+        flying.finish()

@@ -15,7 +15,7 @@ Every wait between lanes, and what it protects:
 | compute         | gather, before extensions decode  | order  | GroupExtensions.decode        |
 | gather          | compute, before sent inputs go    | memory | GroupExtensions.decode        |
 | compute         | compute of a hook's own stream    | order  | ComputeLane.event             |
-| compute of hook | compute, before it packs          | order  | ComputeLane.here              |
+| compute         | a hook's own stream, packing      | order  | ComputeLane.here              |
 | pack            | compute, gradients are finished   | order  | reduce._pack_beside           |
 | pack, reduce    | compute, gradients are finished   | order  | reduce.start                  |
 | reduce          | pack, compute, inputs are there   | order  | reduce.start                  |
@@ -191,13 +191,18 @@ class ComputeLane:
         return both
 
     def here(self) -> Done:
-        """Run the block on the current stream, behind all that counts as compute."""
+        """Run the block on the compute stream, behind all that counts as compute.
+
+        Gradients are memory of the stream that backward runs on. On a hook's own stream a gradient that is dropped in
+        the block would be used again before the block has read it.
+        """
         if self._module is None:
             return _HOST_DONE
         current = self._module.current_stream()
-        if self._backward is not None and self._backward != current:
-            current.wait_event(self._backward.record_event())
-        return Done(current)
+        if self._backward is None or self._backward == current:
+            return Done(current)
+        self._backward.wait_event(current.record_event())
+        return Done(self._backward, self._module.stream(self._backward))
 
     def wait(self, event: torch.Event | None) -> None:
         """Let the compute stream wait for ``event``."""

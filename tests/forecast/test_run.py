@@ -45,7 +45,8 @@ def test_figures():
     layer = WIDTH * WIDTH * 4
     assert result.bytes_by_kind["shards"] == pytest.approx(4 * layer / 8, rel=0.001)
     assert result.bytes_by_kind["optimizer state"] == pytest.approx(2 * 4 * layer / 8, rel=0.001)
-    assert 2 * layer <= result.bytes_by_kind["gathered"] <= 2.1 * layer
+    # The next one is gathered when this one has its gradients, in memory that reductions have given back.
+    assert layer <= result.bytes_by_kind["gathered"] <= 1.1 * layer
     assert result.peak.running.startswith("backward of ")
     sent = {(one.axis, one.kind): (one.launches, one.nbytes) for one in result.collectives}
     assert sent == {

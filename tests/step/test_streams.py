@@ -356,7 +356,7 @@ ELSEWHERE = {
     ("compute", "GroupExtensions.decode"),  # tests/step/test_extensions.py
     ("gather", "GroupExtensions.decode"),
     ("compute", "ComputeLane.event"),  # tests/unit/comm/test_streams.py: autograd's own streams are needed
-    ("compute of hook", "ComputeLane.here"),
+    ("compute", "ComputeLane.here"),  # step/test_sequences.py
     ("pack", "Retained.add"),  # the same file: here compute, which packing follows, has waited for a plain chunk
 }
 """Waits that no program here needs."""

@@ -1,0 +1,113 @@
+"""Memory and reductions on streams, on ranks of NCCL with units of a usual size: bounds that hold beside torch's.
+
+Everything is simulated: tensors have no memory, streams have clocks, and each allocation is of the pool of its stream.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.fsdp as torchs
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2.forecasting.clock import Clock
+from fsdp2.forecasting.memory import Memory
+from fsdp2.forecasting.rank import simulated_rank
+from tests.support import api
+
+pytestmark = api.fsdp2_only
+
+WIDTH, MATRICES, LAYERS = 4096, 6, 4
+POLICIES: dict[str, dict[str, Any]] = {
+    "bf16": {"param_dtype": torch.bfloat16},
+    "bf16, fp32 reduce": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+LAYER = MATRICES * WIDTH * WIDTH * 2
+"""Bytes of a layer as it is computed with."""
+
+
+class Together(torch.autograd.Function):
+    """Matrices one behind the other, which make one node, as a compiled block does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        return grad, *[grad.t() @ x for _ in weights]
+
+
+class Layer(nn.Module):
+    """Six matrices; ``together`` their gradients appear at once."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.together = together
+        self.weights = nn.ParameterList(torch.empty(WIDTH, WIDTH) for _ in range(MATRICES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.together:
+            return Together.apply(x, *self.weights)
+        for weight in self.weights:
+            x = x @ weight.t()
+        return x
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one backward: what was alive at most and what pools took, beside shards, in layers; and its reductions."""
+
+    peak: float
+    pools: float
+    reductions: int
+
+
+def measure(which: ModuleType, ranks: int, policy: str, together: bool = False) -> Found:
+    """Return what the third backward does."""
+    clock = Clock()
+    memory = Memory(lane=clock.lane)
+    streams = {name: getattr(clock, name) for name in ("Stream", "Event", "current_stream", "stream")}
+    with mock.patch.multiple(torch.cpu, **streams), simulated_rank({"shard": ranks}, clock) as mesh, memory:
+        module = nn.Sequential(*(Layer(together) for _ in range(LAYERS)))
+        for unit in (*module, module):
+            which.fully_shard(unit, mesh=mesh, mp_policy=which.MixedPrecisionPolicy(**POLICIES[policy]))
+        shards = sum(parameter.to_local().nbytes for parameter in module.parameters())  # type: ignore[attr-defined]
+        for _ in range(3):
+            loss = module(torch.empty(16, WIDTH, dtype=torch.bfloat16)).sum()
+            clock.begin()
+            memory.begin()
+            loss.backward()
+            peak, pools = memory.peak().nbytes, memory.reserved
+            module.zero_grad()
+        reductions = sum(span.kind == "reduce_scatter" for span in clock.spans)
+        del module
+    gc.collect()
+    return Found((peak - shards) / LAYER, (pools - shards) / LAYER, reductions)
+
+
+MOST = {"bf16": (3.1, 3.1), "bf16, fp32 reduce": (3.6, 4.2)}
+"""Layers alive at most, on up to 64 ranks and where a unit leaves in one piece; beside gradients of shards."""
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ranks", [8, 64, 256, 1024])
+def test_memory_stays_half_a_layer_below_torchs(ranks, policy, together):
+    """A layer and the gradients of two, or two layers and the gradients of one, are alive at once: what is reduced is
+    given back before the next layer is gathered, and what is packed lies where activations and gradients were."""
+    ours, theirs = measure(fsdp2, ranks, policy, together), measure(torchs, ranks, policy, together)
+    shards = LAYERS / ranks * 2  # gradients of shards are float32
+    assert ours.peak <= MOST[policy][together or ranks > 64] + shards
+    assert ours.peak <= theirs.peak - 0.5
+    assert ours.pools <= theirs.pools
+    assert ours.reductions <= LAYERS * (1 if policy == "bf16" else {8: 4, 64: 2}.get(ranks, 1))

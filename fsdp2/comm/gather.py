@@ -69,8 +69,7 @@ class GatherBuffers:
         is no faster with it, copies them one by one.
         """
         self.items, self.plan, self.full = items, plan, full
-        ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
-        self._fused = device.type != "cpu" if fused is None else fused
+        self._ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
         self.from_host = _on_host(shards, device)
         self.wire = Buffer(plan.wire_bytes, device) if plan.casts or self.from_host else None
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -79,44 +78,52 @@ class GatherBuffers:
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         for i in plan.direct:
-            item, numel = items[i], items[i].layout.slot_numel
-            start = plan.wire_offset[i]
-            piece = wire_bytes[start : start + numel * item.wire_dtype.itemsize].view(item.wire_dtype)
-            self.inputs.append(wire_view(piece))
-            self.outputs.append(wire_view(full.view(plan.full_offset[i], ranks * numel, item.wire_dtype)))
+            self._send_directly(i, wire_bytes)
         self.packed = wire_view(wire_bytes[plan.packed_start :].view(self._packed_dtype))
         self.staging: Buffer | None = None
         self.copies: Copies = ([], [])
         self.decodes: list[Decoding] = []
         self.split: Split | None = None
         if plan.packed:
-            in_order = all(items[i].layout.rank_major for i in plan.packed)
-            slots = self._slots() if self._fused and in_order and not self.encodes else []
-            gap = max((nbytes for place, nbytes in slots if place is None), default=0)
-            self.staging = Buffer(ranks * (self.packed.nbytes + gap), device)
-            self.received = self.staging.bytes[: ranks * self.packed.nbytes].view(self.packed.dtype)
-            rows = self.received.view(torch.uint8).view(ranks, self.packed.nbytes)
-            if slots:
-                unused = self.staging.bytes[ranks * self.packed.nbytes :]
-                self.split = (
-                    rows,
-                    [nbytes for _, nbytes in slots],
-                    [
-                        (unused[: ranks * n] if place is None else full.view(place, ranks * n, torch.uint8)).view(
-                            ranks, n
-                        )
-                        for place, n in slots
-                    ],
-                )
-            else:
-                self.copies = self.unpack_copies(rows)
-                self.decodes = self.decodings(rows)
+            self._receive_packed(fused=device.type != "cpu" if fused is None else fused)
+        # Views keep the storages; their memory is only there while a gather needs it.
         self.free_temporaries()
         if self.wire is not None:
             self.wire.free()
 
+    def _send_directly(self, i: int, wire_bytes: torch.Tensor) -> None:
+        """Gather item ``i`` by a collective of its own, into its place."""
+        item, numel = self.items[i], self.items[i].layout.slot_numel
+        start = self.plan.wire_offset[i]
+        piece = wire_bytes[start : start + numel * item.wire_dtype.itemsize].view(item.wire_dtype)
+        place = self.full.view(self.plan.full_offset[i], self._ranks * numel, item.wire_dtype)
+        self.inputs.append(wire_view(piece))
+        self.outputs.append(wire_view(place))
+
+    def _receive_packed(self, *, fused: bool) -> None:
+        """Make the buffer that packed items are received in, and plan how they get from there to their places."""
+        ranks, nbytes = self._ranks, self.packed.nbytes
+        in_order = all(self.items[i].layout.rank_major for i in self.plan.packed)
+        slots = self._slots() if fused and in_order and not self.encodes else []
+        # One kernel splits whole rows, so it needs somewhere to put what lies between the items, too.
+        gap = max((size for place, size in slots if place is None), default=0)
+        self.staging = Buffer(ranks * (nbytes + gap), self.full.bytes.device)
+        self.received = self.staging.bytes[: ranks * nbytes].view(self.packed.dtype)
+        rows = self.received.view(torch.uint8).view(ranks, nbytes)
+        if not slots:
+            self.copies = self.unpack_copies(rows)
+            self.decodes = self.decodings(rows)
+            return
+        unused = self.staging.bytes[ranks * nbytes :]
+        targets = [
+            unused[: ranks * size] if place is None else self.full.view(place, ranks * size, torch.uint8)
+            for place, size in slots
+        ]
+        shaped = [target.view(ranks, size) for target, (_, size) in zip(targets, slots)]
+        self.split = rows, [size for _, size in slots], shaped
+
     def _cast_to(self, wire: Buffer, shards: torch.Tensor) -> torch.Tensor:
-        """Plan what becomes of each run of shards before it is sent; the bytes that are."""
+        """Plan how each run of shards is cast or encoded before it is sent, and return the bytes that are sent."""
         for run in self.plan.runs:
             shard = shards[run.shard_offset : run.shard_offset + run.numel * run.dtype.itemsize].view(run.dtype)
             if run.form is None:
@@ -127,7 +134,7 @@ class GatherBuffers:
         return wire.bytes
 
     def _slots(self) -> list[tuple[int | None, int]]:
-        """(Where it goes in the full buffer, bytes) of all that lies in a packed row; None is a gap."""
+        """Return (where it goes in the full buffer, bytes) of all that lies in a packed row; None is a gap."""
         slots: list[tuple[int | None, int]] = []
         end = self.plan.packed_start
         for i in self.plan.packed:
@@ -157,7 +164,7 @@ class GatherBuffers:
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def unpack_copies(self, rows: torch.Tensor) -> Copies:
-        """What to copy where to bring packed parameters from ``rows`` (ranks, bytes) to their places."""
+        """Return what to copy where to bring packed parameters from ``rows`` (ranks, bytes) to their places."""
         copies: Copies = ([], [])
         for i in self.plan.packed:
             item = self.items[i]
@@ -177,7 +184,7 @@ class GatherBuffers:
         return copies
 
     def decodings(self, rows: torch.Tensor) -> list[Decoding]:
-        """What to decode where to bring encoded parameters from ``rows`` (ranks, bytes) to their places."""
+        """Return what to decode where to bring encoded parameters from ``rows`` (ranks, bytes) to their places."""
         found: list[Decoding] = []
         for i in self.plan.packed:
             item, layout, form = self.items[i], self.items[i].layout, self.items[i].form

@@ -46,9 +46,10 @@ _SCALE_BYTES = 4
 # times as many on.
 _CHUNKS, _CHUNKED_RANKS = 8, 64
 # On streams every chunk is host work, and the communicator pays its latency, about 5 us for each rank, before it goes
-# on to the next gather. So there are fewer chunks, and a chunk has so many times ``chunk_bytes`` for each rank: with
-# 2 MiB it travels longer than it waits to start, at 300 GB/s.
-_STREAMED_CHUNKS, _STREAMED_RANKS, _STREAMED_CHUNK_BYTES = 4, 128, 2
+# on to the next gather. So there are fewer chunks. A chunk has so many times ``chunk_bytes`` for each rank: with 2 MiB
+# it travels longer than it waits to start, at 300 GB/s. Up to two on 64 ranks may be so small, and others have 12 MiB.
+_STREAMED_CHUNKS, _STREAMED_RANKS, _AT_ONCE_RANKS = 4, 128, 256
+_LEAST_BYTES_PER_RANK, _BYTES_PER_RANK = 2, 12
 
 
 @dataclass(frozen=True)
@@ -275,8 +276,11 @@ def _number_of_chunks(nbytes: int, ranks: int, sizes: TransferSizes, *, streams:
     """Return how many chunks a unit of ``nbytes`` leaves in at most."""
     if not streams:
         return min(_CHUNKS, max(_CHUNKS * _CHUNKED_RANKS**2 // ranks**2, 1))
-    worth = nbytes // (ranks * _STREAMED_CHUNK_BYTES * sizes.chunk_bytes)
-    return max(min(_STREAMED_CHUNKS, _STREAMED_RANKS // ranks, worth), 1)
+    if ranks >= _AT_ONCE_RANKS:
+        return 1
+    of_least, of_usual = (nbytes // (ranks * n * sizes.chunk_bytes) for n in (_LEAST_BYTES_PER_RANK, _BYTES_PER_RANK))
+    worth = max(min(of_least, _STREAMED_RANKS // ranks), of_usual)
+    return max(min(_STREAMED_CHUNKS, worth), 1)
 
 
 def plan_chunks(

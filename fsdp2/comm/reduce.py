@@ -374,7 +374,7 @@ def _inputs(
     if not read:
         return [_flat(grad) for grad in (*large, *small)], reductions.lanes.compute
     # Beside compute only a little at a time: what another lane reads is held until compute has waited for that lane.
-    if finished == "early" and 4 * read_bytes <= reductions.limit_bytes:
+    if finished == "early" and 3 * read_bytes <= reductions.limit_bytes:
         return _pack_beside(large, small, row, dtype, reductions, copied, packs)
     del read  # from here on two lists alone hold the gradients, and each gradient goes as soon as it is copied
     inputs = []

@@ -68,18 +68,14 @@ class RootContext(Generic[U]):
         gradients of the largest group: a compiled block's leave at once, and where communication is what takes long,
         compute goes on to the next unit meanwhile. Where several roots share ``comm``, the largest limits hold.
         """
-        shared = comm is not self.comm
         self.comm = comm
         groups = self.groups
         asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
         if not asked:
             sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
             asked = [chunks_in_flight(group.mesh.first, chunks) for group, chunks in zip(groups, sizes)]
-        reductions, limit = comm.reductions, max(asked, default=1)
         largest = max((group.store.full_bytes for group in groups), default=0)
-        if shared:
-            limit, largest = max(limit, reductions.limit), max(largest, comm.largest_bytes)
-        reductions.limit, reductions.limit_bytes, comm.largest_bytes = limit, limit * largest, largest
+        comm.set_limits(self, max(asked, default=1), largest)
         for group in groups:
             group.use_comm(comm)
 
@@ -274,6 +270,7 @@ class RootContext(Generic[U]):
                 "it, or reset that root first"
             )
         self.comm.finalizing = None
+        self.comm.forget_later()
         self.comm.reductions.abandon()
         self.comm.lanes.compute.leave_backward()
         self.observer.abandon()

@@ -5,12 +5,15 @@ A finalization is the part of a backward that the caller ends with ``finalize_ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.autograd.hooks import Inputs
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.order import BackwardOrder
 from fsdp2.engine.passes import Pass
-from fsdp2.engine.steps import Observer
+from fsdp2.engine.phase import Phase
+from fsdp2.engine.steps import Observer, Step
 
 __all__ = ["BackwardPass", "Pending"]
 
@@ -48,9 +51,29 @@ class BackwardPass(Pass):
         """Return whether this pass will not use ``group`` any more."""
         return group.is_idle or self.over
 
-    def can_reduce_unused(self, group: FSDPParamGroup) -> bool:
-        """Return whether the gradients of ``group``, or zeros, may leave although this rank's backward is not there."""
-        return group.is_idle or (self.over and not group.is_reduced)
+    def take(self, step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
+        """Show ``step`` to the observer and call ``start``, unless an ``optional`` step is left for later.
+
+        Where ranks may skip units, a reduction is left for later if they are known to come to it later: those that skip
+        a unit meet the others in another order. It is taken then, or when the backward ends.
+        """
+        if step.kind == "reduce" and not self.over and not optional:
+            optional = any(group.options.reduce_unused for group in self.groups)
+        return super().take(step, start, optional=optional)
+
+    def can_reduce_rest(self, group: FSDPParamGroup) -> bool:
+        """Return whether gradients of ``group``, which all ranks use, were left for a later step and can leave now."""
+        return not group.is_reduced and (self.over or group.phases.phase is Phase.REDUCED)
+
+    def can_reduce_unused(self, group: FSDPParamGroup, planned: bool) -> bool:
+        """Return whether the gradients of ``group`` that are there, or zeros, may leave.
+
+        Where ranks have ``planned`` it, the group's own backward must be over on this rank, or not come.
+        """
+        if self.over and not group.is_reduced:
+            return True
+        done = self.over or not planned or group.phases.phase is Phase.REDUCED or not group.gradients.will_come()
+        return group.is_idle and done  # also again: others may use it several times
 
     def join_before_end(self) -> None:
         """Take the steps that other ranks are known to take before a backward ends, as far as this rank can."""

@@ -121,32 +121,36 @@ class Pass:
         """Return whether this pass will not use ``group`` any more."""
         return group.is_idle
 
-    def can_join(self, step: Step) -> bool:
+    def can_join(self, step: Step, planned: bool) -> bool:
         """Return whether the pass can take ``step`` with a group that this rank does not use at the moment.
 
-        That is possible for units marked with ``set_reduce_scatter_unused_params(True)``.
+        That is possible for units marked with ``set_reduce_scatter_unused_params(True)``. Ranks that follow a known
+        pass have ``planned`` the step; else they have just chosen it.
         """
         group = self._group_of(step)
         if group is None or group is self._joining or group.residency.summoned:
             return False
         if not group.options.reduce_unused:
-            return step.kind == "gather" and self._can_gather_early(group)
+            ready = self._can_gather_early(group) if step.kind == "gather" else self.can_reduce_rest(group)
+            return ready and any(other.options.reduce_unused for other in self.groups)
         if step.kind == "gather":
             if group.residency.is_gathering:  # joined before; the others have used it and need it again
                 return self.in_backward or group.after_forward is not False
             return group.residency.needs_gather or self.is_done_with(group)
-        return self.can_reduce_unused(group)
+        return self.can_reduce_unused(group, planned)
 
     def _can_gather_early(self, group: FSDPParamGroup) -> bool:
         """Return whether ``group``, which all ranks use, can be gathered before this rank comes to it.
 
         Ranks that skip a unit come to the next one earlier than those that use it.
         """
-        if not group.residency.needs_gather or group.phases.phase is not Phase.IDLE:
-            return False
-        return any(other.options.reduce_unused for other in self.groups)
+        return group.residency.needs_gather and group.phases.phase is Phase.IDLE
 
-    def can_reduce_unused(self, group: FSDPParamGroup) -> bool:
+    def can_reduce_rest(self, group: FSDPParamGroup) -> bool:
+        """Return whether gradients of ``group``, which all ranks use, were left for a later step and can leave now."""
+        return False
+
+    def can_reduce_unused(self, group: FSDPParamGroup, planned: bool) -> bool:
         """Return whether the gradients of ``group``, or zeros, may leave although this rank's backward is not there."""
         return group.is_idle
 

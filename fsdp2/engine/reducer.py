@@ -279,14 +279,18 @@ class GroupGradients:
         if not unused and True not in there and not self._partial:
             self._kept = False  # nothing was kept, or it is gone
             return
-        plan, first = self._current_plan(), launched == 0
+        plan, first, left = self._current_plan(), launched == 0, False
         for c, chunk in enumerate(plan.chunks):
             sent = c < launched
             present = [i for i in chunk if there[i] or (not sent and (unused or self._must_flush(i)))]
             if present:
-                self._launch(tuple(present), take, first=first)
+                left |= not self._launch(tuple(present), take, first=first)
                 first = False
-        self._kept = False
+        self._kept = self._kept and left
+
+    def will_come(self) -> bool:
+        """Return whether the backward that runs will finish a gradient of the group."""
+        return self._plan is not None and bool(self._expected())
 
     def left_over(self) -> bool:
         """Whether autograd finished a gradient after the group's last reduction, which should have been part of it."""
@@ -323,10 +327,11 @@ class GroupGradients:
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...], take: Take, finished: Finished = "last", *, first: bool) -> None:
+    def _launch(self, indices: tuple[int, ...], take: Take, finished: Finished = "last", *, first: bool) -> bool:
         """Reduce the gradients of these parameters, as one step of the pass if other ranks take part.
 
-        It is the ``first`` chunk of the group in this backward, or a later one.
+        It is the ``first`` chunk of the group in this backward, or a later one. Returns False if other ranks come to it
+        later; then the gradients stay where they are.
         """
         store = self._store
         if self._at_once:
@@ -337,8 +342,8 @@ class GroupGradients:
         reduce = partial(self._reduce, indices, finished)
         if store.mesh.shard.size == store.mesh.replicate.size == 1:
             reduce()
-        else:
-            take(Step("reduce", store.params[indices[0]].group, indices), reduce)
+            return True
+        return take(Step("reduce", store.params[indices[0]].group, indices), reduce)
 
     def _reduce(self, indices: tuple[int, ...], finished: Finished) -> None:
         store = self._store

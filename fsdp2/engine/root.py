@@ -83,8 +83,14 @@ class RootContext(Generic[U]):
 
     @property
     def runs_alone(self) -> bool:
-        """Whether a forward that starts now may be run by one replica while the others do something else."""
-        return not torch.is_grad_enabled() and any(group.mesh.replicate.size > 1 for group in self.groups)
+        """Whether a forward that starts now may be run by one replica while the others do something else.
+
+        Not with units that some ranks skip: the ranks of a replica have to choose together what they gather, and they
+        do so with all others.
+        """
+        if torch.is_grad_enabled() or any(group.options.reduce_unused for group in self.groups):
+            return False
+        return any(group.mesh.replicate.size > 1 for group in self.groups)
 
     def observe(self, error: RuntimeError | None, kind: PassKind) -> None:
         """Show the units to an observer, as soon as all ranks come here, where a pass of ``kind`` is the first.

@@ -18,6 +18,7 @@ from fsdp2.engine.param import FSDPParam
 __all__ = [
     "END",
     "Answer",
+    "CanJoin",
     "Joins",
     "Member",
     "Observer",
@@ -79,11 +80,18 @@ class Answer(Enum):
     LATER = 1  # when it is needed: only a prefetch, which is optional, gets this answer
 
 
+CanJoin = Callable[[Step, bool], bool]
+"""``Joins.can_join``."""
+
+
 class Joins(Protocol):
     """A pass that can take a step that only other ranks need."""
 
-    def can_join(self, step: Step) -> bool:
-        """Return whether the pass can take ``step`` now, with a group that this rank does not use at the moment."""
+    def can_join(self, step: Step, planned: bool) -> bool:
+        """Return whether the pass can take ``step`` now, with a group that this rank does not use at the moment.
+
+        Ranks that follow a known pass have ``planned`` it; else they have just chosen it.
+        """
 
     def join(self, step: Step) -> None:
         """Take ``step``."""
@@ -95,14 +103,14 @@ class Observer(Protocol):
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """A pass starts; an ``outermost`` one ends an aborted one before it, another may lie inside the running one."""
 
-    def before(self, step: Step, *, optional: bool, can_join: Callable[[Step], bool]) -> Answer | Step:
+    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
         """Decide about ``step``, which is about to be taken.
 
         Returns:
             TAKE, LATER, or a step that ``can_join`` accepts and that the pass must take first, because other ranks do.
         """
 
-    def joins_before_end(self, can_join: Callable[[Step], bool]) -> Step | None:
+    def joins_before_end(self, can_join: CanJoin) -> Step | None:
         """Return the next step that other ranks take before a backward ends, if ``can_join`` accepts it."""
 
     def end(self) -> None:
@@ -124,11 +132,11 @@ class Unobserved:
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Do nothing."""
 
-    def before(self, step: Step, *, optional: bool, can_join: Callable[[Step], bool]) -> Answer | Step:
+    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
         """Let every step be taken at once."""
         return Answer.TAKE
 
-    def joins_before_end(self, can_join: Callable[[Step], bool]) -> Step | None:
+    def joins_before_end(self, can_join: CanJoin) -> Step | None:
         """Return None."""
         return None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fsdp2.engine import steps
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import END, Answer, Observer, PassKind, Step, observe_with
+from fsdp2.engine.steps import END, Answer, CanJoin, Observer, PassKind, Step, observe_with
 
 __all__ = ["others_use_everything"]
 
@@ -46,7 +46,7 @@ class _Others:
         self._taken.clear()
         self._forward = kind.name == "forward"
 
-    def before(self, step: Step, *, optional: bool, can_join: Callable[[Step], bool]) -> Answer | Step:
+    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
         """Let every step be taken at once; a forward joins the others' gathers before it ends."""
         if step == END and self._forward:
             joined = self._next(["gather"], self._root.groups, can_join)
@@ -54,7 +54,7 @@ class _Others:
         self._taken.add((step.kind, step.group))
         return Answer.TAKE
 
-    def joins_before_end(self, can_join: Callable[[Step], bool]) -> Step | None:
+    def joins_before_end(self, can_join: CanJoin) -> Step | None:
         """Return what is left of the others' backward."""
         return self._next(["gather", "reduce"], list(reversed(self._root.groups)), can_join)
 
@@ -70,10 +70,10 @@ class _Others:
     def forget(self, setter: str) -> None:
         """Nothing is compared."""
 
-    def _next(self, kinds: list[str], groups: list[Any], can_join: Callable[[Step], bool]) -> Step | None:
+    def _next(self, kinds: list[str], groups: list[Any], can_join: CanJoin) -> Step | None:
         for group in groups:
             for kind in kinds if group.options.reduce_unused else ():
-                if (kind, group) not in self._taken and can_join(Step(kind, group)):
+                if (kind, group) not in self._taken and can_join(Step(kind, group), True):
                     self._taken.add((kind, group))  # asked once: a group without gradients reduces nothing
                     return Step(kind, group)
         return None

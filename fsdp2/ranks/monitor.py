@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import END, Answer, Member, PassKind, Step
+from fsdp2.engine.steps import END, Answer, CanJoin, Member, PassKind, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.steps import StepLog
@@ -30,7 +30,6 @@ _DEVIATIONS = 1  # that a pass asks about before it is open
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
 _FORWARDS = ("forward", "evaluation")
 _Job = Callable[[], None]
-CanJoin = Callable[[Step], bool]
 
 
 class RankMonitor:
@@ -56,6 +55,7 @@ class RankMonitor:
         self._to_begin: PassKind | None = None  # a pass that has taken no step so far
         self._setters: dict[str, None] = {}  # that changed options since the ranks compared these
         self._places: dict[Any, int] = {}  # of the groups in the last forward
+        self._needed_in_backward: set[Any] = set()  # groups that some backward gathered, though ranks may skip them
         if not self._electing:
             self.log.first_kind = PassKind("forward")
 
@@ -86,19 +86,31 @@ class RankMonitor:
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
-        if self._electing and kind.name in _FORWARDS and not all(map(log.has_gather, self._skippable())):
+        if self._electing and not all(map(log.has_gather, self._without_place(kind))):
             log.forget_way()
         if not known:
             self._meet(first, begins=True)
             self._setters.clear()
 
-    def _skippable(self) -> list[FSDPParamGroup]:
-        """The groups that some ranks may use and others not, and that have no place in a forward by being in memory.
+    def _without_place(self, kind: PassKind) -> list[FSDPParamGroup]:
+        """Return the groups that any rank may gather in a pass of ``kind``, unless a known pass gathers them.
 
-        As long as no rank has used one of them its place is not known, and any rank may use it before any step.
+        These are groups that some ranks may skip: in a forward all of them, in a backward those that a forward before
+        it gathered, if they train or were gathered in a backward before. As long as no rank has used one of them its
+        place is not known, and a rank may come to it before any step.
         """
-        groups = self._root.groups
-        return [g for g in groups if g.options.reduce_unused and g.mesh.shard.size > 1 and g.residency.needs_gather]
+        found = []
+        for number, group in enumerate(self._root.groups):
+            options, residency = group.options, group.residency
+            if not options.reduce_unused or group.mesh.shard.size == 1 or not residency.needs_gather:
+                continue
+            if kind.name not in _FORWARDS:
+                trains = any(param.requires_grad for param in group.params)
+                needed = options.unshard_in_backward and (trains or group in self._needed_in_backward)
+                if number not in kind.used or not needed:
+                    continue
+            found.append(group)
+        return found
 
     def _guess(self, kind: PassKind) -> list[Step] | None:
         """What the first pass of a kind probably does: it gathers one group after the other in the model's order."""
@@ -117,12 +129,17 @@ class RankMonitor:
                 self._meet()
             if log.kind.name == "forward":
                 self._places = {step.group: i for i, step in enumerate(log.steps)}
+            else:
+                gathered = [step.group for step in log.steps if step.kind == "gather" and step.group is not None]
+                self._needed_in_backward.update(group for group in gathered if group.options.reduce_unused)
             log.end()
 
     def joins_before_end(self, can_join: CanJoin) -> Step | None:
         """The next step that the others are expected to take before this pass ends, if this rank can join it."""
         expected = self.log.expected
-        return expected if expected is not None and expected != END and can_join(expected) else None
+        if expected is None or expected == END or not can_join(expected, self.log.decided is None):
+            return None
+        return expected
 
     def suspend(self) -> None:
         """What comes now is not compared; a pass that was aborted before it is over."""
@@ -166,15 +183,20 @@ class RankMonitor:
             return Answer.TAKE
         while (expected := log.expected) != step:
             if expected is not None:
-                if can_join(expected):
+                planned = log.decided is None
+                if can_join(expected, planned):
                     return expected
-                if optional and (log.decided is not None or log.expects_later(step)):
+                if (
+                    optional
+                    and (planned or step.kind == "gather")
+                    and (log.decided is not None or log.expects_later(step))
+                ):
                     return Answer.LATER
                 if log.decided is not None:
                     did = {self.board.ranks[0]: self._did(log.kind, expected), -1: self._did(log.kind, step)}
                     self.board.fail(self.refuse(did), log.epoch)
             if self._electing:
-                log.decide(self._choose(step, optional))
+                log.decide(self._choose(step, optional and step.kind == "gather"))
             elif log.open:
                 break
             else:
@@ -390,5 +412,6 @@ def _choose(wants: dict[int, Any]) -> Any:
     if optional:
         return min(optional, key=lambda want: want["order"])["step"]
     # Where some ranks skip a unit, others prefetch another one there: it can wait for the one step that others need.
-    needed = [want["step"] for want in wants.values() if not want.get("prefetch")]
-    return needed[0] if needed and all(step == needed[0] for step in needed) else None
+    needed = [want for want in wants.values() if not want.get("prefetch")]
+    same = bool(needed) and all(want["step"] == needed[0]["step"] for want in needed)
+    return needed[0]["step"] if same else None

@@ -126,7 +126,7 @@ class Model:
         """One pass."""
         self.monitor.begin(PassKind(kind), outermost=kind == "forward")
         for step in (*steps, END):  # no unit is for some ranks alone
-            assert self.monitor.before(step, optional=False, can_join=lambda other: False) is Answer.TAKE
+            assert self.monitor.before(step, optional=False, can_join=lambda other, planned: False) is Answer.TAKE
         self.monitor.end()
 
 

@@ -1,10 +1,13 @@
 """The only place that registers a hook: on modules, on autograd nodes, on tensors and on optimizers.
 
-A hook holds no module and no group by itself; it is given a bound method, and everything dies with the module.
+Most hooks are given a bound method of what belongs to the module, and die with the module. Hooks on leaves hold their
+owner weakly: it refers to modules around the leaf.
 """
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
@@ -99,7 +102,7 @@ def hook_saving(
     for module in modules:
         if before is not None:
             handles.append(module.register_state_dict_pre_hook(before))
-        handles.append(module.register_state_dict_post_hook(_Marked(after)))
+        handles.append(module.register_state_dict_post_hook(after))
     return handles
 
 
@@ -116,25 +119,44 @@ def hook_loading(
 
 def hook_state_dict(
     modules: Iterable[nn.Module],
+    owner: object,
     before_save: Callable[..., None],
     after_save: Callable[..., None],
     before_load: Callable[..., None],
     after_load: Callable[..., None],
 ) -> None:
-    """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself."""
+    """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself.
+
+    The functions are called with ``owner`` first. The modules may be leaves, and ``owner`` knows the model around them,
+    so the hooks hold it weakly: a leaf that somebody keeps does not keep the model.
+    """
     for module in modules:
-        hook_saving([module], after_save, before_save)
-        hook_loading([module], before_load, after_load)
+        hook_saving([module], _OwnedHook(after_save, owner), _OwnedHook(before_save, owner))
+        hook_loading([module], _OwnedHook(before_load, owner), _OwnedHook(after_load, owner))
 
 
-class _Marked:
-    """A hook that torch can mark by an attribute, which a bound method does not take; copied along with its method."""
+class _OwnedHook:
+    """Calls a function with an object that it does not keep alive; does nothing when that is gone.
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = method
+    A bound method would keep it alive, and takes none of the attributes with which torch marks hooks.
+    """
+
+    def __init__(self, function: Callable[..., None], owner: object) -> None:
+        self._function = function
+        self._owner = weakref.ref(owner)
 
     def __call__(self, *args: Any) -> None:
-        self._method(*args)
+        owner = self._owner()
+        if owner is not None:
+            self._function(owner, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OwnedHook:
+        """Belong to the owner's copy. ``copy`` takes weak references as they are, so it is looked up in ``memo``."""
+        owner = self._owner()
+        copied = copy.copy(self)
+        if owner is not None:
+            copied._owner = weakref.ref(copy.deepcopy(owner, memo))
+        return copied
 
 
 def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fsdp2
 from fsdp2._torch.collectives import default_store
+from tests.support.memory import LiveBytes
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
 
@@ -52,3 +55,37 @@ def test_a_leaf_does_not_keep_its_model(rank, world):
     assert [one() for one in gone] == [None] * len(gone)
     leaf(torch.ones(1, 4)).sum().backward()  # and it still works, by itself
     assert leaf.weight.grad is not None
+
+
+WIDTH, LAYERS = 64, 16
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("shows", ["shards", "full parameters"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_leaf_that_is_no_unit_does_not_keep_its_model(rank, world, shows, copied):
+    """``for module in model.modules(): ...`` leaves the last leaf in the variable. The hooks on it for state dicts held
+    its group, and the group its modules: 85.5 of 85.5 MB stayed after ``del model``, of torch's model 0.25."""
+    with LiveBytes() as live:
+        blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, 4))
+        for unit in (*blocks, model):
+            fsdp2.fully_shard(unit, mesh=mesh_1d())
+        if copied:
+            model = copy.deepcopy(model)
+        for _ in range(2):
+            model(torch.ones(1, WIDTH)).sum().backward()
+        model.load_state_dict(model.state_dict())
+        if shows == "full parameters":
+            model.unshard()
+        leaf = model[1]
+        gone = [weakref.ref(one) for one in (model, model[0], model[0][0].weight, model._get_fsdp_state())]
+        del model, unit, blocks
+        gc.collect()
+        assert [one() for one in gone] == [None] * len(gone)
+        weight = WIDTH * WIDTH * 4
+        assert live.now < weight, "what is left is less than a weight of one block"
+    assert leaf.state_dict().keys() == {"weight", "bias"}  # the hooks on it have nothing left to do
+    leaf.load_state_dict(leaf.state_dict())
+    leaf.zero_grad()  # torch does not copy the gradient of a DTensor
+    assert copy.deepcopy(leaf).weight.shape == (4, WIDTH)

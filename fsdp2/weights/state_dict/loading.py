@@ -23,69 +23,69 @@ __all__ = ["after_load_tree", "before_load_tree", "hook_group"]
 
 def hook_group(group: FSDPParamGroup) -> None:
     """Let ``state_dict`` and ``load_state_dict`` of the modules that show parameters of ``group`` see its shards."""
-    owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
-    loader = _ShardLoader(group)
-    hook_state_dict(owners, group.before_save, group.after_save, loader.before_load, loader.after_load)
+    modules = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+    hook_state_dict(modules, group, FSDPParamGroup.before_save, FSDPParamGroup.after_save, _load_shards, _adopt_loaded)
 
 
-class _ShardLoader:
-    """Loads the parameters of one group."""
+def _load_shards(
+    group: FSDPParamGroup,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *unused: object,
+) -> None:
+    """Let ``module`` show shards, and ``state_dict`` hold shards for them in place of full tensors and pieces.
 
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self.group = group
+    What is of the wrong shape stays as it is, for torch to report.
+    """
+    if group.residency.summoned:  # the modules show plain parameters, which load as such
+        return
+    group.before_load()
+    assign = bool(metadata.get("assign_to_params_buffers", False))
+    for param in group.params:
+        for slot in param.slots:
+            key = prefix + slot.name
+            if slot.module is module and key in state_dict:
+                state_dict[key] = _shard(group, state_dict[key], param, key, assign)
 
-    def before_load(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: object
-    ) -> None:
-        """Let ``module`` show shards, and ``state_dict`` hold shards for them in place of full tensors and pieces.
 
-        What is of the wrong shape stays as it is, for torch to report.
-        """
-        if self.group.residency.summoned:  # the modules show plain parameters, which load as such
-            return
-        self.group.before_load()
-        assign = bool(metadata.get("assign_to_params_buffers", False))
-        for param in self.group.params:
-            for slot in param.slots:
-                key = prefix + slot.name
-                if slot.module is module and key in state_dict:
-                    state_dict[key] = self._shard(state_dict[key], param, key, assign)
-
-    def _shard(self, value: Any, param: FSDPParam, key: str, assign: bool) -> Any:
-        sharded: Any = param.sharded
-        if is_piece(value):
-            problem = _wrong_piece(value, param, key)
-            if problem:
-                raise RuntimeError(f"Error in loading state_dict: {problem}")
-            local = value["piece"].detach()
-        elif isinstance(value, torch.Tensor):
-            if sharded.ndim == 0 and tuple(value.shape) == (1,):  # as torch loads what very old versions saved
-                value = value[0]
-            if value.shape != sharded.shape or placed_alike(value, sharded):
-                return value
-            whole = whole_of(value) if isinstance(value, DTensor) else value.detach()
-            local = param.spec.cut(param.spec.of_plain(whole))
-        else:
+def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign: bool) -> Any:
+    sharded: Any = param.sharded
+    if is_piece(value):
+        problem = _wrong_piece(value, param, key)
+        if problem:
+            raise RuntimeError(f"Error in loading state_dict: {problem}")
+        local = value["piece"].detach()
+    elif isinstance(value, torch.Tensor):
+        if sharded.ndim == 0 and tuple(value.shape) == (1,):  # as torch loads what very old versions saved
+            value = value[0]
+        if value.shape != sharded.shape or placed_alike(value, sharded):
             return value
-        if assign:  # it becomes the shard itself: in its place, without the rest of a full tensor
-            device = param.local.device
-            if device.type == "meta" and not local.is_meta:
-                device = self.group.store.home
-            local = own_memory(local, param.spec, device)
-        return param.spec.shard_as(local)
+        whole = whole_of(value) if isinstance(value, DTensor) else value.detach()
+        local = param.spec.cut(param.spec.of_plain(whole))
+    else:
+        return value
+    if assign:  # it becomes the shard itself: in its place, without the rest of a full tensor
+        device = param.local.device
+        if device.type == "meta" and not local.is_meta:
+            device = group.store.home
+        local = own_memory(local, param.spec, device)
+    return param.spec.shard_as(local)
 
-    def after_load(self, module: nn.Module, *unused: object) -> None:
-        """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
-        if self.group.residency.summoned:
-            return
-        for param in self.group.params:
-            if len(param.slots) < 2:
-                continue
-            for slot in param.slots:
-                shown = slot.module._parameters.get(slot.name)
-                if slot.module is module and shown is not None and shown is not param.sharded:
-                    param.slots[0].show(shown)
-        self.group.residency.adopt()
+
+def _adopt_loaded(group: FSDPParamGroup, module: nn.Module, *unused: object) -> None:
+    """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
+    if group.residency.summoned:
+        return
+    for param in group.params:
+        if len(param.slots) < 2:
+            continue
+        for slot in param.slots:
+            shown = slot.module._parameters.get(slot.name)
+            if slot.module is module and shown is not None and shown is not param.sharded:
+                param.slots[0].show(shown)
+    group.residency.adopt()
 
 
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -257,13 +258,33 @@ def test_forward_hooks_are_the_outermost_ones() -> None:
     assert log[4:] == ["user's before", "user's after"]
 
 
+class Owner:
+    """What hooks on a leaf belong to."""
+
+
 def test_state_dict_hooks_bracket_saving_and_loading() -> None:
-    log, module = [], nn.Linear(2, 2)
-    hook_state_dict([module], *(lambda *args, n=name: log.append(n) for name in ("save", "saved", "load", "loaded")))
+    log, module, owner = [], nn.Linear(2, 2), Owner()
+    names = ("save", "saved", "load", "loaded")
+    hook_state_dict([module], owner, *(lambda own, *args, n=name: log.append((n, own)) for name in names))
     state = module.state_dict()
-    assert log == ["save", "saved"]
+    assert log == [("save", owner), ("saved", owner)]
     module.load_state_dict(state)
-    assert log == ["save", "saved", "load", "loaded"]
+    assert log == [(name, owner) for name in names]
+
+
+def test_state_dict_hooks_belong_to_the_copy_of_their_owner() -> None:
+    """They hold their owner weakly, and ``copy`` takes weak references as they are."""
+    log, module, owner, memo = [], nn.Linear(2, 2), Owner(), {}
+    hook_state_dict([module], owner, *[lambda own, *args: log.append(own)] * 4)
+    copied = copy.deepcopy(owner, memo)
+    clone = copy.deepcopy(module, memo)
+    clone.load_state_dict(clone.state_dict())
+    assert log == [copied] * 4
+    log.clear()
+    del owner, copied
+    memo.clear()
+    clone.load_state_dict(copy.deepcopy(module).state_dict())
+    assert log == []
 
 
 def test_a_gradient_hook_sees_the_finished_gradient() -> None:

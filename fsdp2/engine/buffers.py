@@ -150,6 +150,10 @@ class ShardStore:
             if shown is param.sharded and param.local is placed:
                 continue
             _check_replacement(param, shown)
+            if shown is param.sharded and param in self._plain:
+                # Other content (swap_tensors): the tensor before may be another DTensor's now, and its place in the
+                # flat buffer gets the new values. ``adopt_shard`` does the same for a DTensor that was replaced.
+                placed.data = placed.detach().clone()
             param.adopt_shard(shown)  # type: ignore[arg-type]  # just checked
             show([param], "sharded")
             changed = True

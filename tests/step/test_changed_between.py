@@ -58,6 +58,36 @@ def test_shards_with_other_content(rank, world, how, evaluated):
         torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("names", [["0.weight"], ["0.weight", "0.bias", "2.weight", "2.bias"]])
+def test_what_is_swapped_out_keeps_its_value(rank, world, names):
+    """``torch.utils.swap_tensors`` gives the tensor that is swapped out the shard's own memory. The next forward put
+    the new values there, so it showed the trained weight; swapped back in, it brought that along."""
+    module, alone = models(world)
+    inputs, others = torch.ones(2, 3), {}
+    expected = {name: alone.get_parameter(name).detach().clone() for name in names}
+    for name in names:
+        shard = module.get_parameter(name)
+        other = nn.Parameter(shard.detach() * 2)
+        swap_tensors(shard, other)
+        others[name] = other
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        module(inputs).sum().backward()
+        optimizer.step()
+    for name, other in others.items():
+        torch.testing.assert_close(other.full_tensor(), expected[name], rtol=0, atol=0)
+    trained = {name: parameter.full_tensor().detach().clone() for name, parameter in module.named_parameters()}
+    for name, other in others.items():
+        swap_tensors(module.get_parameter(name), other)
+        assert torch.equal(module.get_parameter(name).full_tensor(), expected[name])
+    whole = copy.deepcopy(alone)
+    whole.load_state_dict({**trained, **expected})
+    torch.testing.assert_close(module(inputs), whole(inputs))
+    for name, other in others.items():
+        torch.testing.assert_close(other.full_tensor(), trained[name], rtol=0, atol=0)
+
+
 @on_ranks(2)
 def test_cast_between_forward_and_backward(rank, world):
     """``model.double()`` there made backward fail with "setStorage"; it says what was done, and the model goes on."""

@@ -32,6 +32,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         call = MethodType(original.__func__, self) if of_module else original
         state = self._get_fsdp_state()
         args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, args, call(*args, **kwargs))
+        try:
+            output = call(*args, **kwargs)
+        except Exception as error:
+            state.explain(error)  # the hook that explains errors of forward does not see this call
+            raise
+        return state.post_forward(self, args, output)
 
     setattr(module, method_name, MethodType(method, module))

@@ -196,7 +196,7 @@ class ShardStore:
         raise RuntimeError(
             f"{', '.join(names[:8])}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore: "
             "got the values from before, expected the assigned ones; write them in place instead, with "
-            "`with torch.no_grad(): param.copy_(value)`"
+            "`with torch.no_grad(): param.copy_(value)`, or assign inside summon_full_params"
         )
 
     def _has_its_own(self, param: FSDPParam) -> bool:

@@ -1,7 +1,7 @@
 """Hints for shards that were computed with or written: torch's error does not say which and what to do.
 
 DTensor raises it before any Python code of ours could run, so it is explained afterwards: when it leaves the forward of
-a root, and in the log when the process ends with it.
+a root or a registered method, and in the log when the process ends with it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,16 @@ Groups = Callable[[], Iterable[Any]]
 
 
 def _shown(groups: Groups) -> dict[FSDPParam, str]:
-    """The parameters that modules show shards of at the moment, each with the name of its unit."""
-    params = {p: group.name for group in groups() for p in group.params}
+    """The parameters that modules show shards of at the moment, each with the name of its unit.
+
+    Before the first forward that is the module's class: a name counts from the root, which nobody knows then.
+    """
+    params = {p: _unit(group) for group in groups() for p in group.params}
     return {p: name for p, name in params.items() if p.module._parameters.get(p.slots[0].name) is p.sharded}
+
+
+def _unit(group: Any) -> str:
+    return repr(group.name or "the root") if group.name or group.in_root else type(group.modules[0]).__name__
 
 
 def _hint(error: BaseException | None, groups: Groups) -> str | None:
@@ -64,7 +71,7 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
     used, named = _used(place, units)
     if not used:
         return None
-    names = ", ".join(f"{p.name} (unit {units[p] or 'the root'!r})" for p in used[:_SHOWN])
+    names = ", ".join(f"{p.name} (unit {units[p]})" for p in used[:_SHOWN])
     names = f"{'' if named else 'possibly '}{names}{', ...' if len(used) > _SHOWN else ''}"
     return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
 

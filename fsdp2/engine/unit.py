@@ -123,6 +123,8 @@ class FSDPState(ComposableState):
         # While summon_full_params shows its parameters: why forward cannot compute with them, "" if it can.
         self.summoned: str | None = None
         _live.add(self)
+        # Not when a root is made: the call that fails may be the first one (``generate``, say).
+        explain_at_exit(lambda: [group for state in live_states() for group in state.groups])
 
     @property
     def root(self) -> RootContext[FSDPState]:
@@ -397,7 +399,6 @@ class FSDPState(ComposableState):
         if not self._explains:
             self._explains = True
             hooks.hook_error(self.modules[0], self._explain_error)
-            explain_at_exit(lambda: [group for state in live_states() for group in state.groups])
         root.use_comm(root.comm)
         error = None
         try:
@@ -416,7 +417,11 @@ class FSDPState(ComposableState):
     @outside_dynamo
     def _explain_error(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:
-            explain(sys.exc_info()[1], lambda: self.root.groups)
+            self.explain(sys.exc_info()[1])
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to the text of ``error``, which leaves a forward or a registered method, which shards it is about."""
+        explain(error, lambda: self.root.groups)
 
     def _refuse_manual_below(self, states: Iterable[FSDPState]) -> None:
         """Raise RuntimeError where somebody asked to end the backwards of a unit below the root."""

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -88,6 +89,35 @@ def test_sharded_weight_in_the_loss(rank, world, fsdp):
         raise Unhelpful(next(line.partition("]: ")[2] for line in lines if "RuntimeError: " in line))
 
 
+GENERATING = """
+import fsdp2, torch, torch.distributed as dist
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 12)
+    def generate(self, x):
+        return self.head(self.embed(x))
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh, model = dist.device_mesh.init_device_mesh("cpu", (1,)), Model()
+for unit in (model.head, model):
+    fsdp2.fully_shard(unit, mesh=mesh)
+model.generate(torch.ones(2, dtype=torch.long))
+"""
+
+
+@api.fsdp2_only
+def test_an_error_of_the_first_call_is_explained():
+    """The log named the weight only once some forward had begun, since the first one registered the explanation. Where
+    ``generate`` was the first call and no unit ran before the error, torch's raw error was all there was."""
+    ended = subprocess.run([sys.executable, "-c", GENERATING], capture_output=True, text=True, timeout=300)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert ended.returncode != 0 and "use_weights" in last, ended.stderr
+    assert "embed.weight (unit FSDPModel)" in last and "head" not in last
+
+
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy, one piece of the rows after the other."""
     pieces = zip(hidden.split(1), targets.split(1), strict=True)
@@ -151,6 +181,30 @@ class Scorer(nn.Linear):
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return self(x) * self.weight.sum()
+
+
+class Speaking(Headed):
+    """A method computes with the weights of its own and of a unit that it does not call."""
+
+    def speak(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(self.trunk(x)), self.head.weight)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_an_error_of_a_registered_method_is_explained(rank, world):
+    """Only what left a forward was explained: a registered method that read a shard raised torch's raw error."""
+    module = Speaking()
+    for unit in (module.trunk, module.head, module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    fsdp2.register_fsdp_forward_method(module, "speak")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"head.weight \(unit 'head'\): got a shard, .*use_weights"):
+            module.speak(torch.ones(2, 8))
+        module.reset_iter_state()
+    with fsdp2.use_weights(module.head):
+        module.speak(torch.ones(2, 8)).sum().backward()
+    assert module.head.weight.grad is not None
 
 
 @api.fsdp2_only

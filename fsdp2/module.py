@@ -375,18 +375,23 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             TypeError: neither a CompressionPolicy nor None.
-            RuntimeError: a forward or backward runs.
+            RuntimeError: a forward or backward runs, or a backward on an earlier forward is still to come.
             ValueError: a unit has a custom reduce-scatter, and the policy compresses ``reduce``.
         """
         if compression is not None and not isinstance(compression, CompressionPolicy):
             raise TypeError(f"compression must be a CompressionPolicy or None, got {compression!r}")
-        groups = [group for state in self._states(recurse) for group in state.groups]
-        for group in groups:
+        for state, group in [(one, group) for one in self._states(recurse) for group in one.groups]:
             if not group.is_idle:
                 phase = group.phases.phase.name.lower()
                 raise RuntimeError(
                     f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected a call "
                     "between two steps. Call it after backward, after reset_iter_state() on the root if that raised"
+                )
+            if group in state.root.pending.inputs:  # what the forward saved would be gone
+                raise RuntimeError(
+                    f"{group.name or 'the root'}: set_compression was called between a forward and its backward; "
+                    "expected a call between two steps. Call it after the last backward, or after reset_iter_state() "
+                    "on the root, which drops gradients, where no backward follows"
                 )
         self._change("set_compression", recurse, lambda group: replace(group.options, compression=compression))
 

@@ -301,11 +301,28 @@ def test_what_does_not_compose_is_refused_by_name(rank, world):
     with pytest.raises(RuntimeError, match="set_compression was called while its forward runs"):
         model(x)
     hook.remove()
-    out = model(x)
-    model.set_compression(None)
-    with pytest.raises(RuntimeError, match="set_compression.. between|laid out anew between forward and backward"):
-        out.sum().backward()
     model.reset_iter_state()
+
+
+@on_ranks(2)
+def test_set_compression_between_forward_and_backward(rank, world):
+    """It was refused in the backward, and in later steps until a reset, not at the call."""
+    model = shard(Products(), mesh=mesh_1d(), compression=policy(gather=torch.int8))
+    x = ternary(1, 64)
+    out = model(x)
+    for unit in (model, model.inner):
+        with pytest.raises(RuntimeError, match=r"set_compression was called between a forward and its backward; .*"):
+            unit.set_compression(None)
+    out.sum().backward()  # as if nothing had been called
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.set_compression(None)
+    with torch.no_grad():
+        model(x)
+    model.set_compression(policy(gather=torch.int8))  # no backward follows an evaluation
+    model(x)
+    model.reset_iter_state()
+    model.set_compression(None)
+    model(x).sum().backward()
 
 
 @on_ranks(2)

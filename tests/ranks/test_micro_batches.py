@@ -1,0 +1,61 @@
+"""Micro-batches that communicate nothing: each rank may have as many as it likes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp2
+from tests.support.parity import mesh_of
+from tests.support.pool import on_ranks
+
+STEPS = 4
+
+
+def micro_batches(rank: int, step: int) -> list[torch.Tensor]:
+    """Return a number of micro-batches that differs between ranks and steps, and is the same on all in step 1."""
+    count = 2 if step == 1 else 1 + (rank + step) % 3
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return [torch.randn(3, 6, generator=generator) for _ in range(count)]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("weights", ["kept", "whole on each rank"])
+def test_ranks_with_different_numbers_of_micro_batches(rank, world, weights):
+    """Token-balanced and reinforcement-learning batches differ in number, and only the last one of a step communicates.
+    The rank checks compared every pass, also those that start no collective, and raised where DDP's ``no_sync`` trains.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    module, theirs = copy.deepcopy(plain), DistributedDataParallel(plain)
+    mesh = mesh_of(world) if weights == "kept" else mesh_of(world, 1, names=("replicate", "shard"))
+    for unit in (module[0], module[2], module):
+        fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, theirs)]
+    for step in range(STEPS):
+        batches = micro_batches(rank, step)
+        if weights == "kept":
+            module.unshard()
+            module[0].unshard()
+            module[2].unshard()
+        for i, batch in enumerate(batches):
+            ends = i + 1 == len(batches)
+            module.set_requires_gradient_sync(ends)
+            module.set_reshard_after_backward(ends)
+            module(batch).square().sum().backward()
+            if ends:
+                theirs(batch).square().sum().backward()
+            else:
+                with theirs.no_sync():
+                    theirs(batch).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)

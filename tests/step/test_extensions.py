@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
+from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.steps import Answer, Step, Unobserved
 from tests.support import api
 from tests.support.parity import SEED, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
@@ -358,3 +361,54 @@ def test_wrong_releases(rank, world):
     setattr(module.weight._local_tensor, RELEASE, lambda: True)
     with pytest.raises(AssertionError, match="requires fsdp_pre_all_gather and fsdp_post_all_gather"):
         module(torch.ones(1, 8))
+
+
+class Postponing(Unobserved):
+    """Leaves every prefetch until it is needed, as where other ranks come to it later."""
+
+    def __init__(self) -> None:
+        self.asked: list[Step] = []
+
+    def before(self, step: Step, *, optional: bool, can_join: Callable[[Step], bool]) -> Answer | Step:
+        self.asked.append(step)
+        return Answer.LATER if optional else Answer.TAKE
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_prefetch_that_is_left_for_later(rank, world):
+    """The tensors were encoded before the observer was asked: what they send stayed allocated until the gather that was
+    needed, and that encoded them once more."""
+    module = of_halves(8, 8, 8, 8)
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=mesh_1d())
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        expected = module(x)  # sizes and order are known from now on
+    root = module._get_fsdp_state().root
+    stores = [group.store for group in root.groups]
+    root.observer = observer = Postponing()
+    held: list[list[int]] = []
+    for layer in module:
+        layer.register_forward_hook(lambda *_: held.append([sent(store) for store in stores]))
+    calls: list[torch.Size] = []
+    encode = Halves.fsdp_pre_all_gather
+
+    @functools.wraps(encode)
+    def noted(tensor: Halves, *args: Any) -> Any:
+        calls.append(tensor.shape)
+        return encode(tensor, *args)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Halves, "fsdp_pre_all_gather", noted)
+        torch.testing.assert_close(module(x), expected)
+    assert len(calls) == len(stores)
+    assert sum(step.kind == "gather" for step in observer.asked) > 3  # some were asked for twice
+    for i, found in enumerate(held):
+        assert not any(found[i + 1 :]), "what a unit that comes later sends is in memory"
+
+
+def sent(store: ShardStore) -> int:
+    """Return how many bytes are allocated for what the parameters of one unit send."""
+    outputs = [tensor for extension in store.extensions._extensions for tensor in extension.outputs]
+    return sum(tensor.untyped_storage().size() for tensor in outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fsdp2._torch.autograd import accumulate_grad_node
 from tests.support.api import torch_since
 from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
 from tests.unit.meshes import fake_mesh
@@ -35,6 +35,22 @@ def test_every_symbol_has_a_probe() -> None:
         test_torch_collectives and test_torch_helpers and test_torch_optimizers and test_torch_forecast
     )  # have their parts of the probes
     assert sorted(PROBED) == sorted(vars(_torch))
+
+
+@probes("StreamError", "stream_sanitizer")
+def test_errors_of_the_stream_sanitizer_become_ours() -> None:
+    """In a process of its own: importing the sanitizer makes torch report allocations until the process ends."""
+    program = (
+        "from fsdp2._torch.sanitizer import StreamError, stream_sanitizer\n"
+        "from torch.cuda._sanitizer import CUDASanitizerErrors\n"
+        "try:\n"
+        "    with stream_sanitizer():\n"
+        "        raise CUDASanitizerErrors([])\n"
+        "except StreamError as error:\n"
+        "    assert str(error) == 'detected 0 errors'\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
 
 
 # ---- composable APIs ----
@@ -190,13 +206,13 @@ def test_a_running_backward_has_an_id_and_an_end() -> None:
     assert log[0] >= 0 and log[1:] == [[2.0, 2.0]]
 
 
-@probes("will_accumulate")
+@probes("will_accumulate", "accumulate_grad_node")
 def test_a_running_backward_knows_which_leaves_it_reaches() -> None:
     log, leaves = {}, [torch.ones(2, requires_grad=True) for _ in range(2)]
-    nodes = [accumulate_grad_node(leaf) for leaf in leaves]
+    nodes = [_torch.accumulate_grad_node(leaf) for leaf in leaves]
     assert [node.variable is leaf for node, leaf in zip(nodes, leaves)] == [True, True]
     with torch.no_grad():
-        assert accumulate_grad_node(leaves[0]) is nodes[0]
+        assert _torch.accumulate_grad_node(leaves[0]) is nodes[0]
     output = leaves[0] * 2
     output.register_hook(lambda grad: log.update({i: _torch.will_accumulate(leaf) for i, leaf in enumerate(leaves)}))
     output.sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.api import torch_since
@@ -30,6 +32,14 @@ def test_the_store_of_the_default_process_group_is_shared_counts_and_compares() 
         assert store.check(["first"]) and not store.check(["never"])
         store.delete_key("first")
         assert not dist.PrefixStore("probe", _torch.default_store()).check(["first"])
+
+
+@probes("group_timeout")
+def test_a_group_knows_how_long_its_collectives_may_take() -> None:
+    with gloo_mesh():
+        group = dist.new_group([0], timeout=timedelta(seconds=77))
+        assert _torch.group_timeout(group, torch.device("cpu")) == timedelta(seconds=77)
+        assert _torch.group_timeout(dist.new_group([0]), torch.device("cpu")) == default_pg_timeout
 
 
 @probes("AsyncCollectiveTensor")

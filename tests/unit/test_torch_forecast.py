@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
 
+from fsdp2 import ShardPlacementResult
 from fsdp2.forecasting.cost import _flops
 from fsdp2.sharding.mesh import listed_ranks
 from tests.unit.meshes import fake_mesh
@@ -112,3 +116,21 @@ def test_what_depends_on_values_raises() -> None:
                 call()
             assert "aten" in str(raised.value.func)
     assert issubclass(_torch.UnsupportedOperatorException, RuntimeError)
+
+
+@probes("torch_placement")
+def test_a_mesh_for_one_parameter_in_torchs_words() -> None:
+    """A result without a mesh goes to torch as it is."""
+    assert _torch.torch_placement(Shard(1)) == Shard(1) and _torch.torch_placement(None) is None
+    with fake_mesh((4,)) as mesh:
+        result = ShardPlacementResult(Shard(1), mesh)
+        if not hasattr(_fsdp_common, "ShardPlacementResult"):
+            with pytest.raises(NotImplementedError, match="returned a mesh for a parameter"):
+                _torch.torch_placement(result)
+            return
+        module = torch_fsdp.fully_shard(
+            torch.nn.Linear(8, 4, bias=False),
+            mesh=mesh,
+            shard_placement_fn=lambda param: _torch.torch_placement(result),
+        )
+        assert module.weight.placements == (Shard(1),)

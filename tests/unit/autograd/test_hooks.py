@@ -49,7 +49,7 @@ class Log(list):
 
 def test_done_comes_when_the_gradient_of_the_only_input_is_computed() -> None:
     log = Log()
-    (args, kwargs), watched = watch_inputs((log.leaf("input"), 3), {"scale": torch.ones(2)}, log.done)
+    (args, kwargs), watched, _ = watch_inputs((log.leaf("input"), 3), {"scale": torch.ones(2)}, log.done)
     assert watched is Inputs.ATTACHED and args[1] == 3
     log.through(args[0] * kwargs["scale"], "parameter").sum().backward()
     assert log == ["parameter", "done", "input"]
@@ -66,7 +66,7 @@ def test_each_backward_of_a_backward_is_told_where_it_enters(inputs: int) -> Non
         if torch.is_grad_enabled():
             watch_exit(grad, starting)
 
-    (given, _), _ = watch_inputs(tuple(leaves), {}, log.done, starting)
+    (given, _), _, _ = watch_inputs(tuple(leaves), {}, log.done, starting)
     _, output = watch_outputs(sum(x**4 for x in given), starting, autograd_sequence_number())
     above = output**2
     gradients = torch.autograd.grad(above.sum(), leaves, create_graph=True)
@@ -79,7 +79,7 @@ def test_each_backward_of_a_backward_is_told_where_it_enters(inputs: int) -> Non
 def test_a_backward_that_cannot_be_differentiated_is_not_watched() -> None:
     log = Log()
     leaf = torch.ones(2, requires_grad=True)
-    ((given,), _), _ = watch_inputs((leaf,), {}, log.done, log.starting)
+    ((given,), _), _, _ = watch_inputs((leaf,), {}, log.done, log.starting)
     (given**2).sum().backward()
     assert log == ["done"]
 
@@ -87,7 +87,7 @@ def test_a_backward_that_cannot_be_differentiated_is_not_watched() -> None:
 def test_done_comes_once_when_the_gradients_of_all_inputs_are_computed() -> None:
     log = Log()
     inputs = (log.leaf("a"), log.leaf("b"))
-    ((a,), kwargs), watched = watch_inputs(inputs[:1], {"b": inputs[1]}, log.done)
+    ((a,), kwargs), watched, _ = watch_inputs(inputs[:1], {"b": inputs[1]}, log.done)
     assert watched is Inputs.ATTACHED
     log.through(log.through(a, "first") + kwargs["b"], "second").sum().backward()
     assert log[:-2] == ["second", "first", "done"] and sorted(log[-2:]) == ["a", "b"]
@@ -97,14 +97,14 @@ def test_done_comes_once_when_the_gradients_of_all_inputs_are_computed() -> None
 def test_an_input_that_is_not_used_does_not_hold_up_the_others() -> None:
     log = Log()
     used, unused = log.leaf("used"), torch.ones(2, requires_grad=True)
-    ((a, _), _), _ = watch_inputs((used, unused), {}, log.done)
+    ((a, _), _), _, _ = watch_inputs((used, unused), {}, log.done)
     (a * 2).sum().backward()
     assert log == ["done", "used"] and unused.grad is None
 
 
 def test_one_tensor_in_two_places_is_done_when_both_are() -> None:
     log, leaf = Log(), torch.ones(2, requires_grad=True)
-    ((a, b), _), _ = watch_inputs((leaf, leaf), {}, log.done)
+    ((a, b), _), _, _ = watch_inputs((leaf, leaf), {}, log.done)
     log.through(log.through(a, "first") + b, "second").sum().backward()
     assert log == ["second", "first", "done"]
     assert torch.equal(leaf.grad, torch.full((2,), 2.0))
@@ -112,7 +112,7 @@ def test_one_tensor_in_two_places_is_done_when_both_are() -> None:
 
 def test_inputs_in_containers_are_watched_and_containers_keep_their_type() -> None:
     log = Log()
-    (args, kwargs), watched = watch_inputs(([log.leaf("a")],), {"more": {"b": (log.leaf("b"),)}}, log.done)
+    (args, kwargs), watched, _ = watch_inputs(([log.leaf("a")],), {"more": {"b": (log.leaf("b"),)}}, log.done)
     assert watched is Inputs.ATTACHED and isinstance(args[0], list) and isinstance(kwargs["more"]["b"], tuple)
     (args[0][0] + kwargs["more"]["b"][0]).sum().backward()
     assert log[0] == "done" and log.count("done") == 1
@@ -123,7 +123,7 @@ def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
     plain = torch.ones(2)
     given: list[Any] = [plain, plain]
     given[place] = torch.ones(2, requires_grad=True)
-    (args, _), watched = watch_inputs(tuple(given), {}, lambda: None)
+    (args, _), watched, _ = watch_inputs(tuple(given), {}, lambda: None)
     assert watched is Inputs.ATTACHED
     assert args[1 - place] is plain and args[place] is not given[place]
     assert torch.equal(args[place], given[place])
@@ -134,37 +134,48 @@ def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
 )
 def test_without_an_input_that_needs_a_gradient_nothing_changes(args: tuple[Any, ...]) -> None:
     kwargs = {"mask": torch.ones(2, dtype=torch.bool)}
-    (new_args, new_kwargs), watched = watch_inputs(args, kwargs, pytest.fail)
+    (new_args, new_kwargs), watched, _ = watch_inputs(args, kwargs, pytest.fail)
     assert watched is Inputs.NONE_NEEDED and new_args is args and new_kwargs is kwargs
 
 
 def test_without_gradients_nothing_changes() -> None:
     args = (torch.ones(2, requires_grad=True),)
     with torch.no_grad():
-        (new_args, _), watched = watch_inputs(args, {}, pytest.fail)
+        (new_args, _), watched, _ = watch_inputs(args, {}, pytest.fail)
     assert watched is Inputs.NONE_NEEDED and new_args is args
 
 
 def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
+    """The hooks on the others do nothing until the gate is opened."""
+
     class Box:
         def __init__(self, value: Tensor) -> None:
             self.value = value
 
-    args = (Box(torch.ones(2, requires_grad=True)), torch.ones(2, requires_grad=True))
-    (new_args, _), watched = watch_inputs(args, {}, pytest.fail)
-    assert watched is Inputs.UNREACHABLE and new_args is args
+    hidden = Box(torch.ones(2, requires_grad=True))
+    args = (hidden,)
+    (new_args, _), watched, gate = watch_inputs(args, {}, pytest.fail)
+    assert watched is Inputs.UNREACHABLE and new_args is args and gate is None
+    log = Log()
+    for is_open in (False, True):  # somebody knows that the module did not use it
+        (new_args, _), watched, gate = watch_inputs((hidden, log.leaf("input")), {}, log.done)
+        assert watched is Inputs.UNREACHABLE and new_args[0] is hidden and gate is not None
+        assert [id(tensor) for tensor in gate.hidden] == [id(hidden.value)] and not gate.is_open
+        gate.is_open = is_open
+        new_args[1].sum().backward()
+    assert log == ["input", "done", "input"]
 
 
 def test_a_single_input_may_be_changed_in_place() -> None:
     x = torch.ones(2, requires_grad=True) * 1
-    ((view,), _), _ = watch_inputs((x,), {}, lambda: None)
+    ((view,), _), _, _ = watch_inputs((x,), {}, lambda: None)
     view.mul_(3)
     assert view.tolist() == [3.0, 3.0]
 
 
 def test_a_backward_without_the_inputs_is_never_done() -> None:
     log = Log()
-    ((a,), _), _ = watch_inputs((log.leaf("a"),), {}, log.done)
+    ((a,), _), _, _ = watch_inputs((log.leaf("a"),), {}, log.done)
     log.through(a.detach(), "parameter").sum().backward()
     assert log == ["parameter"]
 
@@ -304,7 +315,7 @@ def test_carried_hooks_run_on_the_new_tensor() -> None:
 def test_several_inputs_cannot_be_changed_in_place() -> None:
     """``residual += branch(hidden)`` in a block that gets both is refused by autograd, as under torch's fully_shard."""
     hidden, residual = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
-    ((hidden, residual), _), _ = watch_inputs((hidden, residual), {}, lambda: None)
+    ((hidden, residual), _), _, _ = watch_inputs((hidden, residual), {}, lambda: None)
     with pytest.raises(RuntimeError, match="modified inplace"):
         residual += hidden * 2
 
@@ -333,7 +344,7 @@ def test_a_single_input_of_a_transform_tells() -> None:
     log, leaf = Log(), torch.ones(2, requires_grad=True)
 
     def function(x: Tensor) -> Tensor:
-        ((view,), _), watched = watch_inputs((leaf,), {}, log.done)
+        ((view,), _), watched, _ = watch_inputs((leaf,), {}, log.done)
         assert watched is Inputs.ATTACHED
         return view * x
 

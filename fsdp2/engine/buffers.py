@@ -138,18 +138,19 @@ class ShardStore:
     # ---- shards ----
 
     def adopt(self) -> bool:
-        """Take in shards that were replaced or whose local tensors changed; whether there were any.
+        """Take in shards that were replaced or whose local tensors changed; return whether any was replaced.
 
         Raises:
             RuntimeError: a parameter was removed from its module, or replaced by something that is no such shard.
         """
-        changed = False
+        changed = replaced = False
         for param, placed in self._placed.items():
             slot = param.slots[0]
             shown = slot.module._parameters.get(slot.name)
             if shown is param.sharded and param.local is placed:
                 continue
             _check_replacement(param, shown)
+            replaced |= shown is not param.sharded
             if shown is param.sharded and param in self._plain:
                 # Other content (swap_tensors): the tensor before may be another DTensor's now, and its place in the
                 # flat buffer gets the new values. ``adopt_shard`` does the same for a DTensor that was replaced.
@@ -160,7 +161,7 @@ class ShardStore:
         if changed:
             self._place([param.local for param in self.params])
             self.note_change()
-        return changed
+        return replaced
 
     def replaced(self, *, in_backward: bool) -> bool:
         """Whether a module shows another parameter than the shard it was given: cheap, for every gather.

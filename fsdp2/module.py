@@ -64,9 +64,9 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self, *, recurse: bool = False) -> None:
         """Free this module's own full parameters, with ``recurse`` those of all units below too; show the shards."""
-        for state in self._states(recurse):
-            for group in state.groups:
-                group.reshard()
+        for group in [group for state in self._states(recurse) for group in state.groups]:
+            group.residency.refuse_summoned("reshard")
+            group.reshard()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of full parameters when they are freed (True), so that the next gather uses the same address.

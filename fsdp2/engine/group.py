@@ -79,6 +79,7 @@ class FSDPParamGroup:
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""
         if options.gathering != self.options.gathering:
+            self.residency.refuse_summoned("a change of how parameters are gathered")
             self.reshard()  # shards move to a new buffer, and with them all that is made of them
         self.options = options
         self.store.set_options(options)

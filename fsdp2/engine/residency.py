@@ -397,7 +397,8 @@ class Residency:
     def summon(self, params: Iterable[FSDPParam], block: Summoning) -> None:
         """Leave it to ``block`` what the modules show of ``params``. Now they show the shards of the whole group."""
         self.ready()
-        self.show_shards()
+        if not self.summoned:
+            self.show("sharded")  # also where they are shown: requires_grad may have been changed on them
         self.summoned.update(dict.fromkeys(params, block))
 
     def dismiss(self, params: Iterable[FSDPParam], values: Mapping[FSDPParam, torch.Tensor]) -> None:

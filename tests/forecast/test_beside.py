@@ -65,7 +65,10 @@ def step(made: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("how", [build, builds_with_torchs, builds_with_attributes])
 def test_what_switching_gains(how):
-    """Both run the same script, whichever of the two it imports; names are as they were when it is over."""
+    """Both run the same script, whichever of the two it imports; names are as they were when it is over.
+
+    Ours gathers the last layer once, theirs once more for backward.
+    """
     before = (fully_shard, fsdp2.fully_shard, torch_fully_shard, torchs.fully_shard)
     result = forecast(how, step, mesh={"shard": 8}, beside="torch")
     assert (fully_shard, fsdp2.fully_shard, torch_fully_shard, torchs.fully_shard) == before
@@ -73,7 +76,8 @@ def test_what_switching_gains(how):
     assert theirs is not None and theirs.beside is None
     assert theirs.bytes_by_kind["shards"] == result.bytes_by_kind["shards"]
     assert theirs.bytes_by_kind["optimizer state"] == result.bytes_by_kind["optimizer state"]
-    assert theirs.sent_bytes == pytest.approx(result.sent_bytes, rel=1e-5)  # ours also sends what clipping counted
+    last = LAYER // 2 if how is builds_with_attributes else LAYER  # that one computes in bfloat16
+    assert theirs.sent_bytes == pytest.approx(result.sent_bytes + last, rel=1e-5)  # ours also sends a norm's counts
     assert theirs.launches != result.launches or theirs.pools != result.pools, "both ran with the same library"
     assert theirs.bytes_by_kind["gathered"] > 0 and theirs.bytes_by_kind["gradients"] > 0
     assert theirs.peak.running.startswith("backward of ")

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -193,7 +195,10 @@ def _through_memory(model: Any, optimizer: Any, resumed: Any, other: Any) -> Non
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole values, on rank 0 alone
     weights, state = get_state_dict(model, optimizer, options=options)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_state_dict(resumed, other, model_state_dict=weights, optim_state_dict=state, options=options)
+    # One after the other: set_state_dict takes the empty weights of the other ranks for "the optimizer alone", so these
+    # would not take part in the broadcast of the weights.
+    set_model_state_dict(resumed, weights, options=options)
+    set_optimizer_state_dict(resumed, other, state, options=options)
 
 
 def whole_matrix_optimizer(trial: Trial) -> None:

@@ -24,7 +24,7 @@ import fsdp2
 from fsdp2.comm.host_work import observe_waits
 from fsdp2.ranks.process import _Waits
 
-STEPS, SAVED, ENDS, LATE = 5, 2, 3, 4
+STEPS, SAVED, ENDS, LATE = 7, 2, 5, 6
 """How many there are; when the checkpoint is written, rank 1 ends, and comes late in the next attempt."""
 COMES = timedelta(seconds=60)
 """How long rank 1 waits until the other has looked what keeps it."""

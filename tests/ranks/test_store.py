@@ -100,7 +100,7 @@ class Group:
     """A group of five parameters, as far as errors name them."""
 
     options, store = SimpleNamespace(reduce_unused=False), SimpleNamespace(extensions=None, formats_digest=())
-    mesh = SimpleNamespace(shard=SimpleNamespace(size=2))
+    mesh, residency = SimpleNamespace(shard=SimpleNamespace(size=2)), SimpleNamespace(needs_gather=True)
     params = [SimpleNamespace(name=f"p{i}") for i in range(5)]
 
     def __init__(self, name: str) -> None:

@@ -209,9 +209,10 @@ class RootContext(Generic[U]):
         groups = self.groups
         reduce = sum(group.options.reduce_gradients for group in groups)
         all_reduce = sum(group.options.all_reduce_gradients for group in groups)
+        gathered = [group for group in self.pending.kept if group.mesh.shard.size > 1]  # by a collective
         used, kept = (
             tuple(number for number, group in enumerate(groups) if group in some)
-            for some in (self.pending.used, self.pending.kept)
+            for some in (self.pending.used, gathered)
         )
         return PassKind(name, f"{reduce} reduce, {all_reduce} all-reduce{more}", used, kept)
 

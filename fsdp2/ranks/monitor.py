@@ -261,7 +261,16 @@ class RankMonitor:
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """A number for the kind of the pass at a position and for each of its steps."""
         found = self.log.find(epoch, number)
-        return None if found is None else self._digests(*found)
+        return None if found is None else self._digests(found[0], self._facts(*found))
+
+    def _facts(self, kind: PassKind | None, steps: list[Step]) -> list[Step]:
+        """What ranks compare of a pass: the units that it finds gathered, as if that were steps, and its steps.
+
+        A rank whose forward skipped the unit that backward begins with comes to another backward than the others. These
+        know theirs and go on without a meeting, while it waits for one, so this difference is all there is to see.
+        """
+        kept = () if kind is None else kind.kept
+        return [*(Step("keep", self._root.groups[number]) for number in kept), *steps]
 
     def _digests(self, kind: object, steps: list[Step]) -> list[int]:
         # By their unit and what they hold: one rank may have a group more, for parameters that were added there alone.
@@ -279,6 +288,7 @@ class RankMonitor:
         kind, steps = self.log.find(epoch, number) or (None, [])
         if not index:
             return "" if kind is None else str(kind)
+        steps = self._facts(kind, steps)
         return self._did(kind, steps[index - 1]) if index <= len(steps) else ""
 
     def _did(self, kind: PassKind | None, step: Step) -> str:
@@ -286,7 +296,7 @@ class RankMonitor:
         group, text = step.group, self._text(kind, step)
         if group is None:
             return json.dumps(_Did(text))
-        order = (step.kind != "gather", self._order(kind, step))
+        order = (step.kind == "reduce", self._order(kind, step))
         return json.dumps(_Did(text, group.name, order, group.options.reduce_unused))
 
     def _text(self, kind: object, step: Step) -> str:
@@ -294,6 +304,8 @@ class RankMonitor:
         if group is None:
             return f"the end of {kind}"  # a kind of pass, in words
         text = f"{step.kind} {group.name or 'the root'!r} in {kind}"
+        if step.kind == "keep":
+            return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
         if step.kind == "reduce":
             names = ", ".join(group.params[i].name for i in step.part[:3])
             return f"{text} ({names}{', ...' if len(step.part) > 3 else ''})"
@@ -365,7 +377,7 @@ class _Stand:
         log = monitor.log
         self._monitor = monitor
         self._at = log.position
-        self._kind, self._taken = log.kind, list(log.steps)
+        self._kind, self._taken = log.kind, monitor._facts(log.kind, log.steps)
         self._wanted = [] if step is None else [step]
         self.compares = compares  # with what others want; else only with what they did
         self._options: list[Line] = options_of(monitor._root) if options else []

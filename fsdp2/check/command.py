@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import signal
 import sys
@@ -18,6 +17,7 @@ from fsdp2.check.place import BAD, Outcome
 from fsdp2.check.report import Report, figures_of, row_of
 from fsdp2.check.supervisor import Job, Supervisor
 from fsdp2.check.tasks import ENVIRONMENT, FORECAST, TASKS, Task, chosen
+from fsdp2.forecasting.cost import Hardware, Link
 
 __all__ = ["main"]
 
@@ -144,5 +144,6 @@ def _write(report: Report, given: Any) -> None:
     beside.write_text(report.markdown())
     print(f"\nwrote {path} and {beside}: attach both to a report", file=sys.stderr)
     if given.save_hardware and report.hardware:
-        given.save_hardware.write_text(json.dumps(report.hardware, indent=1) + "\n")
+        links = tuple(Link(**one) for one in report.hardware["links"])  # it came as JSON from the process that measured
+        Hardware(**{**report.hardware, "links": links}).save(given.save_hardware)
         print(f"wrote {given.save_hardware}: python -m fsdp2 forecast --hardware uses it", file=sys.stderr)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fsdp2.__main__ import main
+from fsdp2.check.command import _write
+from fsdp2.check.report import Report
+from fsdp2.forecasting.cost import H100, Hardware, Link
 from tests.check.launching import check
 from tests.support import api
 
@@ -98,7 +104,19 @@ def test_everything(tmp_path):
     assert peak["ours"] == pytest.approx(peak["forecast"], rel=0.05)
     assert figures["Python calls for a unit"]["ratio"] < 1
     assert {"step", "exposed communication", "host time for a unit"} <= figures.keys()
-    assert '"links"' in saved.read_text()
+    machine = Hardware.load(saved)
+    assert machine.name == "measured" and machine.ranks_per_node == 2 and [link.ranks for link in machine.links] == [2]
+    assert done.report["hardware"]["flops_per_second"] == pytest.approx(machine.flops_per_second)
+
+
+def test_saved_constants_are_those_of_a_forecast(tmp_path, capsys):
+    """They come from the process that measured as JSON; the file that is written loads as the same machine."""
+    report, path = Report("check"), tmp_path / "machine.json"
+    machine = replace(H100, name="measured", links=(Link(2, 1e-4, 2e9),))
+    report.hardware = json.loads(json.dumps(asdict(machine)))
+    _write(report, SimpleNamespace(json=tmp_path / "check.json", save_hardware=path))
+    assert Hardware.load(path) == machine
+    assert "forecast --hardware" in capsys.readouterr().err
 
 
 def test_help_and_unknown_names(capsys):

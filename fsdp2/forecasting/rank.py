@@ -33,7 +33,7 @@ __all__ = ["built_model", "check_mesh", "explained", "line_of", "simulated_rank"
 
 _VALUES = (
     "a forecast runs without values, but build or step reads some ({what}); leave out code that reads tensors "
-    "(loss.item(), float(loss), formatting a loss, tensor.numpy(), loading weights, torch.save)"
+    "(loss.item(), float(loss), formatting a loss, tensor.numpy(), torch.save, load_safetensors)"
 )
 _SHAPES = (
     "a forecast runs without values, but the shape of a result depends on some ({what}); use a variant with fixed "

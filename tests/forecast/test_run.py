@@ -234,7 +234,8 @@ def test_code_that_needs_more(code, text):
 
 
 def test_weights_are_not_loaded(tmp_path):
-    """They have no values; what to leave out is said."""
+    """``load_safetensors`` copies values, which there are none of; what to leave out is said. What torch and
+    transformers load needs none."""
     save_file(nn.Linear(8, 8).state_dict(), tmp_path / "weights.safetensors")
 
     def loads(mesh: Any) -> Any:
@@ -242,8 +243,18 @@ def test_weights_are_not_loaded(tmp_path):
         fsdp2.load_safetensors(model, tmp_path / "weights.safetensors")
         return model
 
-    with pytest.raises(RuntimeError, match="loading weights"):
+    with pytest.raises(RuntimeError, match="leave out code that reads tensors .*load_safetensors"):
         forecast(loads, step, mesh={"shard": 8})
+
+    torch.save(nn.Linear(8, 8).state_dict(), tmp_path / "weights.pt")
+
+    def prints_and_loads(mesh: Any) -> Any:
+        layer = nn.Linear(8, 8)
+        layer.load_state_dict(torch.load(tmp_path / "weights.pt"))
+        print(layer.weight)
+        return build(mesh)
+
+    assert forecast(prints_and_loads, step, mesh={"shard": 8}).peak_bytes > 0
 
 
 @pytest.mark.parametrize(

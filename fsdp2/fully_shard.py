@@ -44,7 +44,8 @@ __all__ = ["fully_shard"]
 
 logger = logging.getLogger("fsdp2")
 
-# Weak both ways: a class made in a function or a notebook reaches whatever its methods do, models included.
+# The FSDP class of each class. Weak both ways: a class that is made in a function or a notebook may keep models alive,
+# by what its methods refer to.
 _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
@@ -140,7 +141,7 @@ _Call = tuple[tuple[nn.Module, ...], Unit]
 
 
 def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any], own: Unit) -> list[_Call]:
-    """A call for each unit that ``policy`` makes below ``modules``; ``own`` are the checked arguments of the call."""
+    """Return a call for each unit that ``policy`` makes below ``modules``; ``own`` are the call's checked arguments."""
     collect(modules, own.ignored, own.ignored_modules)
     units = choose_units(modules, policy, own.ignored_modules, own.ignored)
     if logger.isEnabledFor(logging.INFO):
@@ -160,7 +161,7 @@ def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any],
 
 
 def _check_placements(calls: list[_Call]) -> None:
-    """Raise before anything changes what a later one of ``calls`` would; a parameter goes to the first that has it."""
+    """Raise, before anything changes, what any of ``calls`` would raise; a parameter goes to the first that has it."""
     taken: set[nn.Parameter] = set()
     for modules, unit in calls:
         found = [f for f in collect(modules, unit.ignored, unit.ignored_modules).params if f.param not in taken]
@@ -169,7 +170,7 @@ def _check_placements(calls: list[_Call]) -> None:
 
 
 def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
-    """The dtypes of a unit by names in it, where ``policy_of`` has names in the whole module."""
+    """Return the dtypes of a unit by names in it, where ``policy_of`` has names in the whole module."""
 
     def of(name: str) -> MixedPrecisionPolicy:
         if name:
@@ -259,7 +260,7 @@ def _check_set(given: dict[str, Any], name: str, kind: type) -> set[Any]:
 
 
 def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    """``reshard_after_forward`` with the whole axis as True and one rank as False."""
+    """Return ``reshard_after_forward``, where as many ranks as the axis has become True, and one rank False."""
     if value is None or isinstance(value, bool):
         return value
     size = mesh.shard.size
@@ -290,7 +291,7 @@ _OF_FSDP1 = {
     "optim_state_dict": "fsdp2.optim_state_dict",
     "optim_state_dict_to_load": "fsdp2.optim_state_dict_to_load",
 }
-"""Functions of FSDP1's class that search a module for its wrappers, find none and do nothing; what does it here."""
+"""Functions of FSDP1's class that would search a module for FSDP1's wrappers, find none and do nothing; and ours."""
 
 
 class _Registry(dict):
@@ -346,7 +347,7 @@ def _attach(state: FSDPState) -> None:
 
 
 def _fsdp_class(cls: type) -> type:
-    """The class that is both ``cls`` and ``FSDPModule``."""
+    """Return the class that is both ``cls`` and ``FSDPModule``."""
     made = _classes[cls]() if cls in _classes else None
     if made is None:
         own: dict[str, Any] = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}

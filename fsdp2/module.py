@@ -35,7 +35,7 @@ class FSDPModule(TorchFSDPModule):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the original class: ``sequential[:2]`` makes a plain Sequential."""
+        """Return an instance of the original class: ``sequential[:2]`` makes a plain Sequential."""
         original = next(c for c in cls.__mro__ if not issubclass(c, TorchFSDPModule))
         self = original.__new__(original, *args, **kwargs)
         original.__init__(self, *args, **kwargs)
@@ -114,7 +114,12 @@ class FSDPModule(TorchFSDPModule):
         self._set("set_reshard_after_forward", recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free full parameters after backward (True) or keep them for the next forward (False)."""
+        """Free full parameters after backward (True) or keep them for the next forward (False).
+
+        Other setters start no collective. This one gathers at once if it gets False between a forward and a backward
+        that is not the last (``set_is_last_backward(False)``, or manual finalization): pipelines that split backward
+        (zero bubble) look weights up on the module before autograd runs. Call it on every rank.
+        """
         self._set(
             "set_reshard_after_backward",
             recurse,
@@ -124,7 +129,7 @@ class FSDPModule(TorchFSDPModule):
             state.unshard_before_backward()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Whether backward needs this module's full parameters at all (an embedding's does not)."""
+        """Gather this module's parameters for backward (True) or not (False), as for an embedding, which needs none."""
         self._set(
             "set_unshard_in_backward", recurse, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward)
         )
@@ -132,7 +137,7 @@ class FSDPModule(TorchFSDPModule):
     # ---- gradients ----
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one through the recorded forwards, which are then forgotten."""
+        """Say whether the next backward is the last one through the forwards so far, which are then forgotten."""
         self._get_fsdp_state().root.is_last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -192,7 +197,10 @@ class FSDPModule(TorchFSDPModule):
         self._set("set_force_sum_reduction_for_comms", recurse, force_sum=_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Give parameters without a gradient one of zeros, for ranks that use different parameters."""
+        """Let ranks use different parameters: those without a gradient on a rank send zeros.
+
+        A rank that skips a unit so marked gathers it when the others do, frees it, and takes part in its reductions.
+        """
         self._set(
             "set_reduce_scatter_unused_params",
             recurse,
@@ -200,9 +208,9 @@ class FSDPModule(TorchFSDPModule):
         )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many chunks of gradients may be in flight: more of them overlap better and take more memory.
+        """Set how many chunks of gradients may be in flight: more of them overlap better and take more memory.
 
-        On an accelerator it counts units instead, with all their gradients.
+        On an accelerator the number counts units instead, with all their gradients.
 
         Raises:
             TypeError: not an int.
@@ -218,7 +226,7 @@ class FSDPModule(TorchFSDPModule):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """The old name of ``set_gradient_divide_factor``."""
+        """Call ``set_gradient_divide_factor``; this is its old name."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     # ---- communication ----
@@ -334,7 +342,7 @@ class FSDPModule(TorchFSDPModule):
         self._change("set_symm_mem_for_comm", False, change)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for compatibility: gathers never block the host, and take no memory from the compute stream."""
+        """Do nothing: gathers never block the host, and take no memory from the compute stream."""
         _bool("async_op", async_op)
 
     def set_transfer_sizes(
@@ -346,7 +354,7 @@ class FSDPModule(TorchFSDPModule):
         exchange_bytes: int | None = None,
         recurse: bool = True,
     ) -> None:
-        """The sizes in bytes from which communication changes; shards move to a new buffer: call it before training.
+        """Set the sizes in bytes from which on communication changes. Call it before training: it moves shards.
 
         Args:
             direct_param_bytes: Full parameters of this size or more are gathered into their place without a copy, each
@@ -426,25 +434,26 @@ class FSDPModule(TorchFSDPModule):
         self._change(setter, recurse, lambda group: replace(group.options, **changes))
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
-        """Give groups other options on behalf of ``setter``; ranks compare what all of them must have alike."""
+        """Change the options of groups on behalf of ``setter``; ranks compare those that all must have alike."""
         changes = [(state, group, change(group)) for state in self._states(recurse) for group in state.groups]
-        for state, group, options in changes:  # all of them are valid
+        for state, group, options in changes:  # made, and so validated, before the first one takes effect
             alike = group.options.alike == options.alike
             group.set_options(options)
             if not alike:
                 state.root.options_changed(setter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``nn.Module``'s, also for gradients that modules do not show: of hidden shards, and unreduced ones."""
+        """Clear gradients as ``nn.Module`` does, and those that modules do not show: of shards, and unreduced ones."""
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
         for group in [group for state in self._states(recurse=True) for group in state.groups]:
             if group.is_idle:
                 group.gradients.zero(set_to_none=set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``half``, ``to_empty`` and the like, applied to the shards."""
+        """Apply ``to``, ``half``, ``to_empty`` and the like to the shards."""
         self.reshard()
         groups = self._get_fsdp_state().groups
+        # A gradient whose dtype was chosen (Tensor.grad_dtype) must not be cast with its shard.
         withheld = [(param, param.withhold_gradient()) for group in groups for param in group.params]
         try:
             result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
@@ -475,7 +484,7 @@ def _states(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
 
 
 class _Unsharding(UnshardHandle):
-    """Gathers in flight."""
+    """The handle of ``unshard(async_op=True)``: gathers in flight."""
 
     def __init__(self, groups: list[FSDPParamGroup]) -> None:
         self._groups = groups

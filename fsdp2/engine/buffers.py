@@ -42,23 +42,26 @@ class ShardStore:
         self.mesh = mesh
         self.options = options
         self.extensions: GroupExtensions | None = None
-        self._plain: list[FSDPParam] = []
+        self._plain: list[FSDPParam] = []  # those in the flat buffer
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
-        self._items: list[Item] = []
-        self._placed: dict[FSDPParam, torch.Tensor] = {}
-        self._storages: list[int] = []  # of the DTensors around them
+        self._items: list[Item] = []  # of the plain ones
+        self._placed: dict[FSDPParam, torch.Tensor] = {}  # the local tensor that each shard was given
+        self._storages: list[int] = []  # of the DTensors around these
         self._full: Buffer | None = None
-        self._fulls: list[torch.Tensor] = []
+        self._fulls: list[torch.Tensor] = []  # the plain ones' full tensors in it
         self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
         self._subgroup: SubgroupShards | None = None
         self.formats_digest = self._digest()  # what ranks have to agree on about the formats of this group
-        self.generation = 0  # of the full parameters: others are made where shards are cast, moved or laid out anew
-        self.revision = 0  # grows when parameters, their dtypes or requires_grad change: plans made before are wrong
+        # Grows when the full parameters are replaced by others, because shards were cast, moved or laid out anew: what
+        # autograd saved of the old ones can no longer be gathered.
+        self.generation = 0
+        # Grows when parameters, their dtypes or requires_grad, or options change: plans of reductions are made anew.
+        self.revision = 0
         self._place(pieces)
 
     def of(self, params: list[FSDPParam]) -> ShardStore:
-        """A store of its own for some of the parameters, or for copies of them."""
+        """Return a store of its own for some of the parameters, or for copies of them."""
         return ShardStore(params, self.mesh, [param.local for param in params], self.options)
 
     @property
@@ -90,7 +93,7 @@ class ShardStore:
 
     @property
     def pins(self) -> bool:
-        """Whether they live in page-locked memory, which only an accelerator makes useful."""
+        """Whether shards on the CPU live in page-locked memory, which only an accelerator makes useful."""
         policy = self.options.offload_policy
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
 
@@ -100,7 +103,7 @@ class ShardStore:
         return set() if self.extensions is None else self.extensions.params
 
     def version(self) -> object:
-        """A value that changes when the shards were written in place."""
+        """Return a value that changes when the shards were written in place."""
         return writes_to_shards(self.params)
 
     def set_options(self, options: GroupOptions) -> None:
@@ -132,7 +135,7 @@ class ShardStore:
 
     @staticmethod
     def _sizes(options: GroupOptions) -> TransferSizes:
-        """A custom all-gather brings its own memory, so everything goes through one buffer."""
+        """Return the sizes that gathers follow; a custom all-gather brings its own memory, so it packs everything."""
         return options.sizes if options.all_gather is None else _PACK_ALL
 
     # ---- shards ----
@@ -164,14 +167,15 @@ class ShardStore:
         return replaced
 
     def replaced(self, *, in_backward: bool) -> bool:
-        """Whether a module shows another parameter than the shard it was given: cheap, for every gather.
+        """Return whether a module shows another parameter than its shard, or the shard has another local tensor.
 
-        Or the same one with other content: ``swap_tensors``, or somebody set its local tensor.
+        The second is what ``swap_tensors`` does. Every gather asks this, so it is one pass in C where nothing changed.
 
         Raises:
             RuntimeError: it does so ``in_backward``, so that the forward computed with other weights; or somebody
                 assigned ``.data``, which has no effect on a shard.
         """
+        # Storages tell of an assignment to .data, which the gather of the next forward refuses; backward does not ask.
         same = lie_in(self._placed, self._placed.values(), None if in_backward else self._storages)
         if not same and not in_backward and lie_in(self._placed, self._placed.values()):
             self._refuse_assigned_data()
@@ -262,11 +266,11 @@ class ShardStore:
         self._plan = plan_flat(items, self._sizes(self.options), coalesced=self.mesh.shard.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins else flat
-        self.generation += self._full is not None
+        self.generation += self._full is not None  # there were full parameters, of which autograd may have saved views
         self._full = self.gather_buffers = self._subgroup = None
 
     def _view(self, i: int) -> torch.Tensor:
-        """The shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
+        """Return the shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
 
         It starts at its storage's beginning and ends at its end, so that copying, saving and pickling take it alone.
         A fake tensor's storage has no parts; there it is a view.
@@ -319,7 +323,7 @@ class ShardStore:
             param.reclaim_full()
 
     def subgroup(self, size: int) -> SubgroupShards:
-        """Where the group's parameters stay after forward, cut over ``size`` ranks; the full ones must be there."""
+        """Return what keeps the group's pieces on ``size`` ranks after forward; full parameters must be in memory."""
         if self._subgroup is None or self._subgroup.axis.size != size:
             assert self.gather_buffers is not None
             with torch.inference_mode(False), torch.no_grad():
@@ -335,7 +339,7 @@ def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a fake one, which has a device and a size alone."""
+    """Return whether ``tensor`` is a fake one, which has a device and a size but no memory."""
     return tensor.untyped_storage().device.type == "meta"
 
 

@@ -1,4 +1,4 @@
-"""Gathers that the caller asks for: ``unshard()`` and ``use_weights``."""
+"""Gathers by hand, which the caller asks for: ``unshard()`` and ``use_weights``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["gather_by_hand"]
 
 
 def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None:
-    """Start gathering groups, each of a unit, because the caller ``asked``, who may just have changed the shards.
+    """Start gathering the groups of ``used``, each with its unit, because the caller ``asked`` for them.
 
-    Between passes they are held from now on: the caller may change the shards again before waiting. Inside a pass this
-    is a prefetch by hand, and the pass frees them.
+    Between passes this is a pass of its own, and what it gathers is held until the caller frees it or changes the
+    shards. Inside a pass it is a prefetch, and that pass frees it.
     """
     by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
     first = next(iter(used.values()), None)
     for group, state in used.items():
-        if state.is_root is None:  # no forward has run: the first of these units stands for the root
+        if state.is_root is None:  # no forward has run, so nothing is known of a root: the first unit stands for it
             group.lazy_init(in_root=group.in_root)
         root = (first if first is not None and first.is_root is None else state).root
         by_root.setdefault(root, []).append(group)
@@ -37,12 +37,12 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
 def _gather_between_passes(
     root: RootContext[FSDPState], groups: list[FSDPParamGroup], states: list[FSDPState], kind: PassKind
 ) -> None:
-    """Show the observer a pass of these gathers, since ranks that did not ask would pair theirs with other steps."""
-    alone = any(group.mesh.replicate.size > 1 for group in groups)  # one replica may ask, as it may evaluate
+    """Gather in a pass of its own, so that ranks on which the caller did not ask notice it, and hold the result."""
+    one_replica = any(group.mesh.replicate.size > 1 for group in groups)  # may ask alone, as it may evaluate
     for group in groups:
         if group.residency.is_outdated():
             group.reshard()
-    if alone or not any(group.residency.needs_gather for group in groups):
+    if one_replica or not any(group.residency.needs_gather for group in groups):
         _start(groups, take_unobserved)
     else:
         observer = root.observer_by_hand(states, kind)

@@ -1,4 +1,4 @@
-"""What a policy casts: a plain parameter on the wire, and what a forward takes and returns."""
+"""The casts that a policy asks for: of parameters as they are sent, of a forward's inputs, and of its outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype of the full parameter: ``param_dtype`` for floating-point parameters, their own for all others."""
+    """Return the dtype of the full parameter: ``param_dtype`` if it is floating-point, else its own."""
     if policy.param_dtype is None or not dtype.is_floating_point:
         return dtype
     return policy.param_dtype
@@ -27,10 +27,10 @@ def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dty
 def reduce_dtype(
     dtype: torch.dtype, policy: MixedPrecisionPolicy, grad_dtype: tuple[torch.dtype | None, ...] = ()
 ) -> torch.dtype | None:
-    """The dtype gradients accumulate and are summed in; None for whichever they have.
+    """Return the dtype gradients accumulate and are summed in; None for whichever they have.
 
-    For floating-point parameters it is the policy's, else the ``grad_dtype`` that was set. Without either, it is for
-    torch to say, whose policy it is: the parameter's from 2.15 on, and the gradient's before.
+    For floating-point parameters it is the policy's, else the ``grad_dtype`` that was set, else the default of the
+    installed torch: the parameter's dtype since 2.15, and the gradient's before.
     """
     if not dtype.is_floating_point or policy.reduce_dtype is not None:
         return policy.reduce_dtype if dtype.is_floating_point else dtype
@@ -40,7 +40,7 @@ def reduce_dtype(
 
 
 def statistics_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype of a batch norm's running statistics, which its kernels want of weights too; None for all else."""
+    """Return the dtype of a batch norm's running statistics, in which its kernels need weights too; else None."""
     statistics = module.running_mean if isinstance(module, _BATCH_NORMS) else None
     return None if statistics is None else statistics.dtype
 
@@ -48,7 +48,7 @@ def statistics_dtype(module: nn.Module) -> torch.dtype | None:
 def cast_inputs(
     policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What forward is called with: floating-point tensors in ``param_dtype``, where the policy casts inputs."""
+    """Return the arguments of a forward with floating-point tensors in ``param_dtype``, if the policy casts inputs."""
     dtype = policy.param_dtype
     wanted: Any = policy.cast_forward_inputs  # a function too: which tensors to cast
     if dtype is None or not wanted:
@@ -61,12 +61,12 @@ def cast_inputs(
 def move_inputs(
     device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs on the ``device`` of the mesh, as DistributedDataParallel does for accelerators."""
+    """Return the arguments on the ``device`` of the mesh, as DistributedDataParallel moves them."""
     return map_arguments(lambda t: t if t.device == device else t.to(device), args, kwargs)
 
 
 def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    """What forward returns, its floating-point tensors in ``output_dtype``."""
+    """Return a forward's output with floating-point tensors in ``output_dtype``, if the policy has one."""
     dtype = policy.output_dtype
     if dtype is None:
         return output

@@ -16,11 +16,11 @@ __all__ = ["ENCODED", "Formats", "choose_formats", "digest"]
 
 ENCODED = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that are encoded; all others travel as they are."""
-_PADDING = 1 / 32  # of a piece, at most: blocks of small pieces would be sent half empty
+_PADDING = 1 / 32  # of a piece at most may be padding; otherwise it is not encoded, as its blocks would be half empty
 
 
 class Formats(NamedTuple):
-    """How one parameter is gathered, and its gradient reduced on each axis; None for as it is."""
+    """The block formats in which a parameter is gathered and its gradient reduced on each axis; None: not encoded."""
 
     gather: BlockFormat | None = None
     reduce: BlockFormat | None = None
@@ -35,7 +35,7 @@ class Formats(NamedTuple):
 
 
 def choose_formats(policy: CompressionPolicy | None, name: str, param: Any, layout: ShardLayout) -> Formats:
-    """The formats of a parameter cut by ``layout``, called ``name`` in its unit."""
+    """Return the formats of a parameter cut by ``layout``, called ``name`` in its unit."""
     if policy is None or layout.numel < policy.min_numel:
         return Formats()
     if align(layout.slot_numel, policy.block) > (1 + _PADDING) * layout.slot_numel:
@@ -51,6 +51,6 @@ def choose_formats(policy: CompressionPolicy | None, name: str, param: Any, layo
 
 
 def digest(chosen: Iterable[tuple[str, Formats]]) -> tuple[int, ...]:
-    """A number for the formats of parameters by name, which ranks compare; none where all travel as they are."""
+    """Return a number for the formats of parameters, which ranks compare; an empty tuple if nothing is encoded."""
     encoded = [(name, str(formats)) for name, formats in chosen if formats != Formats()]
     return (zlib.crc32(repr(encoded).encode()),) if encoded else ()

@@ -1,4 +1,4 @@
-"""All-gather extensions: tensors that say themselves what of them travels and how the full tensor is made of it.
+"""All-gather extensions: tensors that decide themselves what is sent of them, and how to make the full tensor of it.
 
 A shard whose local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (torchao's float8 weights, say) is
 sent as whatever the first returns. The contract is torch's: two accepted signatures, ``out=`` from the second gather
@@ -23,7 +23,7 @@ __all__ = ["GatherExtension", "GroupExtensions", "has_extension"]
 
 
 def has_extension(local: torch.Tensor) -> bool:
-    """Whether ``local`` decides itself what travels.
+    """Return whether ``local`` decides itself what travels.
 
     Raises:
         AssertionError: it defines only one of the two functions, or none and the third (torch's contract).
@@ -58,7 +58,7 @@ class GatherExtension:
             raise AssertionError(f"{param.name}: {_RELEASE} must return a bool, got {type(self.releases)}")
 
     def encode(self) -> list[torch.Tensor]:
-        """This rank's inputs of the gather, 1D each and of the same size on every rank."""
+        """Return this rank's inputs of the gather, 1D each and of the same size on every rank."""
         local = self.param.local
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
@@ -81,7 +81,7 @@ class GatherExtension:
         return [tensor.contiguous().view(-1) for tensor in padded]
 
     def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Inputs shaped like an uneven piece grow to the first rank's, since all ranks must send the same size."""
+        """Pad an input that is shaped like an uneven piece to the first rank's: all ranks must send the same size."""
         spec = self.param.spec
         slot = torch.Size(spec.layout.shard_shape(0))
         if tensor.size() != torch.Size(spec.shard_shape) or tensor.size() == slot:
@@ -114,7 +114,7 @@ class GatherExtension:
                 torch.cat(row.view(row.shape[0], *size).unbind(0), dim=layout.dim, out=target.view(whole))
 
     def decode(self) -> None:
-        """Make the full parameter of the gathered inputs, or let it follow them if it is there."""
+        """Make the full parameter of the gathered inputs, or write them to it if it was made before."""
         param = self.param
         local: Any = param.local
         gathered = tuple(
@@ -134,7 +134,7 @@ class GatherExtension:
         self._metadata = None
 
     def release(self) -> None:
-        """Give back the memory of what was gathered, of which the full parameter has no part any more."""
+        """Give back the memory of the gathered inputs; the extension says that the full parameter does not use it."""
         _free(self.outputs)
 
     def free(self) -> None:
@@ -156,7 +156,7 @@ class GroupExtensions:
         return {extension.param for extension in self._extensions}
 
     def describe(self, sizes: Sequence[int]) -> str:
-        """Who sends how much: ``sizes`` are the elements of what ``encode`` returned last."""
+        """Say which parameter sends how much; ``sizes`` are the elements of what ``encode`` returned last."""
         parts, rest = [], list(sizes)
         for extension, count in zip(self._extensions, self._counts):
             parts.append(f"{extension.param.name} sends {' + '.join(map(str, rest[:count]))} elements")
@@ -164,7 +164,7 @@ class GroupExtensions:
         return ", ".join(parts)
 
     def encode(self, ranks: int, lane: Lane) -> list[torch.Tensor]:
-        """What this rank sends, with room made for what ``ranks`` of them do."""
+        """Return the tensors that this rank sends, and make room for those of all ``ranks``."""
         sent: list[torch.Tensor] = []
         self._counts = []
         with torch.no_grad(), lane.after():
@@ -177,7 +177,10 @@ class GroupExtensions:
         return sent
 
     def decode(self, rows: list[torch.Tensor], lane: Lane, compute: ComputeLane) -> None:
-        """Full parameters from what was gathered, one (ranks, numel) per tensor sent."""
+        """Make full parameters of what was gathered: a tensor of (ranks, numel) for each that was sent.
+
+        Inputs are written on the gather's ``lane``, so compute waits for it before the extension reads them there.
+        """
         with torch.no_grad(), lane.after() as done:
             for extension, count in zip(self._extensions, self._counts):
                 extension.fill(rows[:count])
@@ -185,6 +188,7 @@ class GroupExtensions:
         compute.wait(done.event)
         for extension in self._extensions:
             extension.decode()
+        # The memory came from the gather's lane, which must not use it again before compute has decoded.
         released = [extension for extension in self._extensions if extension.releases]
         if released:
             with lane.after(compute):

@@ -44,15 +44,17 @@ class FSDPParamGroup:
         self.notice_backward = notice_backward
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
         self.gathered_with = [self]  # the groups of its unit, which are gathered and used together
-        self.in_root = False
-        self.shared = False  # several calls drive it, because they tie its parameter
+        self.in_root = False  # it is the root's: backward needs it first, so by default it stays after forward
+        self.shared = False  # several units use it, because they tie its parameter
         self.has_units_below = False
         self.phases = PhaseTracker()
         self.residency = Residency(self, store, comm)
         self.gradients = GroupGradients(store, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
-        self.initial: tuple[list[float], object] = ([], None)  # first values, and the shards' version then
-        self._generation = 0  # of the full parameters that the last forward to train with computed with
+        # First values, and the shards' version then. Ranks compare these before the first forward; only fully_shard has
+        # whole values to take them from.
+        self.initial: tuple[list[float], object] = ([], None)
+        self._generation = 0  # of the full parameters that the last forward with gradients computed with
         for param in params:
             param.group = self
 
@@ -97,7 +99,7 @@ class FSDPParamGroup:
         self.store.check_ready()
 
     def drop(self, param: FSDPParam) -> None:
-        """Give ``param`` up to a group of its own; the group must be sharded."""
+        """Give up ``param``, which becomes a group of its own because several units tie it; must be sharded."""
         self.params = [p for p in self.params if p is not param]
         self.store = self.store.of(self.params)
         self.residency.use(self.store, self.comm)
@@ -105,7 +107,7 @@ class FSDPParamGroup:
 
     @property
     def after_forward(self) -> bool | int:
-        """Whether forward frees full parameters (True), keeps them (False; so the root), or on so many ranks (int)."""
+        """True where forward frees full parameters, False where it keeps them, or on how many ranks pieces stay."""
         asked = self.options.reshard_after_forward
         return not self.in_root if asked is None else asked
 
@@ -123,10 +125,10 @@ class FSDPParamGroup:
         in_backward: bool = False,
         optional: bool = False,
     ) -> None:
-        """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's, all are.
+        """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's and ignored.
 
-        An ``optional`` gather may be left for later by ``take``. Pass arguments by position, as whoever patches torch's
-        method expects.
+        An ``optional`` gather may be left for later by ``take``. Callers here pass arguments by position, because
+        replacements that are patched in for torch's method expect that.
         """
         self.residency.start(take, optional=optional, in_backward=in_backward)
 
@@ -155,16 +157,17 @@ class FSDPParamGroup:
             self.residency.show_memory()
 
     def before_load(self, *unused: object) -> None:
-        """Let the modules show shards, so that values are loaded into them, and keep nothing made of the old ones."""
+        """Show the shards, so that values are loaded into them, and free what was made of the old ones."""
         if not self.residency.summoned:
             self.reshard()
 
     # ---- forward ----
 
     def begin_forward_pass(self, *, aborted: bool) -> None:
-        """A forward pass starts under the root: free what no earlier pass holds.
+        """Free what is in memory and not held, as a forward pass starts under the root.
 
-        After a forward that was ``aborted`` nothing that it held is used: it came further on some ranks than on others.
+        If the forward before was ``aborted``, free held memory too: it may be held on some ranks and not on others,
+        since it came further there.
         """
         if self.residency.summoned:
             return  # nothing of it is gathered or freed until that block ends
@@ -175,7 +178,10 @@ class FSDPParamGroup:
             self.reshard()
 
     def pre_forward(self, take: Take, *, first: bool) -> None:
-        """Show full parameters for a forward, the ``first`` that runs now; steps 3 to 5 of the life of a parameter."""
+        """Show full parameters for a forward; steps 3 to 5 of the life of a parameter.
+
+        ``first``: no other forward of the group is under way, so that held memory may be replaced.
+        """
         if first and self.residency.is_outdated():
             self.reshard()
         already = self.residency.is_full
@@ -191,7 +197,7 @@ class FSDPParamGroup:
             _trace.emit("pre_forward", self.name)
 
     def post_forward(self, after: bool | int | None) -> None:
-        """The forward is over: free the parameters (True), keep them (False), or on so many ranks (int).
+        """Free the parameters after a forward (True), keep them (False), or keep pieces on N ranks (int).
 
         None keeps them for the backward that runs. Step 6 of the life of a parameter.
         """
@@ -202,7 +208,7 @@ class FSDPParamGroup:
             self.release(after)
 
     def release(self, after: bool | int | None = None) -> None:
-        """Free full parameters after a forward, or keep them as asked; also where only other ranks used them."""
+        """Free full parameters after a forward, or keep them as asked; ranks that skipped the unit do the same."""
         after = self.after_forward if after is None else after
         trains = torch.is_grad_enabled()
         if self.residency.held is not None and not trains:
@@ -210,14 +216,14 @@ class FSDPParamGroup:
         if after is True or self.residency.adopted:
             self.reshard()
             return
-        self.wait_for_unshard()  # a rank that does not use the unit may not have waited yet
+        self.wait_for_unshard()  # a rank that skips the unit only started the gather, for the others' sake
         if after is not False:
             self.residency.keep_pieces(after)
         if trains:  # for backward; a pass without gradients frees them at its end
             self.residency.hold()
 
     def end_forward_pass(self) -> None:
-        """The forward pass is over under the root: free what it gathered and nothing holds."""
+        """Free what the forward pass under the root gathered and what is not held."""
         residency = self.residency
         if residency.in_memory and residency.held is None and not residency.summoned:
             self.reshard()
@@ -246,10 +252,10 @@ class FSDPParamGroup:
         return True
 
     def ends_with_its_gradients(self) -> bool:
-        """Return whether backward needs the group no more once it has the gradients of all its parameters.
+        """Return whether backward is done with the group once it has the gradients of all its parameters.
 
-        Not so with units below, or where parameters are frozen: a gradient may still come through a weight of this
-        group after the weight's own is finished.
+        It is not with units below, or with frozen parameters: backward may still need a weight of this group, for the
+        gradient of its input, after the weight's own gradient is finished.
         """
         return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
 
@@ -265,7 +271,7 @@ class FSDPParamGroup:
             _trace.emit("post_backward", self.name)
         if not self.options.reduce_gradients:
             self.gradients.keep()
-        # A unit that some ranks skip is gathered anew by each forward, since only then do all ranks know it is used.
+        # A unit that some ranks skip is freed in any case: that a forward gathers it tells all ranks that it is used.
         if (self.options.reshard_after_backward or self.options.reduce_unused) and not keep:
             self.reshard()
         else:
@@ -285,7 +291,7 @@ class FSDPParamGroup:
         return self.phases.phase is Phase.REDUCED and not self.gradients.left_over()
 
     def end_backward_pass(self, *, last: bool) -> None:
-        """The whole backward is over; a prefetch that nobody came to use is dropped after the ``last`` one."""
+        """End the backward for the group; after the ``last`` one, drop a prefetch that was not used."""
         if last and self.residency.is_gathering and self.residency.held is None:
             self.reshard()
         self.phases.enter("end_backward")

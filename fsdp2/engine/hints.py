@@ -1,4 +1,4 @@
-"""Hints for shards that were computed with or written: torch's error does not say which and what to do.
+"""Explain torch's errors about shards that were used as if they were full parameters: which parameter, what to do.
 
 DTensor raises it before any Python code of ours could run, so it is explained afterwards: when it leaves the forward of
 a root or a registered method, and in the log when the process ends with it.
@@ -43,7 +43,7 @@ Groups = Callable[[], Iterable[Any]]
 
 
 def _shown(groups: Groups) -> dict[FSDPParam, str]:
-    """The parameters that modules show shards of at the moment, each with the name of its unit.
+    """Return the parameters that modules show shards of at the moment, each with the name of its unit.
 
     Before the first forward that is the module's class: a name counts from the root, which nobody knows then.
     """
@@ -56,7 +56,7 @@ def _unit(group: Any) -> str:
 
 
 def _hint(error: BaseException | None, groups: Groups) -> str | None:
-    """What ``error`` is about and what to do; None if it is not about shards that were computed with or written."""
+    """Return what ``error`` is about and what to do; None if it is not about the use of shards."""
     if not isinstance(error, RuntimeError) or error.__traceback__ is None:
         return None
     text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
@@ -77,7 +77,7 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
 
 
 def _used(place: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPParam], bool]:
-    """Those of ``params`` that the failing lines name or, if there is none, that their function does; which it was."""
+    """Return those of ``params`` that the failing lines name, else that their function names, and whether named."""
     frame, code = place.tb_frame, place.tb_frame.f_code
     text = _lines(place)
     meant = {id(_follow(path, frame.f_locals)) for path in re.findall(r"\w+(?:\.\w+)*", text)}
@@ -93,7 +93,7 @@ def _used(place: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPP
 
 
 def _follow(path: str, values: Mapping[str, object]) -> object:
-    """What a path like ``self.head.weight`` leads to, through modules only: nothing else is asked for attributes."""
+    """Return what a path like ``self.head.weight`` leads to. Only modules are followed: other attributes run code."""
     first, *rest = path.split(".")
     value = values.get(first)
     for name in rest:
@@ -104,7 +104,7 @@ def _follow(path: str, values: Mapping[str, object]) -> object:
 
 
 def _lines(place: TracebackType) -> str:
-    """The failing expression's lines."""
+    """Return the failing expression's lines."""
     first = last = place.tb_lineno
     if sys.version_info >= (3, 11):
         _, last_known, _, _ = next(itertools.islice(place.tb_frame.f_code.co_positions(), place.tb_lasti // 2, None))

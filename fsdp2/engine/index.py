@@ -1,4 +1,4 @@
-"""Which parameter a tensor, a slot or an original belongs to; which units and groups lie below a module."""
+"""Find the parameter that a tensor, a slot or an original belongs to, and the units and groups below a module."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def remember_originals(originals: Iterable[nn.Parameter], params: Iterable[FSDPP
 
 
 def originals_remembered() -> bool:
-    """Whether anybody still holds a parameter that was replaced by shards."""
+    """Return whether anybody still holds a parameter that was replaced by shards."""
     return bool(_originals.data)
 
 
 def param_of(tensor: torch.Tensor) -> FSDPParam | None:
-    """The managed parameter that ``tensor`` was before it was sharded, or is a shard, a full tensor or a piece of."""
+    """Return the managed parameter that ``tensor`` is the original, the shard, the full tensor or a piece of."""
     reference = _originals.get(tensor)
     if reference is not None:
         return reference()
@@ -42,20 +42,21 @@ def param_of(tensor: torch.Tensor) -> FSDPParam | None:
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
-    """The states of ``module`` and of the modules below it, in their order."""
+    """Return the states of ``module`` and of the modules below it, in their order."""
     return list(dict.fromkeys(state for state in map(get_state, module.modules()) if state is not None))
 
 
 def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, FSDPParam]:
-    """The managed parameter that each place of a module shows, of the groups that ``states`` drive."""
+    """Return the managed parameter that each place of a module shows, of the groups that ``states`` drive."""
     groups = dict.fromkeys(group for state in states for group in state.groups)
     return {slot: param for group in groups for param in group.params for slot in param.slots}
 
 
 def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGroup, FSDPState]:
-    """The groups of what ``module`` and modules below it show, in their order, each with the state it belongs to.
+    """Return the groups whose parameters ``module`` and modules below it show, in order, each with its unit.
 
-    Raises ValueError in the name of ``required_by``, if that is given, where there are none.
+    Raises:
+        ValueError: there are none, and ``required_by`` names a function that needs some.
     """
     slots = managed_slots(live_states())
     found: dict[FSDPParamGroup, FSDPState] = {}

@@ -28,7 +28,7 @@ _ALIKE = attrgetter(*_ALIKE_NAMES)
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What one group was asked to do.
+    """The settings of one group, by ``fully_shard`` and by setters.
 
     ``reshard_after_forward`` None means True, except on the root, which backward needs first. ``divide_factor`` None
     means the number of data-parallel ranks. ``reduce_inputs`` is how many chunks of gradients may be in flight; None
@@ -56,19 +56,19 @@ class GroupOptions:
 
     @property
     def gathering(self) -> tuple[object, ...]:
-        """What decides how shards lie in memory, because they travel so."""
+        """The settings that decide how shards lie in memory, because they are sent from there."""
         return self.sizes, self.all_gather, self.compression
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What every rank must have been asked for, since it decides what is sent and shows in no step.
+        """The settings that must be equal on all ranks, since they decide what is sent and show in no step.
 
-        ``divide_factor`` is another such, but may change with the tokens of every batch.
+        ``divide_factor`` must be equal too, but may change with the tokens of every batch, so it is not compared.
         """
         return _ALIKE(self)
 
     def describe_alike(self) -> str:
-        """The same in words, as far as it differs from what nobody asked for."""
+        """Return the settings that must be equal, and ``divide_factor``, in words where they are not the default."""
         default = GroupOptions()
         found = []
         for name in ("divide_factor", *_ALIKE_NAMES):
@@ -91,7 +91,7 @@ class GroupOptions:
         return needs_one_buffer(self.reduce_scatter)
 
     def with_comms(self, method: str, gather: AllGather | None, scatter: ReduceScatter | None) -> GroupOptions:
-        """The same with these collectives of torch's, or the default ones for None, on behalf of ``method``.
+        """Return the same with these collectives of torch's, or the default ones for None, on behalf of ``method``.
 
         Raises:
             AssertionError: the user set a custom one.
@@ -125,5 +125,5 @@ class GroupOptions:
 
 
 def _name(value: object) -> str:
-    """The name of a function or of an object's class: the same on every rank, where addresses are not."""
+    """Return the name of a function or of an object's class: the same on every rank, where addresses are not."""
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -20,11 +20,11 @@ class ForwardOrder(Generic[T]):
         self._known = known
 
     def visit(self, group: T) -> T | None:
-        """Note that ``group`` runs now; the one expected next, or None."""
+        """Note that ``group`` runs now; return the one expected next, or None."""
         position, known = len(self.calls), self._known
         self.calls.append(group)
         if position >= len(known) or known[position] is not group:
-            self._known = []
+            self._known = []  # this forward goes another way
             return None
         return known[position + 1] if position + 1 < len(known) else None
 
@@ -42,7 +42,7 @@ class BackwardOrder(Generic[T]):
         self._calls.append(group)
 
     def visit(self, group: T) -> T | None:
-        """The backward of ``group``'s latest call starts; the one expected next, or None."""
+        """Note that the backward of ``group``'s latest call starts; return the group expected next, or None."""
         positions = self._positions.get(id(group))
         if not positions:
             return None

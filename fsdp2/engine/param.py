@@ -1,4 +1,7 @@
-"""One managed parameter: its shard, its full tensor, which of them the module shows, and where its gradient is."""
+"""One managed parameter: its shard, its full tensor, which of them the module shows, and where its gradient is.
+
+The only file that writes ``.grad``. Functions here take lists, since a step goes through thousands of parameters.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,12 @@ __all__ = [
 
 
 Shown = Literal["sharded", "full", "subgroup"]
-"""Which tensors of its parameters a group's modules show."""
+"""The tensors of its parameters that a group's modules show: shards, full ones, or the pieces kept after forward."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place where a module shows a parameter; a tied parameter has several."""
+    """A place where a module shows a parameter; a tied parameter has several. (``sharding`` has slots of buffers.)"""
 
     module: nn.Module
     name: str
@@ -68,31 +71,31 @@ class Slot:
 
 
 def is_managed_tensor(value: object) -> bool:
-    """Whether ``value`` is a shard, a full parameter or a piece kept after forward."""
+    """Return whether ``value`` is a shard, a full parameter or a piece kept after forward."""
     return getattr(value, "_fsdp2_managed", False)
 
 
 def is_temporary(value: object) -> bool:
-    """Whether ``value`` is shown while its group is in use; the reduced gradient is on the shard, not on it."""
+    """Return whether ``value`` is shown while its group is in use; the reduced gradient is on the shard, not on it."""
     return getattr(value, "_fsdp2_temporary", False)
 
 
 def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Let ``lent``, which shows a shard's memory as a plain tensor, have the shard's gradient; None ends that."""
+    """Make ``grad`` the gradient of ``lent``, a plain tensor that stands for a parameter; None takes it away."""
     if grad is not None and lent.grad_dtype not in (None, grad.dtype):
         lent.grad_dtype = grad.dtype
     lent.grad = grad
 
 
 def parameter_like(param: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
-    """A parameter of ``value`` itself, with what users stored on ``param`` and its ``requires_grad``."""
+    """Return a parameter of ``value`` itself, with what users stored on ``param`` and its ``requires_grad``."""
     made = nn.Parameter(value, requires_grad=param.requires_grad)
     made.__dict__.update(python_attributes(param))
     return made
 
 
 def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter with the very local tensor of ``shard`` and its spec.
+    """Return a parameter with the very local tensor of ``shard`` and its spec.
 
     ``nn.Parameter`` makes an alias of the local tensor, with an equal spec from torch's cache, which may hold an equal
     mesh that somebody else made.
@@ -103,9 +106,9 @@ def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
 
 
 def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages: list[int] | None = None) -> bool:
-    """Whether the shards' local tensors are these very ``pieces`` still, and their DTensors have these ``storages``.
+    """Return whether the shards' local tensors still are these ``pieces``, and their DTensors have these ``storages``.
 
-    One pass in C over what may be thousands.
+    It is one pass in C over what may be thousands.
     """
     shards = [param.sharded for param in params]
     same = all(map(is_, map(local_tensor, shards), pieces))
@@ -113,7 +116,7 @@ def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages
 
 
 def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
-    """A number for each shard's storage, the only thing that changes when somebody assigns its ``.data``."""
+    """Return a number for each shard's storage, the only thing that changes when somebody assigns its ``.data``."""
     return storages_of([param.sharded for param in params])
 
 
@@ -150,7 +153,9 @@ def show(params: list[FSDPParam], which: Shown) -> bool:
 
 
 def take_gradients(params: list[FSDPParam]) -> list[torch.Tensor | None]:
-    """The full gradients, kept nowhere else from now on; None where there is none.
+    """Return the full gradients and drop them from the parameters, so that the caller decides how long they live.
+
+    None where there is none.
 
     Raises:
         NotImplementedError: one is sparse.
@@ -195,7 +200,7 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
 
 
 def proxy(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
-    """A plain parameter of ``value`` itself that looks like ``param``, for modules to show for a while."""
+    """Return a plain parameter of ``value`` itself that looks like ``param``, for modules to show for a while."""
     shown = nn.Parameter(value, requires_grad=param.requires_grad)
     shown.__dict__.update(param.attributes, _fsdp2_managed=True)
     lend_gradient(shown, grad)
@@ -218,7 +223,7 @@ class FSDPParam:
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.name = name
-        self.group: Any = None  # its FSDPParamGroup, which sets it; that file imports this one
+        self.group: Any = None  # its FSDPParamGroup, which sets it; typed Any because group.py imports this file
         self.spec = spec
         self.policy = policy
         self.set_slots(slots)
@@ -227,10 +232,10 @@ class FSDPParam:
         self.hooks = gradient_hooks(original)
         self.sharded: nn.Parameter | None = None
         self.full: nn.Parameter | None = None
-        self._place: torch.Tensor | None = None  # the full parameter's, in the full buffer
+        self._place: torch.Tensor | None = None  # where gathers write the full parameter: a view of the full buffer
         self.subgroup: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
-        # The dtype set for the reduced gradient, which may be None (any), as a tuple; () where none was set.
+        # What Tensor.grad_dtype was set to: () if it was not, (None,) for any dtype, else (the dtype,).
         self.grad_dtype = explicit_grad_dtype(original)
 
     def __repr__(self) -> str:
@@ -273,7 +278,7 @@ class FSDPParam:
 
     @property
     def widens(self) -> bool:
-        """Whether gradients can be left as computed, since their sum alone needs the wider reduce dtype."""
+        """Whether gradients may stay in the dtype of computation until they are summed in a wider one."""
         dtype, computed = self.reduce_dtype, self.compute_dtype
         if dtype is None or not computed.is_floating_point or self.spec.sums_elsewhere:
             return False
@@ -286,9 +291,10 @@ class FSDPParam:
 
     @property
     def data(self) -> torch.Tensor | None:
-        """The elements of this rank's piece, which an all-gather extension may keep in a tensor inside its own.
+        """The plain tensor that has the elements of this rank's piece.
 
-        None if there is not exactly one such tensor, of the same shape and dtype.
+        A tensor subclass with an all-gather extension keeps them in a tensor inside itself. None if it has not exactly
+        one such tensor of the same shape and dtype.
         """
         local = self.local
         if not hasattr(local, "__tensor_flatten__"):
@@ -299,11 +305,11 @@ class FSDPParam:
         return None
 
     def follow_compression(self, policy: CompressionPolicy | None, shown: nn.Parameter | None) -> None:
-        """Travel as ``policy`` asks; ``shown`` is what it is asked about."""
+        """Choose the block formats that ``policy`` asks for; it is called with the parameter's name and ``shown``."""
         self.formats = choose_formats(policy, self.name_in_unit, shown, self.spec.layout)
 
     def write(self, value: torch.Tensor, *, full: bool) -> None:
-        """Take this rank's piece of ``value``, plain and full; with ``full`` the full parameter in memory follows."""
+        """Write this rank's piece of a whole plain ``value`` to the shard, and with ``full`` to the full parameter."""
         data, value = self.data, self.spec.of_plain(value)
         assert data is not None
         data.copy_(self.spec.cut(value))
@@ -324,7 +330,7 @@ class FSDPParam:
         return statistics_dtype(self.module) is not None
 
     def follow_statistics(self) -> bool:
-        """Compute in the dtype that a batch norm's running statistics have by now; whether that is another."""
+        """Compute in the dtype that a batch norm's running statistics now have; return whether that is another."""
         dtype = statistics_dtype(self.module)
         if dtype is None or self.policy.param_dtype in (None, dtype):
             return False
@@ -342,7 +348,7 @@ class FSDPParam:
         return self.slots[0].module
 
     def set_shard(self, local: torch.Tensor) -> None:
-        """Keep the piece in ``local`` from now on; an existing DTensor keeps its identity, hooks and attributes."""
+        """Make ``local`` the shard's local tensor; an existing DTensor keeps its identity, hooks and attributes."""
         if self.sharded is not None:
             set_local_tensor(self.sharded, local)
             return
@@ -356,7 +362,8 @@ class FSDPParam:
     def adopt_shard(self, sharded: nn.Parameter) -> None:
         """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there.
 
-        The one before gets memory of its own: ``functional_call`` shows other values for a while and puts it back.
+        The shard before gets memory of its own, because its place in the flat buffer is for the new one now:
+        ``functional_call`` registers other values for one forward and then puts the old shard back, with its value.
         """
         if self.sharded is not None and self.sharded is not sharded:
             set_local_tensor(self.sharded, self.local.detach().clone())
@@ -373,7 +380,7 @@ class FSDPParam:
 
     @torch.no_grad()
     def take_value(self, whole: nn.Parameter) -> None:
-        """Have the value of ``whole``, with its attributes, its requires_grad and, so far, without a gradient."""
+        """Copy the value, the attributes and the requires_grad of ``whole`` to the shard, and drop the gradient."""
         sharded = self.sharded
         assert sharded is not None
         self.local.copy_(self.spec.cut(whole))
@@ -384,7 +391,7 @@ class FSDPParam:
         self.restore_grad_dtype()
 
     def follow_grad_dtype(self) -> bool:
-        """Take over the gradient dtype that was set on the shard, or set it again; whether that changed it."""
+        """Follow a gradient dtype that was set on the shard, or restore a lost one; return whether it changed."""
         assert self.sharded is not None
         before, self.grad_dtype = self.grad_dtype, explicit_grad_dtype(self.sharded) or self.grad_dtype
         self.restore_grad_dtype()
@@ -403,13 +410,13 @@ class FSDPParam:
         self._place, full = full, self.spec.wrap_full(full)
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
         self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
-        if unreduced is not None:
+        if unreduced is not None:  # gradients of backwards that did not reduce go over to the new tensor, in any dtype
             self.full.grad_dtype, self.full.grad = None, unreduced
 
     # ---- what the module shows ----
 
     def sync_requires_grad(self) -> bool:
-        """Carry a change of requires_grad from where it was made to the other tensors; whether there was one."""
+        """Carry a change of requires_grad to the other tensors of the parameter; return whether there was one."""
         before = self.requires_grad
         shown = (self.sharded, self.full, self.subgroup)
         if all(tensor is None or tensor.requires_grad == before for tensor in shown):
@@ -424,14 +431,15 @@ class FSDPParam:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is a gradient that was not reduced yet."""
+        """Whether the full parameter has a gradient, which was not reduced yet."""
         return self.full is not None and self.full.grad is not None
 
     def expect_gradients(self, *, reduced: bool, rounded: bool) -> None:
-        """Let autograd make gradients of the dtype that they need to have, ``reduced`` after the backward or not.
+        """Set the dtype that autograd gives gradients, which are ``reduced`` after this backward or accumulate.
 
-        Those that are need no cast, as the sum casts them; only where ranks rely on each other's dtypes are they
-        ``rounded`` to what is computed with. Those that are not accumulate in the reduce dtype.
+        Gradients that are reduced need no cast, because the sum casts them. Where they are sent as computed, so that
+        all ranks must have them in one dtype, they are ``rounded`` to the dtype of computation. Gradients that
+        accumulate do so in the reduce dtype.
         """
         full, dtype = self.full, self.reduce_dtype
         if full is None:
@@ -450,14 +458,14 @@ class FSDPParam:
             full.grad = grad
 
     def drop_gradient(self, *, to_zeros: bool = False) -> None:
-        """Have no gradient, neither a reduced one, which may become zeros instead, nor one that was to be."""
+        """Drop the reduced gradient, or make it zeros, and the one that was still to be reduced."""
         for tensor in (self.sharded, self.full):
             if tensor is not None:
                 zeros = to_zeros and tensor is self.sharded and tensor.grad is not None
                 tensor.grad = tensor.grad.detach().zero_() if zeros else None  # type: ignore[union-attr]  # there is one
 
     def withhold_gradient(self) -> torch.Tensor | None:
-        """Take a reduced gradient whose dtype was chosen off the shard, so that a conversion of the shard leaves it."""
+        """Take a reduced gradient with a dtype of its own off the shard, so that casts of the shard do not cast it."""
         self.follow_grad_dtype()
         assert self.sharded is not None
         grad = self.sharded.grad

@@ -16,18 +16,20 @@ class Phase(IntEnum):
     REDUCED = 3
 
 
+# What each hook of a group makes of its phase. A hook that is called in another phase is a defect of ours, or follows
+# an error after which ``reset_iter_state`` was not called.
 _NEXT = {
     "pre_forward": {
         Phase.IDLE: Phase.FORWARD,
-        Phase.FORWARD: Phase.FORWARD,
+        Phase.FORWARD: Phase.FORWARD,  # several calls of the module, or the modules of a grouped call
         Phase.REDUCED: Phase.FORWARD,  # recomputed for another use after the first one's gradients left
     },
-    "post_forward": {Phase.FORWARD: Phase.IDLE, Phase.IDLE: Phase.IDLE},
+    "post_forward": {Phase.FORWARD: Phase.IDLE, Phase.IDLE: Phase.IDLE},  # the second: reset_iter_state ran in it
     "pre_backward": {
         Phase.IDLE: Phase.BACKWARD,
-        Phase.BACKWARD: Phase.BACKWARD,
-        Phase.REDUCED: Phase.BACKWARD,
-        Phase.FORWARD: Phase.BACKWARD,
+        Phase.BACKWARD: Phase.BACKWARD,  # one of several outputs, or calls, after the first
+        Phase.REDUCED: Phase.BACKWARD,  # its gradients left, and backward comes to another call
+        Phase.FORWARD: Phase.BACKWARD,  # a backward inside a forward; a grouped call recomputed in part
     },
     "post_backward": {
         Phase.BACKWARD: Phase.REDUCED,
@@ -41,7 +43,7 @@ _NEXT = {
 
 
 class PhaseTracker:
-    """The phase of one group; an illegal step raises and changes nothing."""
+    """The phase of one group. A hook that is out of order raises and changes nothing."""
 
     __slots__ = ("name", "phase")
 
@@ -49,17 +51,17 @@ class PhaseTracker:
         self.name = name
         self.phase = Phase.IDLE
 
-    def enter(self, step: str) -> bool:
-        """Change the phase by ``step``; return whether it was another one before.
+    def enter(self, hook: str) -> bool:
+        """Change the phase as ``hook`` asks; return whether that was a change.
 
         Raises:
-            RuntimeError: ``step`` is not allowed in the present phase.
+            RuntimeError: ``hook`` is not allowed in the present phase.
         """
-        allowed, before = _NEXT[step], self.phase
+        allowed, before = _NEXT[hook], self.phase
         if before not in allowed:
             expected = ", ".join(sorted(phase.name.lower() for phase in allowed))
             raise RuntimeError(
-                f"{self.name or 'the root'}: {step} out of order; the group is {before.name.lower()}, expected one of: "
+                f"{self.name or 'the root'}: {hook} out of order; the group is {before.name.lower()}, expected one of: "
                 f"{expected}. If an earlier forward or backward raised, call reset_iter_state() on the root module "
                 "before the next one"
             )
@@ -68,12 +70,12 @@ class PhaseTracker:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward is inside the group."""
+        """Return whether a forward is inside the group."""
         return self.phase is Phase.FORWARD
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward is inside the group."""
+        """Return whether a backward is inside the group."""
         return self.phase is Phase.BACKWARD
 
     def reset(self) -> None:

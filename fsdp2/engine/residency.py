@@ -8,9 +8,12 @@ and everyone else uses four verbs:
 * ``free``: keep the shards alone (or, with ``keep_pieces``, pieces on a few neighbouring ranks);
 * ``show``: choose what the modules show.
 
-A pass frees what it gathered. What has to stay in memory beyond its end is *held*: full parameters that a backward
-will need, that ``set_reshard_after_backward(False)`` keeps for the next forward, or that the caller asked for with
-``unshard()``. Held parameters are used again only while the shards are what they were.
+A pass frees what it gathered. What has to stay in memory beyond its end is *held*: full parameters or pieces that a
+backward will need, that ``set_reshard_after_backward(False)`` keeps for the next forward, or that the caller asked for
+with ``unshard()``. A forward uses held memory only if the shards have not changed since; otherwise it gathers anew.
+
+Beside the state there are two more fields. ``shown`` differs from what a state shows by default while a state dict is
+taken, so that saving neither frees nor gathers. ``summoned`` suspends all of it for ``summon_full_params``.
 """
 
 from __future__ import annotations
@@ -42,10 +45,10 @@ __all__ = ["Full", "Held", "InFlight", "Pieces", "Residency", "Sharded", "Summon
 
 @dataclass(eq=False)
 class Sharded:
-    """Only the shards are in memory.
+    """Only the shards are in memory, so nothing can be ``held``.
 
-    ``adopted`` ones were found on the modules in the place of ours, perhaps for one forward (``functional_call``), so
-    the next forward keeps nothing that is made of them. So in the states that follow.
+    ``adopted``: the shards were found on the modules in the place of ours, perhaps for one forward
+    (``functional_call``), so that forward must free what is gathered from them. The states that follow inherit it.
     """
 
     adopted: bool = False
@@ -54,7 +57,7 @@ class Sharded:
 
 @dataclass(eq=False)
 class InFlight:
-    """A gather was started. It reads the shards, or ``source``, which must stay in memory until it is over."""
+    """A gather was started. It reads the shards or the pieces of ``source``, which stay in memory until it is over."""
 
     work: Gathering
     source: SubgroupShards | None = None
@@ -83,12 +86,12 @@ State = Sharded | InFlight | Full | Pieces
 
 _MOVES: dict[type[State], tuple[type[State], ...]] = {
     Sharded: (InFlight,),
-    InFlight: (Full, Sharded),  # the second: nobody came to use it
+    InFlight: (Full, Sharded),  # the second: a prefetch that was not used
     Full: (Pieces, Sharded),
     Pieces: (InFlight, Sharded),
 }
 _SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Full: "full", Pieces: "subgroup"}
-"""What the modules show in a state. They may show shards in each: while a state dict is taken, until the next use."""
+"""What the modules show in a state by default. A state dict makes them show shards, until the group is used next."""
 
 
 # ---- what is held ----
@@ -97,12 +100,13 @@ _alive: weakref.WeakSet[Held] = weakref.WeakSet()
 
 
 class Held:
-    """What a group's shards were like when its full parameters began to outlive their pass.
+    """A mark on memory that outlives its pass: the versions that the shards had when that began.
 
     A forward that finds other shards gathers anew. That starts a collective, so it must follow from facts that all
     ranks see alike: steps of optimizers that hold one of the parameters, version counters of the DTensors, which every
     rank increments (also one whose shard is empty), and parameters that were replaced. A write through ``to_local()``
-    shows in a version counter of the local tensor, on every rank that has elements to write to.
+    shows in a version counter of the local tensor, on every rank that has elements to write to. If one rank alone
+    writes so, it alone gathers, and the observer makes all ranks raise.
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
@@ -121,16 +125,16 @@ class Held:
 
     @property
     def changed(self) -> bool:
-        """Whether the shards were written, or others are in their place."""
+        """Return whether the shards were written, or others are in their place."""
         if self._stepped or self._versions != self._current_versions():
             return True
         return not lie_in(self._params, self._pieces)
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Tell held parameters that ``optimizer`` has stepped: no version counter that can be read shows that.
+    """Tell held memory that ``optimizer`` has stepped, since version counters need not show that.
 
-    DTensor operators that change several tensors at once run below autograd, where local tensors count no version.
+    DTensor's operators that change several tensors at once (``foreach``) run below autograd, where no counter grows.
     """
     if not _alive:
         return
@@ -142,14 +146,14 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> No
 class Summoning(Protocol):
     """A block of ``summon_full_params``."""
 
-    ending: bool  # the block is over, or was interrupted while it ended
+    ending: bool  # the block is over, perhaps interrupted while it ended, so that a recovery may clear it
 
 
 # ---- the one object ----
 
 
 class Residency:
-    """Where the parameters of one group are."""
+    """The parameters of one group: what of them is in memory, and what its modules show."""
 
     def __init__(self, group: Member, store: ShardStore, comm: CommContext) -> None:
         self.name = ""
@@ -199,16 +203,18 @@ class Residency:
 
     @property
     def adopted(self) -> bool:
-        """Whether the parameters may be another's, put on the modules for one forward."""
+        """Whether the shards may be another's, put on the modules for one forward."""
         return self.state.adopted
 
     @property
     def held(self) -> Held | None:
-        """What the shards were like when the memory of the group began to outlive its pass; None if it does not."""
+        """The mark on memory that outlives its pass; None on what the pass frees."""
         return self.state.held
 
     def is_outdated(self) -> bool:
         """Return whether memory is held that must not be used any more, because the shards changed.
+
+        All ranks that compute with the group ask this at the same places, so they gather anew alike.
 
         Raises:
             RuntimeError: somebody put others in the place of full parameters.
@@ -219,6 +225,7 @@ class Residency:
         if shows(self.store.params, self.shown):
             return held.changed
         if self.shown != "sharded":
+            # To free the group would put the shards in their place, and lose them.
             raise RuntimeError(
                 f"{self.store.params[0].name}: its module shows other parameters than the full ones that unshard() or "
                 "an earlier forward left there; expected these. Call reshard() on the module before you replace "
@@ -251,8 +258,8 @@ class Residency:
         store, lanes = self.store, self.comm.lanes
         source = self.state.kept if isinstance(self.state, Pieces) else None
         if source is not None:
-            gather = partial(self._launch, source.gather, source.axis, None, source)
-            axis = source.axis
+            axis = source.axis  # neighbours alone: other ranks have pieces of the same values
+            gather = partial(self._launch, source.gather, axis, None, source)
         else:
             if store.replaced(in_backward=in_backward):
                 self.adopt()
@@ -322,14 +329,14 @@ class Residency:
         if self.store.extensions is not None:
             self.store.extensions.decode(rows, state.work.lane, self.comm.lanes.compute)
         if state.source is not None:
-            state.source.free()  # the gather has read it
+            state.source.free()  # the gather has read the pieces, and is over
         self._move(Full(state.adopted, state.held))
         self.show("full")
 
     # ---- free ----
 
     def free(self) -> None:
-        """Keep the shards alone, and show them. A gather in flight is waited for and dropped.
+        """Free everything but the shards, and show these. A gather in flight is waited for and dropped.
 
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the group.
@@ -348,7 +355,7 @@ class Residency:
         if self.shown != "sharded":  # else others may have been put in their place, for the next gather to take in
             self.show("sharded")
         if state.held is not None:
-            self.store.reclaim_full()
+            self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
         pieces = state.source if isinstance(state, InFlight) else state.kept if isinstance(state, Pieces) else None
         if pieces is not None:
@@ -370,7 +377,7 @@ class Residency:
             self._free_full()
 
     def hold(self) -> None:
-        """Let what is in memory, or soon is, stay there beyond the pass, as long as the shards do not change."""
+        """Let what is in memory or in flight outlive the pass, as long as the shards do not change."""
         if not isinstance(self.state, Sharded):
             self.state.held = Held(self.store.params)
 
@@ -383,28 +390,28 @@ class Residency:
             self.store.note_change()
 
     def show_shards(self) -> None:
-        """Let the modules show shards for a while. What is in memory stays: perhaps one rank alone saves or copies."""
+        """Make the modules show shards and free nothing: a rank may save or copy alone, so it must not gather anew."""
         if not self.summoned and self.shown != "sharded":
             self.show("sharded")
 
     def show_memory(self) -> None:
-        """Undo ``show_shards``."""
+        """Undo ``show_shards``: make the modules show what is in memory."""
         if not self.summoned and self.shown != _SHOWN[type(self.state)]:
             self.show(_SHOWN[type(self.state)])
 
     # ---- summon_full_params, which decides for a while what the modules show ----
 
     def summon(self, params: Iterable[FSDPParam], block: Summoning) -> None:
-        """Leave it to ``block`` what the modules show of ``params``. Now they show the shards of the whole group."""
+        """Show the shards of the group, and let ``block`` decide from now on what the modules show of ``params``."""
         self.ready()
         if not self.summoned:
             self.show("sharded")  # also where they are shown: requires_grad may have been changed on them
         self.summoned.update(dict.fromkeys(params, block))
 
     def dismiss(self, params: Iterable[FSDPParam], values: Mapping[FSDPParam, torch.Tensor]) -> None:
-        """Show ``params`` as before; ``values``, new full ones, go to the shards and to what is in memory.
+        """End ``summon`` for ``params``: write new whole ``values`` to the shards and what is in memory, and show that.
 
-        What was held and current stays so.
+        Memory that was held and up to date stays held: it got the same values as the shards.
         """
         extended, state = self.store.extended, self.state
         current = state.held is not None and not state.held.changed
@@ -423,7 +430,7 @@ class Residency:
             self.shown = "sharded"
             self.show_memory()
         if not self.summoned and not extended.isdisjoint(values):
-            self.free()  # only a gather can make new full parameters of these
+            self.free()  # an extension's full parameters can only be made by a gather
 
     # ---- shards that others put in place ----
 
@@ -433,11 +440,11 @@ class Residency:
             self.state.adopted = True
 
     def use(self, store: ShardStore, comm: CommContext) -> None:
-        """Go on with the memory of fewer parameters, for which the group must be sharded, or with other lanes."""
+        """Use another store, of fewer parameters, for which the group must be sharded, or another context."""
         self.store, self.comm = store, comm
 
     def reset(self) -> None:
-        """Keep the shards alone, whatever an error left behind (recovery).
+        """Free everything but the shards, in whatever state an error left the group (recovery).
 
         Raises:
             RuntimeError: inside a block of ``summon_full_params``. One whose end was interrupted is over.

@@ -1,8 +1,8 @@
-"""The operations of a pass, and the observer that sees each one before it starts.
+"""The steps of a pass, and the observer that sees each one before it starts.
 
-A *pass* is a forward, a backward or a finalization under one root. Its *steps* are the collectives it starts. Ranks
-that take different steps would wait for each other for ever, so ``fsdp2/ranks`` observes them; the engine asks the
-observer in one function, ``take``.
+A *pass* is a forward, a backward or a finalization under one root, or what the caller gathers between passes. Its
+*steps* are the collectives that it starts: gathers, and chunks of gradients. Ranks that take different steps would wait
+for each other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer in one function, ``take``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Member(Protocol):
-    """A group of parameters, as far as an observer has to know one."""
+    """A group of parameters, as far as an observer has to know one (``FSDPParamGroup``, whose file imports this)."""
 
     name: str
     options: GroupOptions
@@ -60,24 +60,27 @@ END = Step("end", None)
 
 
 class PassKind(NamedTuple):
-    """What a pass is. Ranks expect passes of one kind, after the same kinds of passes, to take the same steps."""
+    """The kind of a pass. Two passes of one kind, after the same kinds of passes, are expected to take the same steps.
+
+    So a kind must contain every fact that changes the steps from one pass to the next on all ranks alike.
+    """
 
     name: str  # "forward", "evaluation", "backward", "finalization", or the function that the caller gathered with
     detail: str = ""  # for people
     used: tuple[int, ...] = ()
-    """Of a backward: the groups marked with ``set_reduce_scatter_unused_params`` that forwards before it gathered."""
+    """Of a backward: the groups marked with ``set_reduce_scatter_unused_params`` that its forwards gathered."""
     kept: tuple[int, ...] = ()
-    """Of a backward: the groups that stayed in memory from the forward, and are not gathered again."""
+    """Of a backward: the groups that its forwards ended with and left in memory, which it does not gather again."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name
 
 
 class Answer(Enum):
-    """An observer's answer to an operation that may start."""
+    """An observer's answer about a step; it may also be another step, which the pass must take first."""
 
-    TAKE = 0  # now
-    LATER = 1  # when it is needed: only a prefetch, which is optional, gets this answer
+    TAKE = 0  # start it now
+    LATER = 1  # start it when it is needed: only an optional step, a prefetch, gets this answer
 
 
 CanJoin = Callable[[Step, bool], bool]
@@ -85,7 +88,7 @@ CanJoin = Callable[[Step, bool], bool]
 
 
 class Joins(Protocol):
-    """A pass that can take a step that only other ranks need."""
+    """What ``take`` needs of a pass: it can *join*, which means take a step that only other ranks need."""
 
     def can_join(self, step: Step, planned: bool) -> bool:
         """Return whether the pass can take ``step`` now, with a group that this rank does not use at the moment.
@@ -101,7 +104,11 @@ class Observer(Protocol):
     """Sees every pass under one root. Each method may raise, and then the pass does not go on."""
 
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
-        """A pass starts; an ``outermost`` one ends an aborted one before it, another may lie inside the running one."""
+        """Note that a pass starts.
+
+        If it is ``outermost`` (a forward, or a gather between passes), a pass that is still open was aborted. Otherwise
+        it may lie inside the open one: a backward inside a forward.
+        """
 
     def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
         """Decide about ``step``, which is about to be taken.
@@ -114,20 +121,20 @@ class Observer(Protocol):
         """Return the next step that other ranks take before a backward ends, if ``can_join`` accepts it."""
 
     def end(self) -> None:
-        """The pass is over."""
+        """Note that the pass is over."""
 
     def suspend(self) -> None:
-        """The pass that starts now is not observed."""
+        """Note that the pass that starts now is not observed: one replica may run it alone."""
 
     def abandon(self) -> None:
-        """The pass was aborted, on this rank at least (recovery)."""
+        """Note that the pass was aborted, on this rank at least (recovery)."""
 
     def forget(self, setter: str) -> None:
-        """``setter`` changed options, so the same passes will take other steps from now on, on every rank."""
+        """Expect other steps of the same passes from now on: ``setter`` changed options, on every rank alike."""
 
 
 class Unobserved:
-    """The observer of passes that nobody compares: with one process, or with rank checks off."""
+    """The observer of passes that are not compared: with one process, or with rank checks off."""
 
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Do nothing."""
@@ -178,11 +185,11 @@ def take(observer: Observer, joins: Joins, step: Step, start: Callable[[], None]
 
 
 def nothing() -> None:
-    """Start nothing: the end of a pass is no operation."""
+    """Start nothing: the end of a pass is shown to the observer, but starts no collective."""
 
 
 def take_unobserved(step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
-    """Start an operation outside of any observed pass."""
+    """Start a step outside of any observed pass."""
     start()
     return True
 
@@ -192,16 +199,21 @@ _make: MakeObserver | None = None
 
 
 def observe_with(make: MakeObserver) -> None:
-    """Let ``make`` return the observer of each root from now on; None leaves a root unobserved."""
+    """Have ``make(root, kind, error)`` make the observer of each root from now on; if it returns None, there is none.
+
+    ``fsdp2/ranks`` calls this when it is imported: the engine cannot import what observes it.
+    """
     global _make
     _make = make
 
 
 def make_observer(root: Any, kind: PassKind, error: RuntimeError | None) -> Observer:
-    """Return the observer of ``root``, whose first pass starts, or fails with ``error``.
+    """Return the observer of ``root`` (a ``RootContext``), whose first pass, of ``kind``, starts.
+
+    ``error`` is what this rank found wrong with its units, if anything: the observer can make all ranks raise it.
 
     Raises:
-        RuntimeError: the observer refuses the units it was shown, or passes ``error`` on.
+        RuntimeError: the ranks have different units, or one of them came with an ``error``.
     """
     observer = None if _make is None else _make(root, kind, error)
     return Unobserved() if observer is None else observer

@@ -1,4 +1,4 @@
-"""What a group keeps after forward under ``reshard_after_forward=<int>``: pieces shared by few neighbouring ranks."""
+"""The pieces that a group keeps after forward under ``reshard_after_forward=<int>``, on a few neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SubgroupShards:
         sizes: TransferSizes,
     ) -> None:
         """``gather`` is the group's usual gather; ``fulls`` are the plain full tensors in its full buffer."""
-        full, places = gather.full, gather.plan
+        full, places = gather.full, gather.plan  # the second gather writes to the same places as the first
         self.params = params
         self.axis = Axis.of(regroup(mesh.mesh, mesh.mesh.ndim, size), 1)
         specs = [param.spec.on_subgroup(mesh, size) for param in params]
@@ -62,7 +62,7 @@ class SubgroupShards:
             copy_all(self._pieces, self._sources)
 
     def write(self, values: Mapping[FSDPParam, torch.Tensor]) -> None:
-        """Let the pieces follow new plain full ``values``, cast to what is computed with."""
+        """Write this rank's pieces of new whole plain ``values``, cast to the dtype of computation."""
         for param, spec, piece in zip(self.params, self._specs, self._pieces):
             if param in values:
                 piece.copy_(spec.cut(spec.of_plain(values[param])))

@@ -1,4 +1,8 @@
-"""One ``fully_shard`` call at run time: what happens before and after the forward and backward of its modules."""
+"""A unit, one ``fully_shard`` call at run time: what happens around the forward and backward of its modules.
+
+Here hooks of torch become calls of the engine. A forward call is classified at its entry (``FSDPState._enter``); passes
+and groups do the rest.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +54,12 @@ _live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
 
 def live_states() -> list[FSDPState]:
-    """Every state of the process, in no particular order; a submodule of a unit has no other way up to its own."""
+    """Return every unit of the process, in no order; a submodule that is no unit has no other way to find its own."""
     return list(_live)
 
 
 def get_state(module: nn.Module) -> FSDPState | None:
-    """The state of the call that ``module`` was passed to, None if it was passed to none."""
+    """Return the state of the call that ``module`` was passed to, None if it was passed to none."""
     state = composable_state(module)
     return state if isinstance(state, FSDPState) else None
 
@@ -67,33 +71,36 @@ def keep_state(module: nn.Module, state: FSDPState) -> None:
 
 
 def is_managed_by_torch(module: nn.Module) -> bool:
-    """Whether torch's own ``fully_shard`` was called on ``module``."""
+    """Return whether torch's own ``fully_shard`` was called on ``module``."""
     return isinstance(composable_state(module), TorchFSDPState)
 
 
 def apis_of(module: nn.Module) -> dict[str, Any]:
-    """The composable APIs (``fully_shard``, ``replicate``, ...) that were called on ``module``, by their names."""
+    """Return the composable APIs (``fully_shard``, ``replicate``, ...) called on ``module``, by name."""
     return module.__dict__.get(REGISTRY_KEY) or {}
 
 
 def register_as_managed(module: nn.Module, apis: dict[str, Any]) -> None:
-    """Add ``fully_shard`` to ``apis``, and let them be what ``apis_of(module)`` gives."""
+    """Add ``fully_shard`` to ``apis``, and make them what ``apis_of(module)`` returns."""
     apis["fully_shard"] = RegistryItem()
     module.__dict__[REGISTRY_KEY] = apis
 
 
 class Adopting(Protocol):
-    """What the call that made a state leaves with it."""
+    """The arguments of the ``fully_shard`` call (``build.grouping.Unit``), by which parameters are added later."""
 
     def adopt_added(self, state: FSDPState) -> None:
         """Manage parameters that appeared below the modules of ``state`` since."""
 
     def copied(self, memo: dict[int, Any]) -> Adopting:
-        """The same for a deep copy of the modules."""
+        """Return the same for a deep copy of the modules."""
 
 
 class FSDPState(ComposableState):
-    """The modules of one call, their groups (one per mesh), and the root they run under."""
+    """One unit: the modules of a ``fully_shard`` call, their groups (one per mesh), and the root they run under.
+
+    The class has torch's name. Modules of a grouped call are its *members*.
+    """
 
     def __init__(self, modules: tuple[nn.Module, ...], device: torch.device, mp_policy: MixedPrecisionPolicy) -> None:
         super().__init__()
@@ -117,10 +124,12 @@ class FSDPState(ComposableState):
             modules, lambda module: get_state(module) is not None, {STATE_KEY, REGISTRY_KEY}
         )
         self._explains = False  # errors that leave its forward
-        # Takes in parameters added since; asked when the process has seen registrations that this state has not.
+        # Takes in parameters that were added since. It is asked only when the process has counted registrations that
+        # this unit has not seen.
         self.unit: Adopting | None = None
         self._registrations = hooks.registrations
-        # While summon_full_params shows its parameters: why forward cannot compute with them, "" if it can.
+        # While summon_full_params shows parameters of the unit: the reason why forward cannot compute with them, "" if
+        # it can. It is not on the groups, because it depends on all of them, and a unit without parameters has none.
         self.summoned: str | None = None
         _live.add(self)
         # Not when a root is made: the call that fails may be the first one (``generate``, say).
@@ -128,13 +137,13 @@ class FSDPState(ComposableState):
 
     @property
     def root(self) -> RootContext[FSDPState]:
-        """What the units of the tree share."""
+        """The root that the unit runs under, which all units of the tree share."""
         root = None if self._root is None else self._root()
         return self._own_root if root is None else root
 
     @property
     def is_root(self) -> bool | None:
-        """Whether it is the outermost unit; None until the first forward shows that."""
+        """Return whether it is the outermost unit; None until the first forward shows that."""
         root = None if self._root is None else self._root()
         return None if root is None else root is self._own_root
 
@@ -147,7 +156,7 @@ class FSDPState(ComposableState):
 
     @outside_dynamo_and_modes(lambda state: state.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
-        """Gather, cast inputs, and have backward report when it is through with them."""
+        """Gather, cast inputs, and put hooks on inputs for the moment when backward has their gradients."""
         if self.summoned is not None:
             self._check_summoned()
             return args, kwargs
@@ -162,11 +171,11 @@ class FSDPState(ComposableState):
             args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
         if call.mode is not Mode.NORMAL:
             return args, kwargs
-        entering = []
+        entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
         for group in self.groups:
-            alone = first and (not group.shared or run.enter_shared(group, self))
-            group.pre_forward(run.take, first=alone)
-            if alone:
+            only_user = first and (not group.shared or run.enter_shared(group, self))
+            group.pre_forward(run.take, first=only_user)
+            if only_user:
                 entering.append(group)
         if torch.is_grad_enabled():
             self._first_node = autograd_sequence_number()
@@ -183,7 +192,11 @@ class FSDPState(ComposableState):
         return args, kwargs
 
     def _enter(self, module: nn.Module) -> tuple[Call, bool]:
-        """(The call that starts, or goes on with another member, whether it starts); what it is is settled here."""
+        """Classify a forward call at its entry; return it, and whether it starts or goes on.
+
+        In this order: recomputed inside the unit's own backward; another member of a grouped call that is under way; a
+        call inside a call of the same module (recursion); an ordinary one.
+        """
         if self._root is None or self._root() is None:
             self.init_root()
         root, in_backward, calls = self.root, graph_task_id() != -1, self._calls
@@ -211,15 +224,20 @@ class FSDPState(ComposableState):
 
     @outside_dynamo_and_modes(lambda state: state.outer_modes)
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Reshard, have backward gather first, cast outputs; a grouped call does so with its last member."""
+        """Free, put hooks on outputs so that backward gathers first, cast outputs.
+
+        A grouped call is complete with its last member, or where the outermost forward ends without that member.
+        """
         call = self._leave(module)
         if call is not None and (call.mode is not Mode.NORMAL or call.members):
+            # Not complete, or part of another call. Backward may still enter by this member's output.
             if call.mode is Mode.NORMAL and torch.is_grad_enabled():
                 _, output = hooks.watch_outputs(output, self._enter_member, self._first_node)
         elif self.summoned is None:
             output = self._complete(call, output)
             root = self.root
             if root.forward is not None and root.forward.outermost is self:
+                # Grouped calls whose other members did not run in this forward end with it.
                 for state, open_call in reversed(list(root.forward.entered.items())):
                     state._calls.clear()
                     output = state._complete(open_call, output)
@@ -228,16 +246,19 @@ class FSDPState(ComposableState):
 
     @property
     def outer_modes(self) -> int:
-        """How many dispatch modes are there for the whole forward or backward that runs, and may see what it does."""
+        """The number of dispatch modes around the whole pass, which may see what hooks do; inner ones may not.
+
+        An inner mode belongs to a checkpoint (it caches outputs of operators) or the like, not to the program.
+        """
         if graph_task_id() == -1 and self.is_root is not False:
             return dispatch_modes()
         running = self.root.running
         return 0 if running is None else running.modes
 
     def _leave(self, module: nn.Module) -> Call | None:
-        """The call that ends, or one of whose members does; None within ``summon_full_params``, and if it did before.
+        """Return the call that ends, or one of whose members ends.
 
-        It did where a registered method called the forward.
+        None within ``summon_full_params``, and where the call has ended already (a registered method called forward).
         """
         calls = self._calls
         if self.summoned is not None or not calls:
@@ -251,7 +272,7 @@ class FSDPState(ComposableState):
         return call
 
     def _complete(self, call: Call | None, output: Any) -> Any:
-        """What ends the forward of all members, run or not."""
+        """End the forward of all members, whether they ran or not: free, and put hooks on the ``output``."""
         in_backward = graph_task_id() != -1
         if call is not None and call.hidden is not None:
             call.hidden.open_if_unused(output)
@@ -273,15 +294,19 @@ class FSDPState(ComposableState):
         return output
 
     def _watch_side_outputs(self, call: Call | None) -> bool:
-        """Whether backward may enter by tensors that the forward left on modules: here, and in the units around."""
+        """Put hooks on tensors that the forward left on modules; return whether there are any.
+
+        Backward may enter by them, into this unit and into the units around it.
+        """
         units = [self, *([] if call is None else call.run.entered)]
         return self._side_outputs.watch(self._first_node, lambda: [unit.pre_backward for unit in units])
 
     def _check_summoned(self) -> None:
-        """Let forward compute with what ``summon_full_params`` shows, in its dtype, where that is right.
+        """Allow a forward that computes with what ``summon_full_params`` shows, in its dtype, where that is right.
 
         Raises:
-            RuntimeError: it would not be, or a backward could follow, whose gradients nobody would reduce.
+            RuntimeError: the forward cannot compute with that, or a backward could follow, whose gradients would not be
+                reduced.
         """
         reason = self.summoned
         if torch.is_grad_enabled():
@@ -296,7 +321,7 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 run.prefetch(group)
         for group in self.groups:
-            following = run.order.visit(group)  # noted in any case: others go by the whole order
+            following = run.order.visit(group)  # recorded also with a prefetch list: other units follow the order
             if not self.forward_prefetch and following is not None and following not in self.groups:
                 for other in following.gathered_with:
                     run.prefetch(other)
@@ -318,16 +343,17 @@ class FSDPState(ComposableState):
         root = self.root
         run, pending = root.start_backward(), root.pending
         run.creates_graph = torch.is_grad_enabled()
-        if run.creates_graph:
+        if run.creates_graph:  # the backward of this backward enters here by a way that has no hook yet
             hooks.watch_exit(grad, self.pre_backward)
         comm = self.root.comm
         comm.forget_later()  # backward has come to what was to be gathered
         # All of this unit's gathers go ahead of those for later.
         entered = [g for g in self.groups if g.pre_backward(run.take, recorded=g in pending.inputs)]
         for group in entered:
-            alone = pending.inputs.get(group) == _NO_INPUTS and group.ends_with_its_gradients()
-            group.gradients.begin_backward(run.take, partial(run.post_backward, group), count=alone)
-            following = pending.calls.visit(group)  # noted in any case, as the forward's is
+            # No input can tell when backward is done with the group, but its parameters' gradients can.
+            by_gradients = pending.inputs.get(group) == _NO_INPUTS and group.ends_with_its_gradients()
+            group.gradients.begin_backward(run.take, partial(run.post_backward, group), count=by_gradients)
+            following = pending.calls.visit(group)  # recorded also with a prefetch list, as in forward
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.gathered_with):
                     if other.options.unshard_in_backward and group.gradients.gathers_later:
@@ -339,25 +365,31 @@ class FSDPState(ComposableState):
                 run.prefetch(group)
 
     def _enter_member(self, grad: torch.Tensor) -> None:
-        """Backward enters a member of a grouped call by itself, perhaps after others, recomputed, are done."""
+        """Enter backward by the output of one member of a grouped call.
+
+        Not while a recomputed forward of the unit is under way: its own outputs are entered when it is over.
+        """
         if not all([group.phases.in_forward for group in self.groups]):
             self.pre_backward(grad)
 
     def _inputs_done(self, groups: list[FSDPParamGroup]) -> None:
-        """Backward is through with the inputs; under torch.func this is the first sign that one runs."""
+        """End the backward of ``groups``: all gradients of their inputs are computed.
+
+        Under torch.func this is the first call that tells of a backward at all.
+        """
         run = self.root.start_backward()
         for group in reversed(groups):
             run.post_backward(group)
 
     def notice_backward(self) -> None:
-        """A gradient is finished although no backward entered the group by its outputs."""
+        """Start a backward pass: a gradient is finished although no backward entered the group by its outputs."""
         self.root.start_backward()
 
     def unshard_before_backward(self) -> None:
-        """Show full parameters where several backwards are to come on forwards that ran and none of them may reshard.
+        """Show full parameters if several backwards are to come on forwards that ran, and none of them may free.
 
-        A pipeline that splits backward in two (zero bubble) looks on the module for the parameters to differentiate,
-        before the first part and before the second, neither of which enters by the outputs.
+        This gathers at once, for ``set_reshard_after_backward(False)``. A pipeline that splits backward in two (zero
+        bubble) looks up the parameters to differentiate on the module, before autograd runs, so no hook could gather.
         """
         root = self.root
         if root.is_last_backward and not root.finalizes_manually:
@@ -370,9 +402,9 @@ class FSDPState(ComposableState):
     # ---- the root ----
 
     def init_root(self) -> None:
-        """Make this state the root of all states under its module: the first to run forward is.
+        """Make this unit the root of all units under its module, because its forward is the first to run.
 
-        A submodule that ran before becomes part of the new root's tree.
+        A submodule that was a root before becomes part of the new root's tree.
 
         Raises:
             RuntimeError: this call grouped several modules, or parameters are still on the meta device.
@@ -406,6 +438,7 @@ class FSDPState(ComposableState):
         except RuntimeError as reason:
             error = reason
         try:
+            # An error of this rank goes to the observer first, so that the other ranks raise it instead of waiting.
             root.observe(error, PassKind("forward"))
             if error is not None:
                 raise error

@@ -39,7 +39,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         ValueError: no parameter of ``module`` is sharded.
     """
     used = groups_below(module, required_by="use_weights")
-    before = [group.residency.held is not None for group in used]
+    was_held = [group.residency.held is not None for group in used]
     gather_by_hand(used, "use_weights")
     for group in used:
         group.wait_for_unshard()
@@ -49,15 +49,15 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         with torch.autograd.graph.saved_tensors_hooks(*_saving(used)):
             yield module
     finally:
-        for (group, state), kept in zip(used.items(), before):
+        for (group, state), held in zip(used.items(), was_held):
             if torch.is_grad_enabled():
-                state.root.pending.calls.record(group)
-            if not kept and group.is_idle:
+                state.root.pending.calls.record(group)  # so that backward gathers it ahead
+            if not held and group.is_idle:  # else it is not for this block to free
                 group.release()
 
 
 def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
-    """Hooks for what autograd saves: a full parameter is gathered before backward reads it."""
+    """Return hooks for what autograd saves, which gather a full parameter before backward reads it."""
     owners = {_memory(param.full): state for group, state in used.items() for param in group.params}
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -73,5 +73,5 @@ def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
 
 
 def _memory(tensor: Any) -> torch.UntypedStorage:
-    """What tells whether two tensors share memory, whether it exists now or not."""
+    """Return the storage object of ``tensor``, which stays the same while its memory comes and goes."""
     return on_this_rank(tensor).untyped_storage()

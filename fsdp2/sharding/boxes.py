@@ -61,17 +61,17 @@ class Part:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of everything."""
+    """Return the box of everything."""
     return tuple((0, size) for size in shape)
 
 
 def numel(box: Box) -> int:
-    """Elements in ``box``."""
+    """Return the number of elements in ``box``."""
     return math.prod(length for _, length in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What is in both, None if that is nothing."""
+    """Return the box of what is in both, None if that is nothing."""
     both = []
     for (start_a, length_a), (start_b, length_b) in zip(a, b):
         start = max(start_a, start_b)
@@ -93,7 +93,7 @@ def beyond(box: Box, outer: Box) -> Box:
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of ``tensor`` in ``box``, a view."""
+    """Return the part of ``tensor`` in ``box``, a view."""
     for dim, (start, length) in enumerate(box):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
@@ -108,7 +108,7 @@ def copy_common(source: torch.Tensor, at: Box, target: torch.Tensor, to: Box) ->
 
 
 def box_of(spec: ShardedSpec, name: str) -> Box:
-    """What this rank holds of a managed parameter, or of anything cut like it."""
+    """Return the box that this rank holds of a managed parameter, or of anything cut like it."""
     layout, meta = spec.layout, None if spec.full is None else spec.full.tensor_meta
     if spec.full is None or meta is None:
         box = whole(layout.shape)
@@ -121,7 +121,7 @@ def box_of(spec: ShardedSpec, name: str) -> Box:
 
 
 def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> Box:
-    """What this rank holds of a DTensor of ``shape``.
+    """Return the box that this rank holds of a DTensor of ``shape``.
 
     Raises:
         NotImplementedError: that is no box, or this rank is not on the mesh.
@@ -162,7 +162,7 @@ def blocks(box: Box, limit: int) -> Iterator[Box]:
 
 
 def buckets(entries: Sequence[Entry], limit: int) -> Iterator[list[Part]]:
-    """All blocks of ``entries``, in order, in buckets of up to ``limit`` bytes (16 at least)."""
+    """Return all blocks of ``entries``, in order, in buckets of up to ``limit`` bytes (16 at least)."""
     parts: list[Part] = []
     used = 0
     for index, entry in enumerate(entries):

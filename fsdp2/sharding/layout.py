@@ -11,7 +11,7 @@ __all__ = ["ShardLayout"]
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a tensor of ``shape`` and dense ``stride`` is cut along ``dim`` over ``ranks`` ranks.
+    """The cut of a tensor of ``shape`` and dense ``stride`` along ``dim`` over ``ranks`` ranks.
 
     The pieces are those of ``torch.chunk``: ceil(size / ranks) indices of the dimension each, the last ones shorter or
     empty. A piece keeps the order of dimensions in memory, so a channels_last weight has channels_last pieces.
@@ -31,7 +31,7 @@ class ShardLayout:
 
     @classmethod
     def least_padded(cls, shape: tuple[int, ...], stride: tuple[int, ...], ranks: int) -> ShardLayout:
-        """The cut with the least padding; of equal ones that whose pieces in order are the tensor, then the first."""
+        """Return the cut with the least padding; of equal cuts a ``rank_major`` one, or else the first dimension's."""
         cuts = [cls(shape, stride, dim, ranks) for dim in range(len(shape))] or [cls(shape, stride, None, ranks)]
         return min(cuts, key=lambda cut: (cut.padding_numel, not cut.rank_major))
 
@@ -52,12 +52,15 @@ class ShardLayout:
 
     @cached_property
     def slot_numel(self) -> int:
-        """Elements one rank sends: those of the first (largest) piece."""
+        """Elements that every rank sends, in its *slot*: as many as the first, largest piece has; others are padded."""
         return self.numel if self.dim is None else math.prod(self.shard_shape(0))
 
     @cached_property
     def rank_major(self) -> bool:
-        """Whether the pieces in rank order, one slot each, are the full tensor's memory (padding is the tail)."""
+        """Whether the slots of all ranks, one behind the other, are the full tensor's memory, followed by padding.
+
+        Then an all-gather can write straight into the parameter, and a gradient is a reduce-scatter's input as it is.
+        """
         if self.dim is None or self.ranks == 1:
             return True
         slower = self.memory_order[: self.memory_order.index(self.dim)]
@@ -70,7 +73,7 @@ class ShardLayout:
 
     @cached_property
     def even(self) -> bool:
-        """Whether every rank holds the same number of elements."""
+        """Return whether every rank holds the same number of elements."""
         return self.dim is not None and self.chunk * self.ranks == self.shape[self.dim]
 
     @property
@@ -86,13 +89,13 @@ class ShardLayout:
         return start, min(self.chunk, size - start)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of ``rank``'s piece."""
+        """Return the shape of ``rank``'s piece."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], self.bounds(rank)[1], *self.shape[self.dim + 1 :])
 
     def shard_stride(self, rank: int) -> tuple[int, ...]:
-        """The dense strides of ``rank``'s piece, in the full tensor's memory order."""
+        """Return the dense strides of ``rank``'s piece, in the full tensor's memory order."""
         shape = self.shard_shape(rank)
         stride, step = [0] * len(shape), 1
         for d in reversed(self.memory_order):
@@ -101,5 +104,5 @@ class ShardLayout:
         return tuple(stride)
 
     def shard_numel(self, rank: int) -> int:
-        """Elements of ``rank``'s piece."""
+        """Return the number of elements of ``rank``'s piece."""
         return math.prod(self.shard_shape(rank))

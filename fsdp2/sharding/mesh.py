@@ -28,7 +28,7 @@ _NCCL = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
 
 
 def listed_ranks(mesh: DeviceMesh) -> list[int]:
-    """The ranks of ``mesh`` in the order of its elements, also where a mode makes fake tensors of everything."""
+    """Return the ranks of ``mesh`` in the order of its elements, also where a mode makes fake tensors of everything."""
     with without_dispatch():
         return mesh.mesh.flatten().tolist()
 
@@ -44,7 +44,7 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dim: int) -> Axis:
-        """The axis of dimension ``dim`` of ``mesh``.
+        """Return the axis of dimension ``dim`` of ``mesh``.
 
         Raises:
             ValueError: the dimension has no process group (any more).
@@ -60,21 +60,21 @@ class Axis:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, device_type: str) -> Axis:
-        """The axis of ``group`` for tensors on that kind of device."""
+        """Return the axis of ``group`` for tensors on that kind of device."""
         return cls(group, group.size(), group.rank(), _backend(group, device_type))
 
     @property
     def is_nccl(self) -> bool:
-        """Whether it is NCCL that communicates; torch 2.15 has it under several names."""
+        """Return whether it is NCCL that communicates; torch 2.15 has it under several names."""
         return self.backend in _NCCL
 
     @property
     def coalesces(self) -> bool:
-        """Whether several gathers are one launch; gloo runs them beside each other instead."""
+        """Return whether several gathers are one launch; gloo runs them beside each other instead."""
         return self.backend != "gloo"
 
     def with_own_group(self) -> Axis:
-        """The same ranks, in the same order, with a process group of their own; every rank of the axis must call it."""
+        """Return the same ranks, in the same order, with a process group of their own; all of them must call it."""
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
         group = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce_scatter", **_IN_ORDER)
@@ -95,7 +95,7 @@ def simulated_backend(name: str) -> Iterator[None]:
 
 
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that serves ``device_type``: the configuration reads "gloo" or "cpu:gloo,cuda:nccl"."""
+    """Return the backend that serves ``device_type``: the configuration reads "gloo" or "cpu:gloo,cuda:nccl"."""
     if _simulated:
         return _simulated[-1]
     config = dist.get_backend_config(group)
@@ -202,7 +202,7 @@ class DataParallelMesh:
         return cls(dp_mesh, shard, replicate, _device_of(mesh), mesh, dims)
 
     def replicated(self) -> DataParallelMesh:
-        """The same ranks without a shard axis: each keeps its parameters whole, gradients are summed over all of them.
+        """Return the same ranks without a shard axis: each keeps parameters whole, and gradients are all-reduced.
 
         Every rank of the mesh must call it: ranks along two dimensions get a process group.
         """
@@ -224,7 +224,7 @@ class DataParallelMesh:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each dimension of ``mesh`` is for: "shard" or "replicate"."""
+        """The purpose of each dimension of ``mesh``: "shard" or "replicate"."""
         if self.shard.group is None:
             return ("replicate",) * self.mesh.ndim
         return ("replicate", "shard") if self.mesh.ndim == 2 else ("shard",)
@@ -236,7 +236,7 @@ class DataParallelMesh:
 
     @property
     def shard_mesh_size(self) -> int:
-        """How many ranks parameters are cut over, by torch's name."""
+        """The number of ranks that parameters are cut over, by torch's name."""
         return self.shard.size
 
     @property
@@ -273,7 +273,10 @@ _default_meshes: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDic
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1D mesh over all ranks, one per default process group, which is made where there is none, as torch does."""
+    """Return a 1D mesh over all ranks, the same one for each default process group.
+
+    The default process group is made where there is none, as torch does.
+    """
     if not dist.is_initialized():
         dist.init_process_group()
     world = dist.group.WORLD
@@ -284,7 +287,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
-    """``mesh`` with its first ``dims`` dimensions split into (rest, ``size``): neighbours of the last of them together.
+    """Return ``mesh`` with its first ``dims`` dimensions split into (rest, ``size``), neighbours of the last together.
 
     Its process groups are made once per mesh and size; every rank of ``mesh`` must call it. A rank's place among its
     neighbours is its rank in their group, which follows the order of ``mesh`` only where ``mesh`` preserves it.

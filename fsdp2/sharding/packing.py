@@ -2,8 +2,8 @@
 
 Three buffers belong to a group. The *shard* buffer holds this rank's pieces in their own dtypes. The *wire* buffer
 holds the same pieces as sent; where nothing is cast it is the shard buffer itself. The *full* buffer holds the gathered
-parameters, each contiguous. Pieces that are gathered straight into their place come first; the small rest follows in
-one run, so that it is sent without a copy as well.
+parameters, each contiguous. In the shard and wire buffers, pieces that are gathered straight into their place (*direct*
+ones) come first; the small rest (*packed* ones) follows without gaps, so that it is sent without a copy as well.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ __all__ = [
     "reduced_in_place",
 ]
 
-# NCCL and vectorised kernels want addresses and sizes that are multiples of it, and every dtype can be viewed there.
+# NCCL and vectorised kernels want addresses and sizes that are multiples of this, and every dtype can be viewed there.
 ALIGN_BYTES = 16
-# cuBLASLt chooses its kernels by alignments of up to so many bytes.
+# cuBLASLt chooses its kernels by the alignment of their operands, up to this many bytes.
 _FULL_ALIGN_BYTES = 256
-# From here on a collective of its own costs less than the copy that it saves. NCCL spreads the collectives of a launch
-# over its channels: with more than so many they queue up, and what is small on a rank pays its latency alone.
+# For a parameter of this size or more, a collective of its own costs less than the copy that it saves.
 _DIRECT_BYTES = 1 << 20
-_DIRECT_BYTES_PER_RANK = 32 << 10
+# NCCL spreads the collectives of one launch over its channels. More than this many queue up, and one that sends less
+# than this from a rank costs latency alone.
 _COALESCED = 16
+_DIRECT_BYTES_PER_RANK = 32 << 10
+# A block's scale is a float32.
 _SCALE_BYTES = 4
 # Where the host waits for collectives, a unit's gradients leave in this many chunks at most. Each costs latency in
-# proportion to the ranks, so on more than so many there are fewer: a quarter on twice as many ranks, and one from four
-# times as many on.
+# proportion to the ranks, so on more than 64 ranks there are fewer: a quarter on twice as many ranks, and a single one
+# from four times as many on.
 _CHUNKS, _CHUNKED_RANKS = 8, 64
 # On streams every chunk is host work, and the communicator pays its latency, about 5 us for each rank, before it goes
 # on to the next gather. So there are fewer chunks. A chunk has so many times ``chunk_bytes`` for each rank: with 2 MiB
@@ -54,13 +56,13 @@ _LEAST_BYTES_PER_RANK, _BYTES_PER_RANK = 2, 12
 
 @dataclass(frozen=True)
 class TransferSizes:
-    """From which sizes on bytes move in another way.
+    """The sizes from which on parameters and gradients are sent in another way.
 
     A parameter of ``direct_param_bytes`` (full, as sent) or more in a group of ``direct_group_bytes`` or more is
     gathered by a collective of its own; where such collectives are one launch, its gradient is reduced from where it
     lies. Gradients are reduced in chunks of about an eighth of the group, or a larger part on streams and on many
     ranks, but of at least ``chunk_bytes``. Chunks of ``exchange_bytes`` or more are sent to each rank directly and
-    summed there in float32. None leaves it to what suits the backend and the ranks.
+    summed there in float32. None chooses what suits the backend and the number of ranks.
     """
 
     direct_param_bytes: int | None = None
@@ -70,7 +72,11 @@ class TransferSizes:
 
     @staticmethod
     def given(values: Mapping[str, int | None]) -> dict[str, int]:
-        """Those of ``values`` that are not None; ValueError for one that is no number of bytes."""
+        """Return those of ``values`` that are not None.
+
+        Raises:
+            ValueError: one is no number of bytes.
+        """
         found = {name: value for name, value in values.items() if value is not None}
         for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -89,19 +95,19 @@ class BlockFormat:
     block: int
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of ``numel`` elements, without scales."""
+        """Return the bytes of ``numel`` encoded elements, without their scales."""
         return numel // 2 if self.kind == "int4" else numel
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` elements (whole blocks), aligned so that another such row can follow."""
+        """Return the bytes of ``numel`` elements (whole blocks) with scales, aligned so that another row can follow."""
         return align(self.payload_bytes(numel) + numel // self.block * _SCALE_BYTES)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter as the plan sees it: its layout, its own dtype, its dtype as sent, whether it must be packed.
+    """One parameter as a plan sees it: its layout, its own dtype, its dtype as sent, whether it must be packed.
 
-    With a ``form`` it is sent encoded, and packed; it has the wire dtype once it is decoded.
+    With a ``form`` it is sent encoded, and packed; decoded it has the wire dtype.
     """
 
     layout: ShardLayout
@@ -118,7 +124,7 @@ class Item:
 
 @dataclass(frozen=True)
 class CastRun:
-    """Neighbours of one dtype, cast or encoded at once: byte offsets in the shard and wire buffers, elements."""
+    """Neighbouring items of equal dtypes, cast or encoded at once: where they start in the shard and wire buffers."""
 
     dtype: torch.dtype
     wire_dtype: torch.dtype
@@ -128,7 +134,7 @@ class CastRun:
     form: BlockFormat | None = None
 
     def wire_bytes(self, numel: int) -> int:
-        """Bytes that ``numel`` of its elements take as sent, without scales."""
+        """Return the bytes that ``numel`` of its elements take as sent, without scales."""
         return numel * self.wire_dtype.itemsize if self.form is None else self.form.payload_bytes(numel)
 
     @property
@@ -154,11 +160,11 @@ class FlatPlan:
 
     @property
     def casts(self) -> bool:
-        """Whether anything is sent otherwise than it is kept."""
+        """Whether anything is sent in another form than it is kept in, so that a wire buffer is needed."""
         return any(run.dtype != run.wire_dtype or run.form is not None for run in self.runs)
 
     def run_of(self, i: int) -> CastRun:
-        """The run that item ``i`` is part of."""
+        """Return the run that item ``i`` is part of."""
         return [run for run in self.runs if run.shard_offset <= self.shard_offset[i]][-1]
 
     @property
@@ -168,12 +174,12 @@ class FlatPlan:
 
 
 def align(value: int, multiple: int = ALIGN_BYTES) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 def _slot_numel(item: Item) -> int:
-    """Elements of one rank's slot: aligned in both dtypes, so that a run of slots is cast as one, or encoded as one."""
+    """Return the elements of one rank's slot, aligned in both dtypes so that one kernel can cast or encode a run."""
     if item.form is not None:
         return align(item.layout.slot_numel, item.form.block)
     smaller = min(item.dtype.itemsize, item.wire_dtype.itemsize)
@@ -181,7 +187,7 @@ def _slot_numel(item: Item) -> int:
 
 
 def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
-    """Which parameters get a collective of their own. On a single rank that is a copy, and only a matter of layout."""
+    """Return which parameters get a collective of their own. On a single rank nothing is sent: all that can do."""
 
     def movable(item: Item) -> bool:
         layout = item.layout
@@ -211,7 +217,7 @@ def _least_direct_bytes(sizes: TransferSizes, ranks: int, *, coalesced: bool) ->
 def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = False) -> FlatPlan:
     """Lay out a group's parameters in its shard, wire and full buffers.
 
-    Where the collectives of a gather are ``coalesced`` into one launch they are few, and none is small on a rank.
+    ``coalesced``: the backend runs the collectives of a gather as one launch, so there are to be few, and none small.
     """
     direct = _gathered_in_place(items, sizes, coalesced=coalesced)
     # An empty parameter takes no part: there is nothing to send and nothing to allocate.
@@ -222,12 +228,13 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
 
     keys = {found: place for place, found in enumerate(dict.fromkeys(map(key, items)))}
 
-    def rank_of(i: int) -> int:
+    def place_of(i: int) -> int:
         return keys[key(items[i])]
 
-    # Direct items by dtype ascending, packed ones descending: the dtype in the middle is cast in one run.
+    # Direct items in one order of dtypes, packed ones in the reverse: where both meet the dtype is the same, so that
+    # direct and packed items of it are cast in one run.
     empty = [i for i in range(len(items)) if i not in set(direct) and not items[i].layout.numel]
-    order = sorted(direct + empty, key=rank_of) + sorted(packed, key=lambda i: -rank_of(i))
+    order = sorted(direct + empty, key=place_of) + sorted(packed, key=lambda i: -place_of(i))
     shard_offset, wire_offset, full_offset = [0] * len(items), [0] * len(items), [0] * len(items)
     runs: list[CastRun] = []
     shard_end = wire_end = full_end = 0
@@ -297,8 +304,9 @@ def plan_chunks(
     A chunk is an equal part of these gradients, or of ``unit_bytes`` if that is more; its size follows from the ranks
     and from whether collectives run on ``streams``.
 
-    Gradients of one chunk share their key (dtypes). Large ones are streamed, the last parameter leading because
-    backward finishes it first. The small rest makes one chunk per key.
+    Gradients of one chunk share their key (dtypes and formats). Large ones are streamed, the last parameter first
+    because backward finishes it first. The small rest makes one chunk per key: a streamed chunk of many small ones
+    would wait for the last of them anyway.
     """
     largest = max(sum(nbytes), unit_bytes)
     chunks = _number_of_chunks(largest, ranks, sizes, streams=streams)
@@ -343,7 +351,7 @@ def reduced_in_place(layouts: Sequence[ShardLayout], itemsize: int, sizes: Trans
 
 
 class RowPlan:
-    """How the gradients of one chunk lie in a row: one row per rank, each gradient's slot behind the other's.
+    """The layout of one chunk of gradients for sending: one row per rank, each gradient's slot behind the other's.
 
     ``offsets`` are where they start, ``numel`` is a row's length, both in elements. ``chunk_cat``: one kernel can pack
     them all, because every layout cuts the slowest dimension. Rows end with zeros up to a multiple of ``pad_to``.
@@ -375,7 +383,7 @@ class RowPlan:
         self._pieces: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
 
     def pieces(self, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """(shape, stride, offset in the row) of ``rank``'s piece of every gradient."""
+        """Return (shape, stride, offset in the row) of ``rank``'s piece of every gradient."""
         if rank not in self._pieces:
             self._pieces[rank] = [
                 (layout.shard_shape(rank), layout.shard_stride(rank), offset)

@@ -1,4 +1,4 @@
-"""How a shard presents itself as a DTensor, and how a full parameter does that was one before sharding."""
+"""The DTensor that shows a shard, and the one that shows a full parameter that was a DTensor before sharding."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ["ShardedSpec", "arrived", "cut_dim", "dense_strides", "dtensor_like",
 
 
 def on_this_rank(tensor: Any) -> Any:
-    """The part of ``tensor`` on this rank: the very tensor that a DTensor holds, any other itself."""
+    """Return the part of ``tensor`` on this rank: the very tensor that a DTensor holds, any other itself."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_like(shard: Any, local: torch.Tensor) -> DTensor:
-    """The DTensor whose part on this rank is ``local``, in its own dtype, and which lies like ``shard`` otherwise."""
+    """Return the DTensor whose part on this rank is ``local``, placed like ``shard``, in the dtype of ``local``."""
     return dtensor_from_local(local, _with_dtype(dtensor_spec(shard), local.dtype))
 
 
 def placed_alike(one: Any, other: Any) -> bool:
-    """Whether both are DTensors, with the same elements on each rank; their dtypes may differ."""
+    """Return whether both are DTensors, with the same elements on each rank; their dtypes may differ."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return False
     mine, theirs = dtensor_spec(one), dtensor_spec(other)
@@ -54,12 +54,12 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut_dim(placement: Placement) -> int | None:
-    """The dimension that ``placement`` cuts, be it into pieces that interleave; None if it cuts none."""
+    """Return the dimension that ``placement`` cuts, be it into pieces that interleave; None if it cuts none."""
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor`` without gaps or overlap, in the same order of dimensions."""
+    """Return the strides of ``tensor`` without gaps or overlap, in the same order of dimensions."""
     shape, stride = tensor.shape, tensor.stride()
     order = range(tensor.ndim) if tensor.is_contiguous() else sorted(range(tensor.ndim), key=lambda d: -stride[d])
     dense, step = [0] * tensor.ndim, 1
@@ -118,7 +118,7 @@ class ShardedSpec:
 
     @classmethod
     def of_shard(cls, shard: DTensor, mesh: DataParallelMesh) -> ShardedSpec | None:
-        """How ``shard`` is cut over ``mesh`` already; None if it is not, or in another way than ours."""
+        """Return how ``shard`` is cut over ``mesh`` already; None if it is not, or in another way than ours."""
         placed = dtensor_spec(shard)
         dim = next((p.dim for p in placed.placements if isinstance(p, Shard)), None)
         own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
@@ -129,7 +129,7 @@ class ShardedSpec:
 
     @staticmethod
     def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
-        """The placement of ``param`` that pads least, the same on every rank; None for a scalar."""
+        """Return the placement of ``param`` that pads least, the same on every rank; None for a scalar."""
         local, shape = param, list(param.shape)
         if isinstance(param, DTensor):  # whose local tensors may differ in size: the first rank's counts
             local = local_tensor(param)
@@ -156,7 +156,7 @@ class ShardedSpec:
 
     @property
     def sums_elsewhere(self) -> bool:
-        """Whether tensor parallelism copies the parameter, so that sums of its gradient may be left to us to settle."""
+        """Whether tensor parallelism replicates the parameter, so that its gradient may arrive as a partial sum."""
         if self.full is None:
             return False
         return any(p.is_replicate() for i, p in enumerate(self.full.placements) if i not in self.dp_dims)
@@ -172,7 +172,7 @@ class ShardedSpec:
         return full.narrow(self.layout.dim, *self.layout.bounds(self.rank))
 
     def shard(self, local: torch.Tensor) -> DTensor:
-        """The DTensor whose local piece is ``local`` (the tensor itself, no view of it)."""
+        """Return the DTensor whose local piece is ``local`` (the tensor itself, no view of it)."""
         return dtensor_from_local(local, self.dtensor)
 
     def shard_as(self, local: torch.Tensor) -> DTensor:
@@ -194,13 +194,13 @@ class ShardedSpec:
         return dtensor_from_local(tensor, _with_dtype(self.full, tensor.dtype))
 
     def of_plain(self, plain: torch.Tensor) -> torch.Tensor:
-        """What this rank computes with of ``plain``; communicates nothing."""
+        """Return the part of ``plain``, a whole plain tensor, that this rank computes with; communicates nothing."""
         if self.full is None:
             return plain
         return local_tensor(distribute_tensor(plain.detach(), self.full.mesh, self.full.placements, src_data_rank=None))
 
     def unwrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """The plain gradient of the local full tensor; tensor parallelism's own sums and layouts are settled first.
+        """Return the plain gradient of the local full tensor, once tensor parallelism's own sums are done.
 
         Dimensions that fsdp2 sums over stay as they are: a partial gradient there is what reduction expects.
         """
@@ -215,7 +215,7 @@ class ShardedSpec:
         return local_tensor(grad)
 
     def on_subgroup(self, mesh: DataParallelMesh, size: int) -> ShardedSpec:
-        """The same parameter cut over the ``size`` neighbouring ranks of the shard axis, replicated over the rest."""
+        """Return the same parameter cut over ``size`` neighbours of the shard axis, replicated over the rest."""
         layout = replace(self.layout, ranks=size)
         dp_dims = mesh.mesh.ndim
         grouped = regroup(self.dtensor.mesh, dp_dims, size)
@@ -236,14 +236,14 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def _dp_placement(role: str, dim: int | None, factor: int) -> Placement:
-    """How a data-parallel mesh dimension places a parameter that others cut ``factor`` times along ``dim`` before."""
+    """Return how a data-parallel dimension places a parameter that others cut ``factor`` times along ``dim`` before."""
     if role == "replicate" or dim is None:
         return Replicate()
     return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
 
 
 def _on_spmd_mesh(layout: ShardLayout, full: DTensorSpec, mesh: DataParallelMesh, name: str) -> ShardedSpec:
-    """The spec of a parameter that already lies on the mesh whose data-parallel dimensions the caller named."""
+    """Return the spec of a parameter that already lies on the mesh whose data-parallel dimensions the caller named."""
     assert mesh.dims is not None and mesh.spmd is not None
     names = mesh.spmd.mesh_dim_names or ()
     if full.mesh is not mesh.spmd and full.mesh != mesh.spmd:

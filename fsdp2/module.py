@@ -361,8 +361,8 @@ class FSDPModule(TorchFSDPModule):
                 by a collective of its own (default 1 MiB, but 32 KiB per rank where backends coalesce them). A huge
                 value packs everything. With NCCL at most the sixteen largest of a unit are gathered like this.
             direct_group_bytes: Only in units of this size or more (default 8 MiB).
-            chunk_bytes: Gradients are reduced in chunks of an eighth of the unit, on more than 64 ranks in fewer; each
-                has at least this size (default 1 MiB).
+            chunk_bytes: Gradients are reduced in up to eight chunks per unit, fewer on many ranks and on accelerators;
+                each has at least this size (default 1 MiB).
             exchange_bytes: Chunks of this size or more, in the reduce dtype, are sent in the dtype of computation by an
                 all-to-all and summed in float32 (default: 256 KiB on gloo, whose reduce-scatter is slow; elsewhere
                 never).

@@ -68,7 +68,7 @@ def test_an_input_that_needs_a_gradient(rank, world, reshard):
 
 @on_ranks(2)
 def test_a_weight_written_on_one_rank(rank, world):
-    """After an evaluation, which keeps nothing, one rank writes to its shard of a root's weight: nobody communicates."""
+    """After an evaluation, which keeps nothing, one rank writes to its shard: nobody communicates."""
     module, alone = models()
     with torch.no_grad():
         module(torch.ones(2, 8))

@@ -27,6 +27,7 @@ class Pending:
         self.inputs: dict[FSDPParamGroup, set[Inputs]] = {}
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
         self.kept: dict[FSDPParamGroup, None] = {}  # that stayed in memory because backward needs them first
+        self.forwards = 0
         self.manual: bool | None = None  # whether the caller ends these backwards; settled when the first begins
         self.deferred: dict[FSDPParamGroup, None] = {}  # left to ``finalize_backward``
 

@@ -67,7 +67,8 @@ class ForwardPass(Pass):
     def end(self) -> None:
         """Free what the pass gathered and nothing holds."""
         super().end()
-        for group in self._joined:
-            group.release()  # as on the ranks that used it, so that backward finds it in the same state
+        for group in self.gathered_skippable:
+            if group.residency.is_gathering:  # for the others' sake, or ahead of a use that did not come
+                group.release()  # as on the ranks that used it, so that backward finds it in the same state
         for group in self.groups:
             group.end_forward_pass()

@@ -94,7 +94,6 @@ class Pass:
         self.modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
         self.gathered_skippable: dict[Any, None] = {}  # groups that some ranks may skip; alike on all ranks
-        self._joined: dict[FSDPParamGroup, None] = {}  # gathered only because other ranks use them
         self._joining: FSDPParamGroup | None = None  # while a step of this group is taken for the others' sake
 
     # ---- steps ----
@@ -173,8 +172,6 @@ class Pass:
             group.release()
         elif not group.residency.needs_gather or group.residency.is_gathering:
             group.reshard()
-        if group.options.reduce_unused:
-            self._joined[group] = None
         group.unshard(False, self.take, self.in_backward)
 
     def post_backward(self, group: FSDPParamGroup) -> None:

@@ -178,6 +178,7 @@ class RootContext(Generic[U]):
         if run.trains:
             self.pending.used.update(run.gathered_skippable)
             self.pending.kept.update(run.kept)
+            self.pending.forwards += 1
             self._needed_first = run.ended_with
 
     # ---- backward ----
@@ -214,7 +215,8 @@ class RootContext(Generic[U]):
             tuple(number for number, group in enumerate(groups) if group in some)
             for some in (self.pending.used, gathered)
         )
-        return PassKind(name, f"{reduce} reduce, {all_reduce} all-reduce{more}", used, kept)
+        text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
+        return PassKind(name, text, used, kept, self.pending.forwards)
 
     def end_backward(self, run: BackwardPass) -> None:
         """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.

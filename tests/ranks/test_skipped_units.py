@@ -7,6 +7,7 @@ frees it, and sends zeros. Until some rank has used it nobody knows when that is
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.support.pool import on_ranks
+from tests.support.pool import LIMIT_SECONDS, POOL
 
 Uses = set[int]
 """The ranks that use the tower."""
@@ -164,14 +165,27 @@ def run(kind: Kind, plan: list[Uses], rank: int, world: int, check: Callable[...
             optimizer.zero_grad()
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_units_that_only_some_ranks_use(rank, world, kind, plan):
+def cases() -> list:
+    """Every kind with every plan: those that are not slow are every kind with a late first use, and every plan once."""
+    found = []
+    for kind, plan in itertools.product(KINDS, PLANS):
+        world = 4 if KINDS[kind].replicas > 1 else 2
+        quick = kind == "plain" or plan == "late, by one"
+        found.append(pytest.param(world, kind, plan, marks=[] if quick else [pytest.mark.slow], id=f"{kind}: {plan}"))
+        if world == 2:
+            found.append(pytest.param(4, kind, plan, marks=[pytest.mark.slow], id=f"{kind}: {plan}, on 4"))
+    return found
+
+
+@pytest.mark.parametrize(("world", "kind", "plan"), cases())
+def test_units_that_only_some_ranks_use(world, kind, plan):
     """Of 162 patterns 18 raised on every rank: those in which no rank had used the tower in the steps before. torch
     hangs or aborts in most of them; people feed dummy images."""
-    if KINDS[kind].replicas > 1 and world < 4:
-        return
+    POOL.run(world, train_and_compare, {"kind": kind, "plan": plan}, LIMIT_SECONDS)
+
+
+def train_and_compare(rank: int, world: int, kind: str, plan: str) -> None:
+    """One rank of a case."""
     tolerance = {} if KINDS[kind].dtype is None else {"rtol": 5e-2, "atol": 5e-2}
 
     def check(name: str, param: torch.Tensor, expected: torch.Tensor, step: int) -> None:

@@ -79,7 +79,8 @@ class BackwardPass(Pass):
     def join_before_end(self) -> None:
         """Take the steps that other ranks are known to take before a backward ends, as far as this rank can."""
         while (step := self.observer.joins_before_end(self.can_join)) is not None:
-            self.join(step)
+            if not self.join(step):
+                break
 
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Backward needs ``group`` no more: free it, unless more backwards need it, and reduce its gradients."""

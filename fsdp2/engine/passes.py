@@ -94,6 +94,7 @@ class Pass:
         self.modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
         self.gathered_skippable: dict[Any, None] = {}  # groups that some ranks may skip; alike on all ranks
+        self._taken = 0  # steps so far
         self._joining: FSDPParamGroup | None = None  # while a step of this group is taken for the others' sake
 
     # ---- steps ----
@@ -101,6 +102,7 @@ class Pass:
     def take(self, step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``step`` to the observer and call ``start``, unless an ``optional`` step is left for later."""
         taken = take(self.observer, self, step, start, optional=optional)
+        self._taken += taken
         if taken and step.kind == "gather" and step.group is not None and step.group.options.reduce_unused:
             self.gathered_skippable[step.group] = None
         return taken
@@ -153,9 +155,9 @@ class Pass:
         """Return whether the gradients of ``group``, or zeros, may leave although this rank's backward is not there."""
         return group.is_idle
 
-    def join(self, step: Step) -> None:
-        """Take ``step``, which ``can_join`` accepts, because other ranks do."""
-        group = self._group_of(step)
+    def join(self, step: Step) -> bool:
+        """Take ``step``, which ``can_join`` accepts, because other ranks do; return whether any step was taken."""
+        group, before = self._group_of(step), self._taken
         assert group is not None
         self._joining = group  # it may differ from the expected step; then it must not be joined again and again
         try:
@@ -165,6 +167,7 @@ class Pass:
                 self.post_backward(group)
         finally:
             self._joining = None
+        return self._taken > before
 
     def _join_gather(self, group: FSDPParamGroup) -> None:
         """Gather ``group``. It stays in flight: nothing here waits for it until it is used or freed."""

@@ -98,8 +98,8 @@ class Joins(Protocol):
         Ranks that follow a known pass have ``planned`` it; else they have just chosen it.
         """
 
-    def join(self, step: Step) -> None:
-        """Take ``step``."""
+    def join(self, step: Step) -> bool:
+        """Take ``step``; return False if there was nothing to take after all."""
 
 
 class Observer(Protocol):
@@ -175,15 +175,21 @@ def take(observer: Observer, joins: Joins, step: Step, start: Callable[[], None]
     Steps that the other ranks take first are taken first here as well. Returns False if an ``optional`` step is left
     for later.
     """
+    can_join = joins.can_join
     while True:
-        answer = observer.before(step, optional=optional, can_join=joins.can_join)
+        answer = observer.before(step, optional=optional, can_join=can_join)
         if answer is Answer.TAKE:
             start()
             return True
-        if isinstance(answer, Step):
-            joins.join(answer)
-        else:
+        if not isinstance(answer, Step):
             return False
+        if not joins.join(answer):
+            can_join = _cannot_join  # the observer has to decide otherwise, or this would never end
+
+
+def _cannot_join(step: Step, planned: bool) -> bool:
+    """Return False."""
+    return False
 
 
 def nothing() -> None:

@@ -352,9 +352,8 @@ class Residency:
             finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
         elif _trace.recording:
             _trace.emit("reshard", self.name, self.store.full_bytes)
-        # Where shards are shown already, others may have been put in their place, for the next gather to take in. One in
-        # flight has taken them in; showing them again follows requires_grad, which a rank that skips the unit would
-        # miss otherwise.
+        # Where shards are shown already, others may have been put in their place, for the next gather to take in.
+        # A gather in flight has taken them in: show them again, to follow requires_grad on ranks that skip the unit.
         if self.shown != "sharded" or isinstance(state, InFlight):
             self.show("sharded")
         if state.held is not None:

@@ -349,14 +349,11 @@ def _skipping(did: list[_Did | str]) -> str:
     first = min(units, key=lambda one: one.order)  # a rank that is further on has skipped it
     name = repr(first.unit) if first.unit else "the root"
     if first.may_skip:
-        return f"; some ranks may skip {name}, but if no rank used it in the step before, all must use it"
+        return f"; some ranks may skip {name}, but all must meet the units that they use in the same order"
     line = "{}.set_reduce_scatter_unused_params(True)"
     unit = line.format(_in_python(first.unit or ""))
     every = f", or {line.format('model')} for every unit of the root" if first.unit else ""
-    return (
-        f"; give each rank some input for {name}, or, where ranks may skip it, call `{unit}`{every}, on all ranks "
-        "(then a unit that no rank used in the step before must be used by all)"
-    )
+    return f"; give each rank some input for {name}, or, where ranks may skip it, call `{unit}`{every}, on all ranks"
 
 
 def _in_python(name: str) -> str:

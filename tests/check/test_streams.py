@@ -47,7 +47,7 @@ def test_order_of_streams(place):
     assert watched_on(place, None).verdict == "right"
 
 
-@pytest.mark.parametrize("forgotten", [("wait", "finish_gather", "_ready"), ("wait", "after", "_start_scatter")])
+@pytest.mark.parametrize("forgotten", [("wait", "finish_gather", "_ready"), ("wait", "after", "start")])
 def test_a_wait_that_is_left_out(place, forgotten):
     """The row says which kernel does not wait for which."""
     outcome = watched_on(place, forgotten)

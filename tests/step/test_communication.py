@@ -107,7 +107,7 @@ def test_memory_from_the_process_group(rank, world, when):
     assert group.options.all_gather is None and group.options.reduce_scatter is None
     with Collectives() as seen:
         run.module(torch.ones(1, 8)).sum().backward()
-    assert seen.gathers == 6
+    assert seen.gathers == 5  # the unit that forward ends with stays for backward
 
 
 @on_ranks(2)

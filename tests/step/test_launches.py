@@ -90,10 +90,13 @@ def launches(world: int, setup: str) -> dict[str, float]:
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_launches_of_a_unit(world: int, setup: str) -> None:
-    """A gather for forward and one for backward, each one launch. Gradients in the dtype of the reduction are one more.
-    Those that are packed in a wider one leave in up to four chunks, and in one on many ranks."""
+    """A gather for forward and one for backward, each one launch; the last of the two units stays in between.
+
+    Gradients in the dtype of the reduction are one more. Those that are packed in a wider one leave in up to four
+    chunks, and in one on many ranks.
+    """
     found = launches(world, setup)
-    assert found["gathers"] == 2
+    assert found["gathers"] == 1.5
     most = {8: 4, 64: 4, 1024: 1}[world] if "mixed" in setup else 1
     assert 1 <= found["reductions"] <= most and (found["reductions"] > 1) == (most > 1)
     assert found["others"] == 0

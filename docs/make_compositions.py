@@ -59,7 +59,7 @@ def combinations_of(path: Path) -> Iterator[Combination]:
         for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
             if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Name):
                 continue
-            if decorator.func.id not in ("composes", "refused"):
+            if decorator.func.id not in ("composes", "refuses"):
                 continue
             features = frozenset(ast.literal_eval(argument) for argument in decorator.args)
             options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords if keyword.arg}

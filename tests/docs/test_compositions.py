@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.composition import FEATURES, composes, refused
+from tests.support.composition import FEATURES, composes, refuses
 from tests.support.docs import ROOT, script
 
 COMPOSING = (
@@ -66,6 +66,6 @@ def test_wrong_decorators_are_noticed():
     with pytest.raises(AssertionError, match="tensor paralel"):
         composes("tensor paralel", "uneven")
     with pytest.raises(AssertionError):
-        refused("uneven", by="fsdp2", reason="")
+        refuses("uneven", by="fsdp2", reason="")
     with pytest.raises(AssertionError):
-        refused("uneven", by="somebody", reason="because")
+        refuses("uneven", by="somebody", reason="because")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.step.test_tensor_parallel import language, llama, sharded
 from tests.support import api
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.parity import WIDTH, Run, assert_same, mesh_1d, mesh_2d, mesh_of, play
 from tests.support.pool import on_ranks
 
@@ -155,7 +155,7 @@ def test_inductor(rank, world, way):
     assert_same_training(compiled(way, "inductor"), against="alone", tolerance=1e-4)
 
 
-@refused("compile", by="both", reason="`fullgraph=True` for the whole model: the graph breaks at the hooks of blocks")
+@refuses("compile", by="both", reason="`fullgraph=True` for the whole model: the graph breaks at the hooks of blocks")
 @on_ranks(1)
 def test_the_whole_model_is_not_one_graph(rank, world):
     """Gathering is not compiled, so a graph ends where a unit begins."""
@@ -211,7 +211,7 @@ def test_on_two_axes(rank, world, kind):
 
 
 @composes("compile", "tensor parallel", "sequence parallel", "loss parallel")
-@refused("compile", "tensor parallel", "sequence parallel", by="torch", reason="the embedding's gradient is zero")
+@refuses("compile", "tensor parallel", "sequence parallel", by="torch", reason="the embedding's gradient is zero")
 @on_ranks(2, FOUR, limit=180)
 def test_language_model(rank, world):
     """Every block of the llama as one graph, the first one's input still on its way when it is called.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
 from tests.support import api
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.parity import (
     SEED,
     WIDTH,
@@ -246,7 +246,7 @@ def test_experts_of_other_names_on_other_ranks(rank, world):
 
 
 @composes("experts", "several meshes", "clipping", "divide factor")
-@refused("experts", "clipping", by="torch", reason="`torch.nn.utils.clip_grad_norm_` of several meshes")
+@refuses("experts", "clipping", by="torch", reason="`torch.nn.utils.clip_grad_norm_` of several meshes")
 @on_ranks(4)
 def test_clipping(rank, world):
     """One norm of gradients on several meshes."""

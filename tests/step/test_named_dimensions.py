@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from fsdp2 import DataParallelMeshDims
 from tests.support import api
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.parity import assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
 
@@ -110,7 +110,7 @@ def test_parameters_stay_on_the_whole_mesh(rank, world, reshard):
     assert torch.equal(module[0].weight.to_local(), before.to_local())
 
 
-@refused("named dimensions", "reshard to int", by="both", reason="NotImplementedError when `fully_shard` is called")
+@refuses("named dimensions", "reshard to int", by="both", reason="NotImplementedError when `fully_shard` is called")
 @on_ranks(2)
 def test_what_is_refused(rank, world):
     """Dimensions that do not exist, parameters that do not lie where they must, and an int to reshard to."""

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
 from tests.support.cases import Setup, assert_case
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.pool import on_ranks
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -75,7 +75,7 @@ def test_shard_on_the_last_dimension(rank, world, case):
 
 
 @composes("shard dim", "uneven")
-@refused("shard dim", "uneven", by="torch", reason="NotImplementedError when `fully_shard` is called")
+@refuses("shard dim", "uneven", by="torch", reason="NotImplementedError when `fully_shard` is called")
 @api.fsdp2_only
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize(

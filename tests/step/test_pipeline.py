@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests.support import api
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
 from tests.support.parity import full, mesh_of
 from tests.support.pool import on_ranks
@@ -189,7 +189,7 @@ def assert_weights(got: dict[str, Tensor], expected: dict[str, Tensor], whose: s
 
 @composes("pipeline", "accumulation", "SGD")
 @composes("pipeline", "zero bubble", "accumulation")
-@refused("pipeline", "zero bubble", by="torch", reason="weights of units that reshard after forward get no gradient")
+@refuses("pipeline", "zero bubble", by="torch", reason="weights of units that reshard after forward get no gradient")
 @on_ranks(4)
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("reshard", [None, False])

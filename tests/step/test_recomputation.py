@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support import api
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
 from tests.support.models import mlp
 from tests.support.parity import WIDTH, Run, assert_parity, assert_same, mesh_1d, mesh_2d, play
@@ -128,7 +128,7 @@ def counted(run: Run) -> None:
 @composes("recomputation", "used twice")
 @composes("reentrant recomputation")
 @composes("reentrant recomputation", "used twice")
-@refused(
+@refuses(
     "reentrant recomputation", "used twice", by="torch", reason="gradients are lost where a unit is recomputed twice"
 )
 @composes("selective recomputation")

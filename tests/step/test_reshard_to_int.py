@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support import api
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
 from tests.support.parity import SEED, Run, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
@@ -108,7 +108,7 @@ class TensorParallel(nn.Sequential):
 
 
 @composes("reshard to int", "tensor parallel")
-@refused("reshard to int", "tensor parallel", by="torch", reason="parameters that are DTensors")
+@refuses("reshard to int", "tensor parallel", by="torch", reason="parameters that are DTensors")
 @on_ranks(4)
 def test_tensor_parallel_parameters(rank, world):
     """DTensor parameters, which torch refuses here, stay cut over half of the data-parallel ranks."""

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support import api
-from tests.support.composition import composes, refused
+from tests.support.composition import composes, refuses
 from tests.support.parity import WIDTH, Run, assert_parity, full, mesh_1d, mesh_2d, play, shard_each
 from tests.support.pool import on_ranks
 
@@ -89,7 +89,7 @@ def test_muon(rank, world, kind):
     assert_trains(kind, program, build=lambda: uneven(5), tolerance=0.05)  # Muon computes in bfloat16
 
 
-@refused("Muon", "uneven", by="both", reason="DTensor's dispatch: a matrix with fewer rows than ranks")
+@refuses("Muon", "uneven", by="both", reason="DTensor's dispatch: a matrix with fewer rows than ranks")
 @on_ranks(4)
 def test_what_dtensors_refuse(rank, world):
     """Optimizers work on DTensors, whose operators have limits, whoever made the shards."""
@@ -186,7 +186,7 @@ def test_schedules(rank, world, kind):
 @composes("averaged model", "uneven", "SGD")
 @composes("averaged model", "hybrid sharding", "SGD")
 @composes("averaged model", "tensor parallel", "SGD")
-@refused("averaged model", by="torch", reason="FSDP does not support deepcopy")
+@refuses("averaged model", by="torch", reason="FSDP does not support deepcopy")
 @on_ranks(4)
 @meshes
 @pytest.mark.parametrize("exponential", [False, True])

@@ -1,7 +1,7 @@
 """Which features a test combines: decorators that ``docs/make_compositions.py`` reads to draw its matrix.
 
     @composes("tensor parallel", "hybrid sharding")
-    @refused("named dimensions", "reshard to int", by="both", reason="...")
+    @refuses("named dimensions", "reshard to int", by="both", reason="...")
 
 The script reads the source, so the arguments are literals. A test whose cases combine different features has several
 ``composes`` lines, one for each combination. Sharding itself goes without saying.
@@ -56,7 +56,7 @@ def composes(*features: str) -> Callable[[F], F]:
     return _known(features)
 
 
-def refused(*features: str, by: str, reason: str) -> Callable[[F], F]:
+def refuses(*features: str, by: str, reason: str) -> Callable[[F], F]:
     """Return a decorator that says which combination is refused, ``by`` "torch", "fsdp2" or "both", and why."""
     assert by in ("torch", "fsdp2", "both") and reason
     return _known(features)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -11,10 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
-def fake_mesh(world: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Yield a 1D mesh over a fake default process group, which ends with the block."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+def fake_mesh(*sizes: int, names: Sequence[str] = (), rank: int = 0) -> Iterator[DeviceMesh]:
+    """Yield a mesh over a fake default process group as ``rank`` sees it; the group ends with the block."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(sizes))
     try:
-        yield init_device_mesh("cpu", (world,))
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names) or None)
     finally:
         dist.destroy_process_group()

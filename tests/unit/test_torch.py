@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.support.api import torch_since
+from tests.support.fake import fake_mesh
 from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
-from tests.unit.meshes import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import PROBED, probes
 
@@ -59,7 +59,7 @@ def test_errors_of_the_stream_sanitizer_become_ours() -> None:
 @probes("REGISTRY_KEY", "STATE_KEY", "RegistryItem", "TorchFSDPState", "torch_fully_shard")
 def test_torch_keeps_state_and_registry_of_a_module_under_these_keys() -> None:
     module = nn.Linear(2, 2)
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         torch_fsdp.fully_shard(module, mesh=mesh)
     registry = module.__dict__[_torch.REGISTRY_KEY]
     assert isinstance(registry["fully_shard"], _torch.RegistryItem)
@@ -72,7 +72,7 @@ def test_torch_keeps_state_and_registry_of_a_module_under_these_keys() -> None:
 def test_torch_refuses_a_module_with_our_entry_in_the_registry(api: Callable[..., Any]) -> None:
     module = nn.Linear(2, 2)
     module.__dict__[_torch.REGISTRY_KEY] = {"fully_shard": _torch.RegistryItem()}
-    with fake_mesh((2,)), pytest.raises((AssertionError, RuntimeError), match=r"fully_shard|distributed API"):
+    with fake_mesh(2), pytest.raises((AssertionError, RuntimeError), match=r"fully_shard|distributed API"):
         api(module)
 
 
@@ -101,7 +101,7 @@ def test_phases_and_residencies_have_names() -> None:
 
 @probes("concatenate_meshes", "flatten_mesh")
 def test_meshes_are_put_together_and_flattened() -> None:
-    with fake_mesh((2, 2, 2), ("dp", "cp", "tp"), rank=5) as mesh:
+    with fake_mesh(2, 2, 2, names=("dp", "cp", "tp"), rank=5) as mesh:
         flat = _torch.flatten_mesh(mesh["dp", "cp"], "dp_cp")
         assert flat.mesh.tolist() == [1, 3, 5, 7] and flat.get_group().size() == 4
         both = _torch.concatenate_meshes([flat, mesh["tp"]])
@@ -112,7 +112,7 @@ def test_meshes_are_put_together_and_flattened() -> None:
 @probes("mesh_order")
 def test_a_mesh_says_whether_its_process_groups_keep_its_order() -> None:
     keeps: dict[str, Any] = {"preserve_rank_order": True}
-    with fake_mesh((2,), rank=1) as mesh:
+    with fake_mesh(2, rank=1) as mesh:
         assert _torch.mesh_order(mesh) == {}
         if "preserve_rank_order" in inspect.signature(DeviceMesh.__init__).parameters:
             permuted = DeviceMesh("cpu", [1, 0], **keeps)
@@ -139,14 +139,14 @@ def test_torchs_placement_result_knows_its_mesh_and_dimensions_their_names() -> 
     if not torch_since("2.12"):
         return
     assert torch.distributed.fsdp.DataParallelMeshDims(shard=("a", "b")).shard_names == ("a", "b")
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         result = _fsdp_common.ShardPlacementResult(Shard(1), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
         assert result.placement == Shard(1) and result.mesh_info.mesh is mesh
 
 
 @probes("DTensorSpec", "TensorMeta", "dtensor_from_local", "local_tensor", "set_local_tensor", "dtensor_spec")
 def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         meta = _torch.TensorMeta(torch.Size((8, 3)), (3, 1), torch.float32)
         spec = _torch.DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta)
         assert spec.num_shards_map == [4, -1] or spec.num_shards_map == [4, 1]
@@ -164,7 +164,7 @@ def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
 
 
 def test_a_parameter_around_a_dtensor_keeps_spec_and_identity_of_a_new_local_tensor() -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
         local = torch.ones(2)
         _torch.set_local_tensor(param, local)
@@ -178,7 +178,7 @@ def test_a_parameter_around_a_dtensor_keeps_spec_and_identity_of_a_new_local_ten
 def test_a_strided_shard_is_cut_after_the_dimensions_to_its_right() -> None:
     starts = {}
     for rank in range(4):
-        with fake_mesh((2, 2), ("dp", "tp"), rank) as mesh:
+        with fake_mesh(2, 2, names=("dp", "tp"), rank=rank) as mesh:
             placements = (_torch.StridedShard(0, split_factor=2), Shard(0))
             (rows, _), (start, _) = compute_local_shape_and_global_offset((8, 3), mesh, placements)
             starts[tuple(mesh.get_coordinate())] = (rows, start)
@@ -248,7 +248,7 @@ def _with_later_hook() -> Tensor:
 
 
 def test_a_dtensor_has_its_local_tensor_until_it_is_swapped() -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         first, second = (DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False) for _ in range(2))
         pieces = [_torch.local_tensor(first), _torch.local_tensor(second)]
         assert _torch.local_tensor(first) is pieces[0]
@@ -264,7 +264,7 @@ def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     torch.no_grad()(tensor.mul_)(2)
     assert _torch.versions_of([tensor])[0] == 2 and _torch.versions_of([tensor.data])[0] == 0
     assert _torch.versions_of([torch.inference_mode()(torch.zeros)(1)])[0] == -1
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
         before = _torch.versions_of([param])[0]
         torch.no_grad()(param.add_)(1)
@@ -273,7 +273,7 @@ def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
 
 @probes("storages_of")
 def test_data_assigned_shows_in_the_storage_alone() -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
         before = _torch.storages_of([param])
         param.data = param.data
@@ -287,7 +287,7 @@ def test_data_assigned_shows_in_the_storage_alone() -> None:
 
 @probes("python_attributes")
 def test_what_users_stored_is_told_from_what_a_dtensor_needs() -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         sharded = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
         for param in (nn.Parameter(torch.zeros(2)), sharded):
             assert _torch.python_attributes(param) == {}

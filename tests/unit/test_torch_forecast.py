@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from fsdp2 import ShardPlacementResult
 from fsdp2.forecasting.cost import _flops
 from fsdp2.sharding.mesh import listed_ranks
-from tests.unit.meshes import fake_mesh
+from tests.support.fake import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
@@ -51,7 +51,7 @@ def test_modules_of_fake_tensors_are_cast() -> None:
             seen.append(_torch.makes_ranks_of_a_mesh())
             return func(*args, **(kwargs or {}))
 
-    with fake_mesh((4,)), Note():
+    with fake_mesh(4), Note():
         init_device_mesh("cpu", (4,))
     assert seen[0] is True
 
@@ -68,7 +68,7 @@ def test_collectives_are_operators_that_a_mode_can_replace() -> None:
             out = [_torch.finished_work() if "Work" in str(value.type) else args[0] for value in returns]
             return out[0] if len(out) == 1 else tuple(out)
 
-    with fake_mesh((4,)) as mesh:
+    with fake_mesh(4) as mesh:
         output, piece = torch.zeros(8), torch.ones(2)
         with Replace():
             dist.all_gather_into_tensor(output, piece)
@@ -96,7 +96,7 @@ def test_attention_of_fake_tensors_is_one_operator_each_way() -> None:
 
 @probes("without_dispatch")
 def test_a_mesh_has_its_ranks_among_fake_tensors() -> None:
-    with fake_mesh((4,)):
+    with fake_mesh(4):
         mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
         with _torch.fake_tensors():
             with _torch.without_dispatch():
@@ -122,7 +122,7 @@ def test_what_depends_on_values_raises() -> None:
 def test_a_mesh_for_one_parameter_in_torchs_words() -> None:
     """A result without a mesh goes to torch as it is."""
     assert _torch.torch_placement(Shard(1)) == Shard(1) and _torch.torch_placement(None) is None
-    with fake_mesh((4,)) as mesh:
+    with fake_mesh(4) as mesh:
         result = ShardPlacementResult(Shard(1), mesh)
         if not hasattr(_fsdp_common, "ShardPlacementResult"):
             with pytest.raises(NotImplementedError, match="returned a mesh for a parameter"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.optim.local_step import _ELEMENTWISE
-from tests.unit.meshes import fake_mesh
+from tests.support.fake import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
 
@@ -53,7 +53,7 @@ def test_a_hook_after_the_step_can_be_put_first() -> None:
 
 @probes("local_tensors", "dtensor_specs")
 def test_lists_of_dtensors_and_others() -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         plain, local = torch.ones(2), torch.ones(1, 2)
         one = DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
         locals_, specs = _torch.local_tensors([one, plain, None]), _torch.dtensor_specs([one, plain, None])

@@ -61,7 +61,7 @@ def test_whole_model_and_one_parameter(dim, with_grads, writeback):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ranks_that_show_nothing(rank, dim):
     """They take part, hold up to twice the largest parameter meanwhile, and nothing inside."""
-    with fake_mesh(WORLD, rank) as mesh:
+    with fake_mesh(WORLD, rank=rank) as mesh:
         module = build(mesh, dim)
         with live(module) as seen:
             before = seen.now

@@ -25,7 +25,7 @@ from fsdp2.comm.collectives import (
     wire_view,
 )
 from fsdp2.sharding.mesh import Axis
-from tests.unit.meshes import fake_mesh
+from tests.support.fake import fake_mesh
 
 ALONE = Axis(None, 1, 0, "none")
 CARRIED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8)
@@ -133,7 +133,7 @@ def test_streams_need_one_chunk_in_flight_and_gloo_more() -> None:
 
 @pytest.mark.parametrize(("async_op", "works"), [(True, 2), (False, 0)])
 def test_every_large_parameter_is_a_collective_of_its_own(async_op: bool, works: int) -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         outputs, inputs = [torch.zeros(4), torch.zeros(8)], [torch.ones(2), torch.ones(4)]
         assert len(all_gather(outputs, inputs, Axis.of(mesh, 0), async_op=async_op)) == works
 
@@ -160,7 +160,7 @@ def test_two_ranks_on_gloo_swap_large_pieces(backend: str, ranks: int, nbytes: i
 
 @pytest.mark.parametrize(("count", "calls"), [(1, 0), (3, 1)])
 def test_nccl_gathers_several_in_one_launch(count: int, calls: int) -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         axis = replace(Axis.of(mesh, 0), backend="nccl")
         with mock.patch.object(collectives, "group_all_gather_coalesced") as coalesced:
             all_gather([torch.zeros(4)] * count, [torch.ones(2)] * count, axis, async_op=False)
@@ -186,14 +186,14 @@ def test_a_mean_is_the_backends(async_op: bool, average: bool, op: Any) -> None:
 
 
 def test_an_exchange_is_one_work() -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         axis = Axis.of(mesh, 0)
         assert len(all_to_all(torch.zeros(4), torch.ones(4), axis, async_op=True)) == 1
         assert all_to_all(torch.zeros(4), torch.ones(4), axis, async_op=False) == []
 
 
 def test_without_data_everybody_says_the_same() -> None:
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         axis = Axis.of(mesh, 0)
         broadcast(torch.ones(2, dtype=torch.bool), axis)
         assert share_bytes(b"mine", axis, 0, torch.device("cpu")) == b"mine"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from tests.unit.meshes import fake_mesh
+from tests.support.fake import fake_mesh
 
 
 class InParts:
@@ -41,7 +41,7 @@ class InParts:
 @pytest.fixture
 def module() -> Iterator[Any]:
     """A layer on one rank."""
-    with fake_mesh((1,), ("dp",)) as mesh:
+    with fake_mesh(1, names=("dp",)) as mesh:
         yield fully_shard(nn.Linear(4, 12, bias=False), mesh=mesh)
 
 

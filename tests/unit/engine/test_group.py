@@ -18,8 +18,8 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase
 from fsdp2.engine.residency import Full, InFlight, Sharded
 from tests.support.api import torch_since
+from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
-from tests.unit.meshes import fake_mesh
 
 pytestmark = too_with_nccl
 
@@ -27,7 +27,7 @@ pytestmark = too_with_nccl
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Two ranks."""
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         yield mesh
 
 
@@ -92,7 +92,7 @@ def test_summoning_waits_for_a_gather_under_way(mesh: DeviceMesh) -> None:
 
 def test_what_is_written_while_summoned_reaches_all_that_is_kept() -> None:
     """The shards, the full parameter that a forward kept or the pieces of a few ranks, and the gradients."""
-    with fake_mesh((4,), ("dp",)) as mesh:
+    with fake_mesh(4, names=("dp",)) as mesh:
         for reshard in (True, False, 2):
             module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=reshard)
             module(torch.ones(2, 8)).sum().backward()
@@ -113,7 +113,7 @@ def test_what_is_written_while_summoned_reaches_all_that_is_kept() -> None:
 
 def test_what_is_loaded_replaces_what_is_held() -> None:
     """The shards have it, and the next forward computes with it."""
-    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
+    with fake_mesh(1, names=("dp",)) as mesh, torch.no_grad():
         module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
         module.unshard()
         module.load_state_dict({"weight": torch.full((4, 4), 3.0)})
@@ -123,7 +123,7 @@ def test_what_is_loaded_replaces_what_is_held() -> None:
 
 def test_pieces_of_shards_that_changed_are_not_gathered_ahead() -> None:
     """The forward would have to gather once more, from the shards."""
-    with fake_mesh((4,), ("dp",)) as mesh:
+    with fake_mesh(4, names=("dp",)) as mesh:
         module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         for unit in (*module, module):
             fully_shard(unit, mesh=mesh, reshard_after_forward=2)
@@ -141,7 +141,7 @@ def test_pieces_of_shards_that_changed_are_not_gathered_ahead() -> None:
 
 def test_unsharding_by_hand_gathers_again_what_changed() -> None:
     """Shards were written while what was unsharded before was still there."""
-    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
+    with fake_mesh(1, names=("dp",)) as mesh, torch.no_grad():
         module = fully_shard(nn.Linear(4, 4), mesh=mesh)
         sharded = module.weight
         for value in (1.0, 2.0):
@@ -152,7 +152,7 @@ def test_unsharding_by_hand_gathers_again_what_changed() -> None:
 
 def test_a_forward_computes_with_what_the_shards_are_now() -> None:
     """They were written while the full parameters that ``unshard()`` asked for were still there."""
-    with fake_mesh((1,), ("dp",)) as mesh, torch.no_grad():
+    with fake_mesh(1, names=("dp",)) as mesh, torch.no_grad():
         module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, reshard_after_forward=False)
         sharded = module.weight
         module.unshard()
@@ -183,7 +183,7 @@ def test_a_grouped_call_is_through_when_all_its_members_are(mesh: DeviceMesh) ->
 
 def test_pieces_are_cut_from_what_was_gathered_last() -> None:
     """Also where that has other memory than before, because the model was cast."""
-    with fake_mesh((4,), ("dp",)) as mesh, torch.no_grad():
+    with fake_mesh(4, names=("dp",)) as mesh, torch.no_grad():
         module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
         module.register_forward_pre_hook(lambda layer, args: layer.weight.data.fill_(3))
         for dtype in (torch.float32, torch.float64):
@@ -242,7 +242,7 @@ def test_what_was_gathered_for_other_ranks_is_waited_for_before_it_is_kept(mesh:
 
 
 def test_pieces_are_freed_when_what_they_are_of_is_gathered() -> None:
-    with fake_mesh((4,), ("dp",)) as mesh:
+    with fake_mesh(4, names=("dp",)) as mesh:
         module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
         module(torch.ones(2, 8))
         pieces = module.weight.to_local().untyped_storage()

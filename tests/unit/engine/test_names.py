@@ -16,13 +16,13 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2._torch.fsdp import ShardedState, TrainingState
 from fsdp2.engine.group import FSDPParamGroup
-from tests.unit.meshes import fake_mesh
+from tests.support.fake import fake_mesh
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Four ranks."""
-    with fake_mesh((4,), ("dp",)) as mesh:
+    with fake_mesh(4, names=("dp",)) as mesh:
         yield mesh
 
 

@@ -14,7 +14,7 @@ from fsdp2.engine.param import FSDPParam, Slot, accumulate_gradients, show, take
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.spec import ShardedSpec
-from tests.unit.meshes import fake_mesh
+from tests.support.fake import fake_mesh
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -22,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.fixture
 def dp2() -> Iterator[DataParallelMesh]:
     """A shard axis of two ranks."""
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         yield DataParallelMesh.from_mesh(mesh)
 
 
@@ -296,7 +296,7 @@ def test_an_optimizer_may_run_and_clear_the_gradient_in_a_hook(dp2: DataParallel
 
 
 def test_a_gradient_that_tensor_parallelism_left_replicated_is_cut() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         whole = torch.arange(16.0).view(4, 4)
         original = nn.Parameter(DTensor.from_local(whole[:2], mesh["tp"], (Shard(0),), run_check=False))
         param = manage(original, DataParallelMesh.from_mesh(mesh["dp"]))

@@ -19,14 +19,14 @@ from fsdp2._trace import listening
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.steps import Answer
+from tests.support.fake import fake_mesh
 from tests.support.streams import Device
-from tests.unit.meshes import fake_mesh
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Two ranks."""
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         yield mesh
 
 

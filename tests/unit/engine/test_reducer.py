@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2._trace import listening
+from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
-from tests.unit.meshes import fake_mesh
 
 pytestmark = too_with_nccl
 
@@ -20,7 +20,7 @@ pytestmark = too_with_nccl
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Two ranks."""
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         yield mesh
 
 

@@ -15,8 +15,8 @@ from fsdp2._trace import listening
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Full, InFlight, Pieces, Residency, Sharded
+from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
-from tests.unit.meshes import fake_mesh
 
 pytestmark = too_with_nccl
 ONES = torch.ones(2, 8)
@@ -25,7 +25,7 @@ ONES = torch.ones(2, 8)
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Four ranks."""
-    with fake_mesh((4,), ("dp",)) as mesh:
+    with fake_mesh(4, names=("dp",)) as mesh:
         yield mesh
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import fully_shard, use_local_shards
 from fsdp2.optim.local_step import _ELEMENTWISE, _NOT_ELEMENTWISE
 from tests.support.api import torch_since
-from tests.unit.meshes import fake_mesh
+from tests.support.fake import fake_mesh
 
 
 class OwnAdam(torch.optim.Adam):
@@ -106,7 +106,7 @@ def test_what_changes_between_steps_is_noticed(kind: Any, monkeypatch: pytest.Mo
     original = kind._init_group
     monkeypatch.setattr(kind, "_init_group", lambda self, *lists: calls.append(1) or original(self, *lists))
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    with fake_mesh((2,)) as mesh:
+    with fake_mesh(2) as mesh:
         modules, optimizers, asked = [nn.Linear(4, 6) for _ in range(2)], [], []
         modules[1].load_state_dict(modules[0].state_dict())
         for use, module in enumerate(modules):
@@ -157,7 +157,7 @@ def test_an_optimizer_built_before_sharding() -> None:
         optimizer.step()
         if use:
             use_local_shards(optimizer)
-        with fake_mesh((2,)) as mesh:
+        with fake_mesh(2) as mesh:
             fully_shard(module, mesh=mesh)
             for _ in range(2):
                 for parameter in module.parameters():

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import fully_shard
 from fsdp2._torch.tensors import dtensor_from_local
-from tests.unit.meshes import fake_mesh, gloo_mesh
+from tests.support.fake import fake_mesh
+from tests.unit.meshes import gloo_mesh
 
 OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -91,7 +92,7 @@ def test_state_is_cut_like_its_parameter(rank: int) -> None:
     optimizer = torch.optim.Adam(ours.parameters())
     train(ours, optimizer, 2)
     before = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in ours.parameters()]
-    with fake_mesh((3,), ("dp",), rank) as mesh:
+    with fake_mesh(3, names=("dp",), rank=rank) as mesh:
         fully_shard(ours, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
         give_gradients(ours)
         optimizer.param_groups[0]["lr"] = 0.0
@@ -112,7 +113,7 @@ def test_groups_and_their_lists_stay_the_same() -> None:
     groups = [{"params": list(ours[0].parameters()), "lr": 0.5}, {"params": list(ours[2].parameters())}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     lists = [group["params"] for group in optimizer.param_groups]
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         fully_shard(ours, mesh=mesh)
         give_gradients(ours)
         optimizer.step()
@@ -126,7 +127,7 @@ def test_optimizers_of_other_parameters_are_left_alone() -> None:
     other, ours = nn.Linear(2, 2), model()
     optimizer = torch.optim.SGD([*other.parameters(), *ours[0].parameters()], lr=0.1)
     kept = list(other.parameters())
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         fully_shard(ours[2], mesh=mesh)
         before = list(optimizer.param_groups[0]["params"])
         optimizer.step()
@@ -138,7 +139,7 @@ def test_an_optimizer_whose_module_is_gone_steps_what_it_has() -> None:
     ours = model()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     originals = list(ours.parameters())
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         fully_shard(ours, mesh=mesh)
         del ours
         gc.collect()
@@ -150,7 +151,7 @@ def test_state_of_another_shape_is_refused_by_name() -> None:
     ours = model()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     optimizer.state[ours[0].weight]["row_mean"] = torch.zeros(5)
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         fully_shard(ours, mesh=mesh)
         with pytest.raises(RuntimeError, match=r"0.weight: .* state 'row_mean' has shape \(5,\), expected \(5, 3\)"):
             optimizer.step()
@@ -162,7 +163,7 @@ def test_state_that_is_no_tensor_or_a_number_is_kept() -> None:
     ours = model()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     optimizer.state[ours[0].weight].update(note="kept", count=torch.tensor([7.0]))
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         fully_shard(ours, mesh=mesh)
         optimizer.step()
         state = optimizer.state[ours[0].weight]
@@ -177,14 +178,14 @@ def test_the_step_of_a_scalar_parameter_stays_a_plain_tensor() -> None:
     ours.scale = nn.Parameter(torch.tensor(1.0))
     optimizer = torch.optim.Adam(ours.parameters())
     optimizer.state[ours.scale] = {"step": torch.tensor(2.0), "exp_avg": torch.tensor(0.5)}
-    with fake_mesh((2,), ("dp",)) as mesh:
+    with fake_mesh(2, names=("dp",)) as mesh:
         fully_shard(ours, mesh=mesh)
         optimizer.step()
         assert not isinstance(optimizer.state[ours.scale]["step"], DTensor)
 
 
 def test_state_of_a_parameter_that_tensor_parallelism_cut_is_cut_further() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         ours = nn.Linear(4, 8, bias=False)
         local = torch.ones(4, 4)
         ours.weight = nn.Parameter(DTensor.from_local(local, mesh["tp"], (Shard(0),), run_check=False))

@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2.policies import DataParallelMeshDims
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup
-from tests.unit.meshes import fake_mesh, gloo_mesh
+from tests.support.fake import fake_mesh
+from tests.unit.meshes import gloo_mesh
 
 NAMES = ("pp", "dp", "cp", "tp")
 
@@ -41,7 +42,7 @@ def test_shards_that_checkpoints_put_elsewhere_are_warned_about(
     options = {"preserve_rank_order": True} if keeps else {}
     if not options.keys() <= signature(DeviceMesh.__init__).parameters.keys():
         pytest.skip("torch 2.15")
-    with fake_mesh((4,)):
+    with fake_mesh(4):
         mesh = DeviceMesh("cpu", order, mesh_dim_names=("replicate", "shard")[-torch.tensor(order).ndim :], **options)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -55,7 +56,7 @@ def test_shards_that_checkpoints_put_elsewhere_are_warned_about(
 
 @pytest.mark.parametrize("rank", range(6))
 def test_an_axis_is_one_dimension_as_this_rank_sees_it(rank: int) -> None:
-    with fake_mesh((2, 3), ("a", "b"), rank) as mesh:
+    with fake_mesh(2, 3, names=("a", "b"), rank=rank) as mesh:
         first, second = Axis.of(mesh, 0), Axis.of(mesh, 1)
         assert (first.size, first.rank, first.backend) == (2, rank // 3, "fake")
         assert (second.size, second.rank, second.backend) == (3, rank % 3, "fake")
@@ -86,12 +87,12 @@ def test_an_axis_can_have_a_communicator_of_its_own() -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_same_ranks_may_replicate_only(rank: int) -> None:
-    with fake_mesh((4,), ("dp",), rank) as mesh:
+    with fake_mesh(4, names=("dp",), rank=rank) as mesh:
         whole = DataParallelMesh.from_mesh(mesh).replicated()
         assert_absent(whole.shard)
         assert ranks_of(whole.replicate) == [0, 1, 2, 3] and whole.mesh is mesh
         assert whole.roles == ("replicate",) and whole.replicated() is whole and whole.first is whole.replicate
-    with fake_mesh((2, 2), ("r", "s"), rank) as mesh:
+    with fake_mesh(2, 2, names=("r", "s"), rank=rank) as mesh:
         both = DataParallelMesh.from_mesh(mesh)
         whole = both.replicated()
         assert_absent(whole.shard)
@@ -102,7 +103,7 @@ def test_the_same_ranks_may_replicate_only(rank: int) -> None:
 
 @pytest.mark.parametrize(("shard", "replicate"), [("dp", None), (("dp", "cp"), None), ("cp", "dp")])
 def test_named_dimensions_may_replicate_only(shard: str | tuple[str, ...], replicate: str | None) -> None:
-    with fake_mesh((2, 2, 2), ("dp", "cp", "tp"), 5) as mesh:
+    with fake_mesh(2, 2, 2, names=("dp", "cp", "tp"), rank=5) as mesh:
         given = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=shard, replicate=replicate))
         whole = given.replicated()
         assert_absent(whole.shard)
@@ -114,7 +115,7 @@ def test_named_dimensions_may_replicate_only(shard: str | tuple[str, ...], repli
 
 
 def test_a_mesh_of_one_dimension_shards() -> None:
-    with fake_mesh((4,), rank=3) as mesh:
+    with fake_mesh(4, rank=3) as mesh:
         dp = DataParallelMesh.from_mesh(mesh)
         assert (dp.shard.size, dp.shard.rank) == (4, 3)
         assert_absent(dp.replicate)
@@ -124,7 +125,7 @@ def test_a_mesh_of_one_dimension_shards() -> None:
 
 
 def test_a_mesh_of_two_dimensions_replicates_and_shards() -> None:
-    with fake_mesh((2, 4), ("replicas", "shards"), rank=6) as mesh:
+    with fake_mesh(2, 4, names=("replicas", "shards"), rank=6) as mesh:
         dp = DataParallelMesh.from_mesh(mesh)
         assert (dp.replicate.size, dp.replicate.rank, ranks_of(dp.replicate)) == (2, 1, [2, 6])
         assert (dp.shard.size, dp.shard.rank, ranks_of(dp.shard)) == (4, 2, [4, 5, 6, 7])
@@ -138,17 +139,17 @@ def test_anything_but_a_mesh_is_refused() -> None:
 
 
 def test_more_than_two_dimensions_need_names() -> None:
-    with fake_mesh((2, 2, 2), NAMES[:3]) as mesh, pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh"):
+    with fake_mesh(2, 2, 2, names=NAMES[:3]) as mesh, pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh"):
         DataParallelMesh.from_mesh(mesh)
 
 
 def test_two_dimensions_need_names() -> None:
-    with fake_mesh((2, 2)) as mesh, pytest.raises(AssertionError, match="with mesh_dim_names specified"):
+    with fake_mesh(2, 2) as mesh, pytest.raises(AssertionError, match="with mesh_dim_names specified"):
         DataParallelMesh.from_mesh(mesh)
 
 
 def test_a_mesh_without_this_rank_is_refused() -> None:
-    with fake_mesh((4,), rank=3):
+    with fake_mesh(4, rank=3):
         others = DeviceMesh("cpu", [0, 1])
         with pytest.raises(ValueError, match="rank 3 is not part of the mesh"):
             DataParallelMesh.from_mesh(others)
@@ -158,7 +159,7 @@ def test_a_mesh_without_this_rank_is_refused() -> None:
 
 
 def test_one_named_dimension_shards() -> None:
-    with fake_mesh((2, 2), ("dp", "tp"), rank=3) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp"), rank=3) as mesh:
         dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="dp"))
         assert (dp.shard.size, dp.shard.rank, ranks_of(dp.shard)) == (2, 1, [1, 3])
         assert_absent(dp.replicate)
@@ -167,7 +168,7 @@ def test_one_named_dimension_shards() -> None:
 
 
 def test_one_named_dimension_replicates() -> None:
-    with fake_mesh((2, 2), ("dp", "tp"), rank=3) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp"), rank=3) as mesh:
         dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(replicate="dp"))
         assert_absent(dp.shard)
         assert (dp.replicate.size, dp.replicate.rank, ranks_of(dp.replicate)) == (2, 1, [1, 3])
@@ -175,7 +176,7 @@ def test_one_named_dimension_replicates() -> None:
 
 
 def test_named_dimensions_both_ways_in_any_order_of_the_mesh() -> None:
-    with fake_mesh((2, 2, 2), ("shards", "tp", "replicas"), rank=5) as mesh:
+    with fake_mesh(2, 2, 2, names=("shards", "tp", "replicas"), rank=5) as mesh:
         dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="shards", replicate="replicas"))
         assert ranks_of(dp.shard) == [1, 5] and ranks_of(dp.replicate) == [4, 5]
         assert dp.roles == ("replicate", "shard")
@@ -183,7 +184,7 @@ def test_named_dimensions_both_ways_in_any_order_of_the_mesh() -> None:
 
 
 def test_several_names_are_one_axis() -> None:
-    with fake_mesh((2, 2, 2, 2), NAMES, rank=15) as mesh:
+    with fake_mesh(2, 2, 2, 2, names=NAMES, rank=15) as mesh:
         dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=("dp", "cp"), replicate="pp"))
         assert (dp.shard.size, dp.shard.rank) == (4, 3)
         assert ranks_of(dp.shard) == [9, 11, 13, 15]
@@ -193,17 +194,17 @@ def test_several_names_are_one_axis() -> None:
 
 
 def test_a_name_that_the_mesh_lacks_is_refused() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh, pytest.raises(ValueError, match="'cp' not found in"):
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh, pytest.raises(ValueError, match="'cp' not found in"):
         DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="cp"))
 
 
 def test_names_need_a_mesh_with_names() -> None:
-    with fake_mesh((4,)) as mesh, pytest.raises(ValueError, match="must have mesh_dim_names when dp_mesh_dims"):
+    with fake_mesh(4) as mesh, pytest.raises(ValueError, match="must have mesh_dim_names when dp_mesh_dims"):
         DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="dp"))
 
 
 def test_empty_names_are_refused() -> None:
-    with fake_mesh((4,), ("dp",)) as mesh, pytest.raises(ValueError, match="At least one of shard or replicate"):
+    with fake_mesh(4, names=("dp",)) as mesh, pytest.raises(ValueError, match="At least one of shard or replicate"):
         DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=()))
 
 
@@ -211,11 +212,11 @@ def test_empty_names_are_refused() -> None:
 
 
 def test_the_default_mesh_is_one_per_process_group() -> None:
-    with fake_mesh((4,)):
+    with fake_mesh(4):
         first = default_mesh()
         assert first.mesh.tolist() == [0, 1, 2, 3] and first.device_type == "cpu"
         assert default_mesh() is first
-    with fake_mesh((2,)):
+    with fake_mesh(2):
         assert default_mesh().mesh.tolist() == [0, 1]
 
 
@@ -223,7 +224,7 @@ def test_the_default_mesh_is_on_an_accelerator_that_is_there(monkeypatch: pytest
     # A torch built for CUDA names it on machines without one, too, unless asked to look.
     named = lambda check_available=False: None if check_available else torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
-    with fake_mesh((2,)):
+    with fake_mesh(2):
         assert default_mesh().device_type == "cpu"
 
 
@@ -240,7 +241,7 @@ def test_the_default_mesh_makes_the_process_group(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("rank", [0, 5])
 def test_neighbours_are_grouped(size: int, rank: int) -> None:
-    with fake_mesh((8,), rank=rank) as mesh:
+    with fake_mesh(8, rank=rank) as mesh:
         grouped = regroup(mesh, 1, size)
         assert grouped.mesh.tolist() == [list(range(start, start + size)) for start in range(0, 8, size)]
         assert ranks_of(Axis.of(grouped, 1)) == list(range(rank // size * size, (rank // size + 1) * size))
@@ -248,10 +249,10 @@ def test_neighbours_are_grouped(size: int, rank: int) -> None:
 
 
 def test_neighbours_on_the_shard_axis_are_grouped_within_their_replica() -> None:
-    with fake_mesh((2, 4), ("replicas", "shards")) as mesh:
+    with fake_mesh(2, 4, names=("replicas", "shards")) as mesh:
         assert regroup(mesh, 2, 2).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_later_dimensions_stay_as_they_are() -> None:
-    with fake_mesh((4, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(4, 2, names=("dp", "tp")) as mesh:
         assert regroup(mesh, 1, 2).mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]

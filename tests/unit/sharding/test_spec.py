@@ -19,14 +19,15 @@ from fsdp2.policies import DataParallelMeshDims
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.spec import ShardedSpec, dense_strides
-from tests.unit.meshes import as_rank, fake_mesh
+from tests.support.fake import fake_mesh
+from tests.unit.meshes import as_rank
 from tests.unit.strategies import chunk, counted, layouts, offsets
 
 
 @pytest.fixture
 def dp4() -> Iterator[DataParallelMesh]:
     """A shard axis of four ranks."""
-    with fake_mesh((4,), ("dp",)) as mesh:
+    with fake_mesh(4, names=("dp",)) as mesh:
         yield DataParallelMesh.from_mesh(mesh)
 
 
@@ -96,7 +97,7 @@ def test_a_piece_of_another_dtype_says_so(dp4: DataParallelMesh) -> None:
 
 
 def test_a_hybrid_mesh_replicates_first() -> None:
-    with fake_mesh((2, 2), ("replicas", "shards"), rank=3) as mesh:
+    with fake_mesh(2, 2, names=("replicas", "shards"), rank=3) as mesh:
         spec = ShardedSpec.of(numbered(4, 6), Shard(1), DataParallelMesh.from_mesh(mesh), "weight")
         assert spec.dtensor.placements == (Replicate(), Shard(1))
         assert torch.equal(spec.cut(numbered(4, 6)), numbered(4, 6)[:, 3:])
@@ -157,7 +158,7 @@ def on_mesh(whole: Tensor, mesh: DeviceMesh, *placements: Replicate | Shard) -> 
 def test_the_pieces_lie_where_dtensor_says(rank: int, tp: int, cut: int) -> None:
     """Tensor parallelism cuts dimension ``tp`` into 2, data parallelism what is left along ``cut`` into 4."""
     whole = numbered(16, 8)
-    with fake_mesh((4, 2), ("dp", "tp"), rank) as mesh:
+    with fake_mesh(4, 2, names=("dp", "tp"), rank=rank) as mesh:
         param = on_mesh(whole, mesh["tp"], Shard(tp))
         spec = ShardedSpec.of(param, Shard(cut), DataParallelMesh.from_mesh(mesh["dp"]), "weight")
         own = StridedShard(cut, split_factor=2) if tp == cut else Shard(cut)
@@ -171,7 +172,7 @@ def test_the_pieces_lie_where_dtensor_says(rank: int, tp: int, cut: int) -> None
 
 
 def test_forward_sees_a_dtensor_where_the_original_was_one() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         param = on_mesh(numbered(4, 4), mesh["tp"], Shard(0))
         spec = ShardedSpec.of(param, None, DataParallelMesh.from_mesh(mesh["dp"]), "weight")
         local = torch.zeros(2, 4, dtype=torch.bfloat16)
@@ -188,7 +189,7 @@ def test_forward_sees_a_plain_tensor_where_the_original_was_one(dp4: DataParalle
 
 
 def test_a_gradient_in_another_layout_is_brought_to_the_parameters() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         param = on_mesh(numbered(4, 4), mesh["tp"], Shard(0))
         spec = ShardedSpec.of(param, None, DataParallelMesh.from_mesh(mesh["dp"]), "weight")
         same = on_mesh(torch.ones(4, 4), mesh["tp"], Shard(0))
@@ -206,7 +207,7 @@ def test_a_gradient_in_another_layout_is_brought_to_the_parameters() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_subgroup_cuts_over_its_own_ranks_and_replicates_over_the_rest(rank: int, dim: int) -> None:
     whole = numbered(6, 5)
-    with fake_mesh((4,), ("dp",), rank) as mesh:
+    with fake_mesh(4, names=("dp",), rank=rank) as mesh:
         dp = DataParallelMesh.from_mesh(mesh)
         spec = ShardedSpec.of(whole, Shard(dim), dp, "weight").on_subgroup(dp, 2)
         assert torch.equal(spec.cut(whole), whole.chunk(2, dim)[rank % 2])
@@ -219,7 +220,7 @@ def test_a_subgroup_cuts_over_its_own_ranks_and_replicates_over_the_rest(rank: i
 @pytest.mark.parametrize("rank", range(8))
 def test_a_subgroup_keeps_what_tensor_parallelism_cut(rank: int) -> None:
     whole = numbered(16, 4)
-    with fake_mesh((4, 2), ("dp", "tp"), rank) as mesh:
+    with fake_mesh(4, 2, names=("dp", "tp"), rank=rank) as mesh:
         dp = DataParallelMesh.from_mesh(mesh["dp"])
         param = on_mesh(whole, mesh["tp"], Shard(0))
         spec = ShardedSpec.of(param, None, dp, "weight").on_subgroup(dp, 2)
@@ -238,7 +239,7 @@ SPMD = DataParallelMeshDims(shard="dp")
 @pytest.mark.parametrize("tp", [Replicate(), Shard(0), Shard(1)])
 def test_a_parameter_on_the_whole_mesh_is_cut_on_its_data_parallel_dimension(rank: int, tp: Shard | Replicate) -> None:
     whole = numbered(8, 4)
-    with fake_mesh((2, 2), ("dp", "tp"), rank) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp"), rank=rank) as mesh:
         param = on_mesh(whole, mesh, Replicate(), tp)
         spec = ShardedSpec.of(param, None, DataParallelMesh.from_mesh(mesh, SPMD), "weight")
         own = StridedShard(0, split_factor=2) if tp == Shard(0) else Shard(0)
@@ -252,7 +253,7 @@ def test_a_parameter_on_the_whole_mesh_is_cut_on_its_data_parallel_dimension(ran
 @pytest.mark.parametrize("rank", range(8))
 def test_several_shard_dimensions_become_one(rank: int) -> None:
     whole = numbered(16, 4)
-    with fake_mesh((2, 2, 2), ("dp", "cp", "tp"), rank) as mesh:
+    with fake_mesh(2, 2, 2, names=("dp", "cp", "tp"), rank=rank) as mesh:
         dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=("dp", "cp")))
         param = on_mesh(whole, mesh, Replicate(), Replicate(), Shard(0))
         spec = ShardedSpec.of(param, None, dp, "weight")
@@ -265,7 +266,7 @@ def test_several_shard_dimensions_become_one(rank: int) -> None:
 
 
 def test_partial_gradients_on_data_parallel_dimensions_are_left_to_the_reduction() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         spec = ShardedSpec.of(
             on_mesh(numbered(8, 4), mesh, Replicate(), Shard(0)), None, DataParallelMesh.from_mesh(mesh, SPMD), "weight"
         )
@@ -274,12 +275,15 @@ def test_partial_gradients_on_data_parallel_dimensions_are_left_to_the_reduction
 
 
 def test_a_plain_parameter_is_refused_on_the_whole_mesh() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh, pytest.raises(ValueError, match=r"plain tensor for parameter 'w'"):
+    with (
+        fake_mesh(2, 2, names=("dp", "tp")) as mesh,
+        pytest.raises(ValueError, match=r"plain tensor for parameter 'w'"),
+    ):
         ShardedSpec.of(numbered(4, 4), None, DataParallelMesh.from_mesh(mesh, SPMD), "w")
 
 
 def test_a_parameter_on_another_mesh_is_refused() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         param = on_mesh(numbered(4, 4), mesh["tp"], Shard(0))
         with pytest.raises(ValueError, match="w: Expected param's DTensor mesh to be the same mesh"):
             ShardedSpec.of(param, None, DataParallelMesh.from_mesh(mesh, SPMD), "w")
@@ -287,7 +291,7 @@ def test_a_parameter_on_another_mesh_is_refused() -> None:
 
 @pytest.mark.parametrize("dims", [SPMD, DataParallelMeshDims(replicate="dp")])
 def test_a_parameter_that_is_cut_on_a_data_parallel_dimension_is_refused(dims: DataParallelMeshDims) -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
         param = on_mesh(numbered(4, 4), mesh, Shard(0), Replicate())
         with pytest.raises(ValueError, match=r"w: Expected Replicate\(\) on DP (shard|replicate) dim 'dp' \(index 0\)"):
             ShardedSpec.of(param, None, DataParallelMesh.from_mesh(mesh, dims), "w")

@@ -129,16 +129,23 @@ class Pass:
         pass have ``planned`` the step; else they have just chosen it.
         """
         group = self._group_of(step)
+        # A step that is being joined may turn out to be another than the expected one; asking for it again would not
+        # end. And nothing is gathered or freed of what summon_full_params shows.
         if group is None or group is self._joining or group.residency.summoned:
             return False
+        gathers = step.kind == "gather"
         if not group.options.reduce_unused:
-            ready = self._can_gather_early(group) if step.kind == "gather" else self.can_reduce_rest(group)
-            return ready and any(other.options.reduce_unused for other in self.groups)
-        if step.kind == "gather":
-            if group.residency.is_gathering:  # joined before; the others have used it and need it again
-                return self.in_backward or group.after_forward is not False
-            return group.residency.needs_gather or self.is_done_with(group)
-        return self.can_reduce_unused(group, planned)
+            # All ranks use this unit. Those that skip another unit come to it earlier or later than those that do not.
+            if not any(other.options.reduce_unused for other in self.groups):
+                return False
+            return self._can_gather_early(group) if gathers else self.can_reduce_rest(group)
+        if not gathers:
+            return self.can_reduce_unused(group, planned)
+        if group.residency.is_gathering:
+            # This rank joined a gather of it before. The others have used it and gather it again, which a forward after
+            # which it stays gathered does not do.
+            return self.in_backward or group.after_forward is not False
+        return group.residency.needs_gather or self.is_done_with(group)
 
     def _can_gather_early(self, group: FSDPParamGroup) -> bool:
         """Return whether ``group``, which all ranks use, can be gathered before this rank comes to it.
@@ -172,9 +179,9 @@ class Pass:
     def _join_gather(self, group: FSDPParamGroup) -> None:
         """Gather ``group``. It stays in flight: nothing here waits for it until it is used or freed."""
         if group.residency.is_gathering and not self.in_backward:
-            group.release()
-        elif not group.residency.needs_gather or group.residency.is_gathering:
-            group.reshard()
+            group.release()  # the gather joined before: end its use as the ranks end it that used the group
+        elif group.residency.is_gathering or not group.residency.needs_gather:
+            group.reshard()  # the others freed it after their use, or this step would not be a gather
         group.unshard(False, self.take, self.in_backward)
 
     def post_backward(self, group: FSDPParamGroup) -> None:

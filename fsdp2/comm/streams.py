@@ -5,9 +5,9 @@ Every wait between lanes, and what it protects:
 | lane that waits | for                               | kind   | stated in                     |
 |-----------------|-----------------------------------|--------|-------------------------------|
 | gather          | compute, at the root's forward    | order  | RootContext.begin_forward     |
-| gather          | compute, at an explicit unshard   | order  | by_hand.gather_by_hand        |
+| gather          | compute, at an explicit unshard   | order  | by_hand._start                |
 | gather          | compute, shards were replaced     | order  | Residency._start_gather       |
-| gather          | compute, at reshard               | memory | Residency.free                |
+| gather          | compute, at reshard               | memory | Residency._free_full          |
 | copy            | compute, shards are written       | order  | HostCopies.start              |
 | gather          | copy, shards are on the device    | order  | gather.start_gather           |
 | copy            | gather, before copies are dropped | memory | HostCopies._drop_oldest       |

@@ -318,7 +318,7 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
         "fp32",
         "packed",
     ),
-    ("gather", "by_hand.gather_by_hand"): (
+    ("gather", "by_hand._start"): (
         ("wait", "gather_after_compute", "_start"),
         changed_by_hand,
         "fp32",
@@ -330,7 +330,7 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
         "kept",
         "packed",
     ),
-    ("gather", "Residency.free"): (("wait", "_free_full", "_free"), training, "fp32", "packed"),
+    ("gather", "Residency._free_full"): (("wait", "_free_full", "_free"), training, "fp32", "packed"),
     ("copy", "HostCopies.start"): (("wait", "after", "start"), training, "copied from the host", "packed"),
     ("gather", "gather.start_gather"): (("wait", "after", "start_gather"), training, "copied from the host", "packed"),
     ("copy", "HostCopies._drop_oldest"): (

@@ -1,19 +1,19 @@
-"""Whole values into and out of shards. From the top down; a file imports only what stands below it.
+"""Load, save and show whole values of sharded parameters. From the top down; a file imports only files below it.
 
 state_dict   full, sharded and local state dicts of models and optimizers
-load         values put into places: from files, or from the first rank
-save         safetensors files, written as blocks arrive
-sync         copies made equal to what the first rank holds
-summon       full parameters shown for the length of a block
-export       every parameter in full, one after the other
-matching     which value goes where, and every disagreement about that
-materialize  memory for tensors on the meta device
-whole        the gather outside a step
-transfer     blocks from the ranks that hold them to those that want them, in bounded memory
+load         loads values from files, or from the first rank
+save         writes safetensors files block by block
+sync         copies the first rank's values to the other ranks
+summon       shows full parameters for the length of a with block
+export       yields every full parameter, one after the other
+matching     assigns values to parameters and reports every mismatch
+materialize  allocates memory for tensors on the meta device
+whole        gathers outside a training step
+transfer     sends blocks from the ranks that hold them to the ranks that need them, in bounded memory
 select       the tensors of a module: names, groups, boxes, and the ranks that they are spread over
-safetensors  the files' format
-temporary    a folder for files that are not complete yet
-ranks        ranks that act together: the first of them, what it shares, whether all can go on
-progress     how far a load or save is
+safetensors  the file format
+temporary    a folder for incomplete files
+ranks        ranks that act together: share values, and raise an error on all when one fails
+progress     reports the progress of a load or save
 names        names of the plain model
 """

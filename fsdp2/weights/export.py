@@ -1,4 +1,4 @@
-"""``iter_full_params``: every parameter in full, one after the other, for weights that leave the training process."""
+"""``iter_full_params`` yields every parameter in full, for weights that leave the training process."""
 
 from __future__ import annotations
 
@@ -22,28 +22,35 @@ def iter_full_params(
     dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full plain tensor) of every parameter, in the order and under the names of ``named_parameters``.
+    """Yield (name, full plain tensor) for every parameter, in the order and under the names of ``named_parameters``.
 
-    For passing weights to an inference engine: tied parameters are yielded once, buffers not at all, tensor parallelism
-    is undone, and every tensor is a copy that the caller owns. Values are those of the shards, also where a module
-    keeps full parameters or computes in another precision, and also between a forward and its backward.
+    Use it to send weights to an inference engine. It yields tied parameters once and no buffers, and undoes tensor
+    parallelism. Every tensor is a copy that the caller owns. Values come from the shards, also when a module holds full
+    parameters or computes in another precision, and also between a forward and its backward.
 
-    Parameters are gathered in buckets of several, so **every rank must iterate, and as far as the others**: a rank that
-    needs no weights drops them. ``bucket_mb`` and ``dtype`` are the first rank's for all. Nothing is in flight between
-    two items, so all ranks may stop after the same one (``break``, ``close``). Do not train, load or shard in between.
+    Each collective gathers a bucket of several parameters. **Every rank must therefore iterate, and as far as the other
+    ranks**; a rank that does not need the weights discards them. All ranks use the first rank's ``bucket_mb`` and
+    ``dtype``. No collective is in flight between two items, so all ranks may stop after the same item (``break``,
+    ``close``). Do not train, load or shard while you iterate.
 
     Args:
         module: Any module: a unit, a part of one, or one that contains units.
-        bucket_mb: How many MiB a bucket takes, its receive buffer included. A parameter larger than half of that makes
-            a bucket of its own; it takes its size, or twice that where it is uneven, sharded along another dimension
-            than the slowest, or tensor-parallel.
-        dtype: Cast floating-point parameters to it before they are sent. Default: the dtype of the shards.
+        bucket_mb: The memory of one bucket in MiB, its receive buffer included. A parameter larger than half of that
+            makes a bucket of its own. This bucket takes the parameter's size, or twice the size if the parameter is
+            uneven, tensor-parallel, or sharded along a dimension other than the slowest.
+        dtype: Cast floating-point parameters to this dtype before they are sent. Default: the dtype of the shards.
         device: The device of the tensors. Default: the device of the mesh.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type or size.
-        RuntimeError: parameters on the meta device, or shown by ``summon_full_params``.
-        NotImplementedError: a tensor subclass with an all-gather extension whose elements cannot be found.
+        TypeError, ValueError: An argument has the wrong type or size.
+        RuntimeError: Parameters are on the meta device, or ``summon_full_params`` shows them.
+        NotImplementedError: A tensor subclass has an all-gather extension, and its elements cannot be found.
+
+    Example::
+
+        for name, tensor in fsdp2.iter_full_params(model, dtype=torch.bfloat16):  # on every rank
+            if rank == 0:
+                engine.load_weight(name, tensor)
     """
     selection = select(module, "iter_full_params")
     limit = bucket_bytes(bucket_mb)
@@ -58,7 +65,7 @@ def _iterate(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     ranks = ranks_of(module, managed=True) or Ranks.alone()
     check_gatherable(selection, ranks)
-    limit, dtype = ranks.share((limit, dtype))  # ranks with other buckets would read others' bytes
+    limit, dtype = ranks.share((limit, dtype))  # with different buckets, ranks would misread each other's bytes
     shown = {id(slot.module._parameters.get(slot.name)): place for place in selection.places for slot in place.slots}
     named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
     sources = []
@@ -66,6 +73,7 @@ def _iterate(
         piece = place.tensor.detach() if place.param is None else place.param.data
         assert piece is not None  # just checked
         sources.append(Source.of(piece, place.param, dtype if place.tensor.is_floating_point() else None))
-    gathered = gather_whole(sources, limit // 2, device=device)  # the other half is what the bucket is received into
+    gathered = gather_whole(sources, limit // 2, device=device)  # the other half is the receive buffer
     for name, _ in named:
-        yield name, next(gathered)  # type: ignore[misc]  # every rank keeps it; no variable does
+        # Bind no variable to the tensor: it would stay alive during the next gather.
+        yield name, next(gathered)  # type: ignore[misc]  # never None: every rank keeps values

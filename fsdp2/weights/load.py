@@ -1,4 +1,4 @@
-"""Values put into places: every rank's own slices of files, or what the first rank has for all of them."""
+"""Load values into a module: each rank reads its slices of files, or the first rank sends values to all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["broadcast_from_rank0", "load_safetensors"]
 _FROM_RANK0 = "broadcast_from_rank0"
 _FROM_FILES = "load_safetensors"
 _BLOCK_BYTES = 64 << 20
-"""Read at once, so that what is mapped but no longer needed can be dropped by the system."""
+"""The size of one read. Between reads the system can drop mapped pages that are no longer needed."""
 
 
 def broadcast_from_rank0(
@@ -41,29 +41,34 @@ def broadcast_from_rank0(
 ) -> Loaded:
     """Load full weights that only rank 0 holds into ``model``, sharded or not; return the keys that did not match.
 
-    Every rank of the model's mesh must call it. Parameters and persistent buffers may be on the meta device, on any
-    ranks: they get memory on the mesh's device (on the CPU where the unit offloads) and stay the same objects. Beyond
-    that, every rank holds one bucket at a time. Values are cast to the dtype of the parameter.
+    Every rank of the model's mesh must call it. Parameters and persistent buffers may be on the meta device on any
+    rank. They get memory on the mesh's device (on the CPU if the unit offloads) and stay the same objects. Each rank
+    needs memory for one bucket besides. Values are cast to the dtype of the parameter.
 
     Args:
         model: A module. Keys are those of the plain model: without prefixes of torch.compile and checkpoint_wrapper.
-        state_dict: On rank 0 (the first of the mesh) plain tensors on any device, tied ones under one name or all.
-            Ignored elsewhere, usually None.
+        state_dict: On rank 0 (the first of the mesh) plain tensors on any device; tied tensors may appear under one
+            name or under all. Other ranks ignore it and usually pass None.
         strict: Refuse missing and unexpected keys.
-        bucket_mb: The size of the bucket in MiB; rank 0's is used.
-        progress: True shows a bar (of the package tqdm) on rank 0; a function is called there with the bytes done and
-            the bytes in total.
+        bucket_mb: The size of the bucket in MiB. All ranks use rank 0's value.
+        progress: True shows a bar (of the package tqdm) on rank 0. A function is called on rank 0 with the bytes done
+            and the bytes in total.
 
     Returns:
-        ``(missing_keys, unexpected_keys)``, empty with ``strict``.
+        ``(missing_keys, unexpected_keys)``; both are empty with ``strict``.
 
     Raises:
-        RuntimeError: keys, shapes or kinds of dtypes differ (on any rank), or a forward or backward is running.
-        ValueError: two keys of rank 0's ``state_dict`` stand for one tensor of the plain model.
-        TypeError: ``model`` is not an nn.Module, or rank 0's ``state_dict`` not a mapping of names to plain tensors.
+        RuntimeError: Keys, shapes or kinds of dtypes differ (on any rank), or a forward or backward is running.
+        ValueError: Two keys of rank 0's ``state_dict`` stand for one tensor of the plain model.
+        TypeError: ``model`` is not an nn.Module, or rank 0's ``state_dict`` is not a mapping of names to plain tensors.
 
-    Errors are raised on every rank and leave the model as it was; if one occurs while rank 0 reads its tensors, the
-    model is partly loaded, and the error says so.
+    An error is raised on every rank and leaves the model unchanged. If the error occurs while rank 0 reads its tensors,
+    the model is partly loaded, and the error says so.
+
+    Example::
+
+        weights = torch.load("model.pt", weights_only=True) if rank == 0 else None
+        fsdp2.broadcast_from_rank0(model, weights)
     """
     ranks = ranks_of(model, managed=True) or Ranks.world()
     with ranks.agreed():
@@ -78,30 +83,38 @@ def load_safetensors(
 ) -> Loaded:
     """Load weights from safetensors files into ``model``, sharded or not; return the keys that did not match.
 
-    Each rank maps the files and copies its own slices; ranks communicate only whether all of them succeeded. So every
-    rank of the model's mesh must call it and have access to the files; a model that is not sharded is loaded by each
-    process on its own. Parameters and persistent buffers on the meta device get memory on the mesh's device and stay
-    the same objects. Values are cast to the dtype of the parameter.
+    Each rank maps the files and copies its own slices. The ranks communicate only to find out whether all of them
+    succeeded, so every rank of the model's mesh must call it and must have access to the files. If the model is not
+    sharded, each process loads it on its own. Parameters and persistent buffers on the meta device get memory on the
+    mesh's device and stay the same objects. Values are cast to the dtype of the parameter.
 
     Args:
         model: A module. Keys are those of the plain model: without prefixes of torch.compile and checkpoint_wrapper.
         path: A file, an index (``model.safetensors.index.json``), or a folder with either. Tied parameters need only
             one of their names.
         strict: Refuse missing and unexpected keys.
-        progress: True shows a bar (of the package tqdm) on the first rank; a function is called there with the bytes
-            done and the bytes in total.
+        progress: True shows a bar (of the package tqdm) on the first rank. A function is called on the first rank with
+            the bytes done and the bytes in total.
 
     Returns:
-        ``(missing_keys, unexpected_keys)``, empty with ``strict``.
+        ``(missing_keys, unexpected_keys)``; both are empty with ``strict``.
 
     Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a file is truncated or not a safetensors file, an index is wrong or names a file outside its
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is truncated or not a safetensors file, an index is wrong or names a file outside its
             folder, or two keys stand for one tensor of the plain model.
-        RuntimeError: keys, shapes or kinds of dtypes differ, or a forward or backward is running.
-        ImportError: the package safetensors is not installed.
+        RuntimeError: Keys, shapes or kinds of dtypes differ, or a forward or backward is running.
+        ImportError: The package safetensors is not installed.
 
-    A failure on one rank is raised on all, and names the rank. All headers are checked before anything is changed.
+    If one rank fails, every rank raises an error that names that rank. All headers are checked before anything is
+    changed.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Transformer(config)
+        fsdp2.fully_shard(model)
+        fsdp2.load_safetensors(model, "checkpoints/llama")
     """
     default = torch.get_default_device()
     ranks = ranks_of(model) or Ranks.alone(None if default.type == "meta" else default)
@@ -118,7 +131,7 @@ def load_safetensors(
 def _load(
     selection: Selection, source: _FromFiles | _FromFirst, ranks: Ranks, strict: bool, progress: Progress, where: str
 ) -> Loaded:
-    """Put what ``source`` has into ``selection``; every rank calls this, with what there is for it."""
+    """Load the values of ``source`` into ``selection``. Every rank calls it with its own ``source``."""
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
             matched, loaded = match(
@@ -144,7 +157,7 @@ def _load(
 
 
 class _FromFiles:
-    """Every rank reads its own slices."""
+    """Weights in files. Every rank reads its own slices."""
 
     def __init__(self, selection: Selection, files: WeightFiles) -> None:
         self.files = files
@@ -167,9 +180,11 @@ class _FromFiles:
 
 @dataclass
 class _FromFirst:
-    """The first rank sends each tensor once: ``entries`` as they travel, and by name which of them is for it.
+    """Weights that the first rank holds and sends, each tensor once.
 
-    ``keys`` are those of the tensors in ``state_dict``, which the first rank alone has and reads as it sends.
+    ``entries`` describe the tensors in the order in which they are sent, and ``sent`` maps a parameter's name to the
+    index of its entry. ``keys`` are the keys of the entries in ``state_dict``, which only the first rank has and reads
+    while it sends.
     """
 
     state_dict: Any
@@ -182,12 +197,12 @@ class _FromFirst:
     keys: list[str] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the other ranks get."""
+        """Return the fields that the other ranks receive: all but ``state_dict``."""
         return {**vars(self), "state_dict": None}
 
     @classmethod
     def of(cls, selection: Selection, state_dict: Any, strict: bool, bucket_mb: float) -> _FromFirst:
-        """What ``state_dict`` has for the first rank's ``selection``."""
+        """Return the values in ``state_dict`` for ``selection``, both of the first rank."""
         limit = bucket_bytes(bucket_mb)
         if not isinstance(state_dict, Mapping):
             raise TypeError(
@@ -202,7 +217,7 @@ class _FromFirst:
         made = cls(state_dict, extras, [name for name in keys if name not in found and name not in extras], limit)
         for place in selection.places:
             names = [name for name in place.names if name in found]
-            if names:  # the last has the say, also for ties that other ranks lack
+            if names:  # the last name counts, also for ties that other ranks lack
                 source = found[names[-1]]
                 wire = min(place.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
                 made.given.update(dict.fromkeys(place.names, source))

@@ -1,4 +1,4 @@
-"""Which value goes where: every disagreement between a checkpoint and a module, found before anything is changed."""
+"""Assign the values of a checkpoint to the parameters of a module, and report every mismatch before any change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Loaded", "check_ties", "match", "partly_loaded"]
 
 
 class Loaded(NamedTuple):
-    """What ``strict=False`` let pass: names without a value, and values without a place."""
+    """The mismatches that ``strict=False`` ignored: names without a value, and values without a parameter."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -29,12 +29,13 @@ def match(
     strict: bool,
     where: str,
 ) -> tuple[dict[Place, str], Loaded]:
-    """Which of ``given`` is for which place of ``selection``, and what does not match.
+    """Return the name in ``given`` for each place of ``selection``, and the names that do not match.
 
-    ``extras`` are names of extra states, ``unexpected`` further names. Of a tied place's names the last counts.
+    ``extras`` are names of extra states, and ``unexpected`` are further names. If ``given`` has several names of a tied
+    place, the last one counts.
 
     Raises:
-        RuntimeError: a shape or the kind of a dtype differs; with ``strict`` also where names do.
+        RuntimeError: A shape or the kind of a dtype differs, or names differ and ``strict`` is set.
     """
     matched = {place: name for place in selection.places for name in place.names if name in given}
     missing = [place.name for place in selection.places if place not in matched]
@@ -60,15 +61,15 @@ def match(
 
 
 Reader = Callable[[str, tuple[tuple[int, int], ...]], torch.Tensor]
-"""(key, box) to the values there."""
+"""A function that takes a key and a box, and returns the values in that box."""
 _BLOCK_NUMEL = 1 << 20
 
 
 def check_ties(selection: Selection, given: Mapping[str, Entry], read: Reader, where: str) -> None:
-    """Compare the values of tied parameters that were given several, block by block.
+    """Compare the values of each tied parameter that has several, block by block.
 
     Raises:
-        RuntimeError: they differ, so that one of them would be lost.
+        RuntimeError: The values differ, so one of them would be lost.
     """
     for place in selection.places:
         keys = [name for name in place.names if name in given and given[name].shape == place.shape]
@@ -88,12 +89,12 @@ def check_ties(selection: Selection, given: Mapping[str, Entry], read: Reader, w
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``tensor``: equal for equal values, NaN and any dtype included."""
+    """Return the bytes of ``tensor``, which compare equal for equal values of any dtype, also for NaN."""
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
 def partly_loaded(where: str) -> Callable[[Exception], Exception]:
-    """What makes of a problem that came when values were already moving an error that says so."""
+    """Return a function that turns a problem into an error saying that the module is partly loaded."""
 
     def explain(problem: Exception) -> Exception:
         error = RuntimeError(

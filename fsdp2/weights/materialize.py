@@ -1,4 +1,4 @@
-"""Memory for tensors on the meta device, in place: modules and optimizers keep the objects they hold."""
+"""Allocate memory for tensors on the meta device in place: modules and optimizers keep the same objects."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ __all__ = ["materialize"]
 
 
 def materialize(places: Iterable[Place], device: torch.device) -> None:
-    """Give those of ``places`` that are on the meta device memory of undefined content.
+    """Allocate uninitialized memory for those of ``places`` that are on the meta device.
 
-    Sharded parameters go where their unit computes, to the CPU if it offloads; all others to ``device``. No more is
-    allocated than stays.
+    Sharded parameters go to the device on which their unit computes, or to the CPU if the unit offloads. All others go
+    to ``device``. No temporary memory is allocated.
 
-    A parameter that is not sharded and that somebody holds a weak reference to is replaced on its modules instead.
+    An unsharded parameter with a weak reference to it is replaced on its modules instead.
 
     Raises:
-        RuntimeError: somebody holds a weak reference to a sharded parameter.
+        RuntimeError: A sharded parameter has a weak reference to it.
     """
     waiting = [place for place in places if place.local.is_meta]
     going = {place.param for place in waiting if place.param is not None}
     for place in waiting:
         if place.param is not None:
-            _swap(place.param.sharded, place.param.spec.shard(_shard_of(place, going)))  # type: ignore[arg-type]  # has one
+            shard = place.param.spec.shard(_shard_of(place, going))
+            _swap(place.param.sharded, shard)  # type: ignore[arg-type]  # never None here: it has a local
         elif isinstance(place.tensor, nn.Parameter):
             new = _empty_like(place.tensor, device)
-            if weakref.getweakrefs(place.tensor):  # an LSTM's: torch cannot swap these
+            if weakref.getweakrefs(place.tensor):  # as in an LSTM: torch cannot swap such tensors
                 place.tensor = parameter_like(place.tensor, new)
                 for slot in place.slots:
                     slot.show(place.tensor)
@@ -49,7 +50,11 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
 
 
 def _shard_of(place: Place, going: set[object]) -> torch.Tensor:
-    """What becomes the shard's memory; where all of its group goes, one number stands for it until it has a buffer."""
+    """Return the shard's new memory.
+
+    If all parameters of its group are materialized, one expanded element stands in for the shard until ``adopt`` gives
+    the group its flat buffer: allocating the shard here as well would need its memory twice.
+    """
     param, local = place.param, place.local
     assert param is not None
     group, device = param.group, param.group.store.home
@@ -68,5 +73,5 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _swap(param: torch.Tensor, new: torch.Tensor) -> None:
-    """Let the object ``param``, its attributes and hooks stay, and its memory be that of ``new``."""
+    """Give the object ``param`` the memory of ``new``; its attributes and hooks stay."""
     torch.utils.swap_tensors(param, parameter_like(param, new))

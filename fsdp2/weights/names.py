@@ -1,4 +1,4 @@
-"""Names of the plain model: without what activation checkpointing and compilation put in between."""
+"""Names of the plain model: without the components that activation checkpointing and compilation insert."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 __all__ = ["CHECKPOINTED", "COMPILED", "clean_name", "clean_names"]
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
-"""The name under which torch's ``checkpoint_wrapper`` keeps the module it wraps; it hides it in state dicts itself."""
+"""The name under which torch's ``checkpoint_wrapper`` keeps its module; the wrapper removes it from state dicts."""
 COMPILED = "_orig_mod"
 """The name under which ``torch.compile`` keeps the module it wraps."""
 
 
 def clean_name(name: str) -> str:
-    """``name`` as the plain model has it."""
+    """Return ``name`` as it is in the plain model."""
     if CHECKPOINTED not in name and COMPILED not in name:
         return name
     return ".".join(part for part in name.split(".") if part not in (CHECKPOINTED, COMPILED))
 
 
 def clean_names(names: Iterable[str], what: str) -> dict[str, str]:
-    """Each of ``names`` by its name in the plain model; ``what`` says in an error where they are from.
+    """Return a dictionary from the plain model's name to the name in ``names``; errors begin with ``what``.
 
     Raises:
-        ValueError: two of them have the same, so that one value would be lost.
+        ValueError: Two names are the same in the plain model, so one value would be lost.
     """
     found: dict[str, str] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""How far a load or save is: nothing by default, a bar, or a function of the caller."""
+"""Report the progress of a load or save: by default not at all, or with a bar, or to the caller's function."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 __all__ = ["Progress", "showing"]
 
 Progress = bool | Callable[[int, int], None]
-"""True for a bar of tqdm's, or a function of the bytes that are through and those that there are."""
+"""True for a tqdm bar, or a function that takes the bytes done and the bytes in total."""
 
 
 @contextlib.contextmanager
 def showing(progress: Progress, what: str, total: int, *, here: bool) -> Iterator[Callable[[int], None]]:
-    """A function to call with the bytes that have just moved; it does something only ``here``, on the first rank.
+    """Yield a function to call with the number of bytes just moved. It reports only where ``here``, on the first rank.
 
     Raises:
         TypeError: ``progress`` is neither True, False nor a function.
-        ImportError: a bar needs the package tqdm.
+        ImportError: The package tqdm, which a bar needs, is not installed.
     """
     if not isinstance(progress, bool) and not callable(progress):
         raise TypeError(f"{what}: progress must be True, False or a function of (bytes, total), got {progress!r}")
@@ -34,11 +34,11 @@ def showing(progress: Progress, what: str, total: int, *, here: bool) -> Iterato
         with tqdm(total=total, desc=what, unit="B", unit_scale=True) as bar:
             yield bar.update
     else:
-        report, through = progress, 0
+        report, done = progress, 0
 
         def moved(nbytes: int) -> None:
-            nonlocal through
-            through += nbytes
-            report(through, total)
+            nonlocal done
+            done += nbytes
+            report(done, total)
 
         yield moved

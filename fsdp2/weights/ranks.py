@@ -1,4 +1,4 @@
-"""Ranks that act together: which is the first, what it has for the others, and whether all of them can go on."""
+"""Ranks that act together: the first shares values with the others, and an error on one is raised on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = (FileNotFoundError, ImportError, NotImplementedError, OSError, RuntimeE
 
 
 def device_of(kind: str) -> torch.device:
-    """This process's device of a kind such as "cuda"."""
+    """Return this process's device of a kind such as "cuda"."""
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
@@ -30,10 +30,10 @@ def device_of(kind: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Some ranks, this one among them. The *first* is the one with the lowest global rank, ``first_rank``.
+    """A set of ranks that contains this one. The *first* is the one with the lowest global rank, ``first_rank``.
 
-    ``lines`` are the axes that a value travels along, one after the other, each with the rank in it that has the value
-    by then; no line is this process alone. ``device`` is where tensors must be to travel.
+    A value is sent along the axes of ``lines``, one after the other. Each line is an axis and the rank in it that has
+    the value by then. Without lines the set is this process alone. ``device`` is the device that tensors are sent from.
     """
 
     lines: tuple[tuple[Axis, int], ...]
@@ -42,12 +42,12 @@ class Ranks:
 
     @classmethod
     def alone(cls, device: torch.device | None = None) -> Ranks:
-        """This process, which communicates with nobody; ``device`` is by default the CPU."""
+        """Return the set of this process alone, which does not communicate; ``device`` defaults to the CPU."""
         return cls((), device or torch.device("cpu"), dist.get_rank() if dist.is_initialized() else 0)
 
     @classmethod
     def world(cls, device: torch.device | None = None) -> Ranks:
-        """Every rank of the default process group; ``device`` is one its backend serves (default: found out)."""
+        """Return all ranks of the default process group; ``device`` defaults to one that its backend supports."""
         if not dist.is_initialized():
             return cls.alone(device)
         config = dist.get_backend_config()
@@ -60,7 +60,7 @@ class Ranks:
 
     @classmethod
     def of(cls, meshes: Iterable[DeviceMesh]) -> Ranks | None:
-        """The ranks of the largest of ``meshes`` that this rank is in; None without any."""
+        """Return the ranks of the largest of ``meshes`` that contains this rank, or None if no mesh does."""
         inside = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
         mesh = max(inside, key=lambda mesh: mesh.size(), default=None)
         if mesh is None:
@@ -71,7 +71,7 @@ class Ranks:
 
     @classmethod
     def along(cls, mesh: DeviceMesh, dims: Iterable[int]) -> Ranks:
-        """This rank and those that differ from it in the dimensions ``dims`` of ``mesh`` alone."""
+        """Return this rank and the ranks whose coordinates in ``mesh`` differ from its own only in ``dims``."""
         here, dims = mesh.get_coordinate(), [dim for dim in dims if mesh.size(dim) > 1]
         assert here is not None
         first = int(mesh.mesh[tuple(slice(None) if dim in dims else here[dim] for dim in range(mesh.ndim))].min())
@@ -86,19 +86,19 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first of them: the one that others take values from, and "rank 0" of ``rank0_only``."""
+        """True on the first rank: the one that sends values to the others, and "rank 0" of ``rank0_only``."""
         return not self.lines or dist.get_rank() == self.first_rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return math.prod(axis.size for axis, _ in self.lines)
 
     def share(self, value: Any) -> Any:
-        """The first rank's ``value``, on every rank.
+        """Return the first rank's ``value`` on every rank.
 
         Raises:
-            Exception: it cannot be pickled there or unpickled here; on every rank.
+            Exception: The first rank cannot pickle it, or another cannot unpickle it. Every rank raises the error.
         """
         if not self.lines:
             return value
@@ -111,27 +111,28 @@ class Ranks:
         return received
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, on every rank."""
+        """Return a list of all ranks' values, on every rank."""
         values = [value]
         for axis, _ in self.lines:
             values = [one for some in exchange_objects(values, axis, self.device) for one in some]
         return values
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Make ``buffer`` be the first rank's."""
+        """Overwrite ``buffer`` with the first rank's."""
         for axis, source in self.lines:
             broadcast(buffer, axis, source)
 
     def sum(self, buffer: torch.Tensor) -> None:
-        """Make ``buffer`` be the sum of all ranks'."""
+        """Overwrite ``buffer`` with the sum of all ranks' buffers."""
         for axis, _ in self.lines:
             all_reduce(buffer, axis, average=False, async_op=False)
 
     @contextlib.contextmanager
     def agreed(self, explain: Callable[[Exception], Exception] = lambda problem: problem) -> Iterator[None]:
-        """A block that every rank runs: if it raises on one, it raises on all, as ``explain`` puts it.
+        """Run a block on every rank. If it raises on one rank, every rank raises what ``explain`` makes of the error.
 
-        What it does must not communicate, but for a collective at its end.
+        The block must not communicate, except for one collective at its end: a rank that raised earlier would leave the
+        others waiting.
         """
         problem = None
         try:
@@ -141,10 +142,10 @@ class Ranks:
         self.agree(problem)
 
     def agree(self, problem: Exception | None) -> None:
-        """Return when no rank has a problem; else raise on every rank, naming the ranks that have one.
+        """Raise an error on every rank if any rank has a problem; the error names the ranks with problems.
 
         Raises:
-            Exception: of the kind of the first rank's problem that has one, if that is one of Python's own.
+            Exception: Its type is that of the lowest failing rank's error, or RuntimeError if others may lack it.
         """
         if not self.lines:
             if problem is not None:
@@ -163,7 +164,7 @@ class Ranks:
 
 
 def _described(problem: Exception) -> tuple[str, str]:
-    """The name of a kind of error that every rank can raise, and the text."""
+    """Return the name of an error type that every rank can raise, and the text."""
     kind = next((kind for kind in type(problem).__mro__ if kind in _KINDS), None)
     if kind is None:
         return "RuntimeError", f"{type(problem).__name__}: {problem}"

@@ -1,4 +1,4 @@
-"""safetensors files: where the weights of a model lie, slices of them, and files written as their bytes arrive."""
+"""Read slices of safetensors files, and write files tensor by tensor."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""The dtypes that the format knows, by its names."""
+"""The format's names of dtypes."""
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""Its name of each."""
+"""The format's name of each dtype."""
 
 INDEX = ".safetensors.index.json"
 RESERVED = "__metadata__"
-"""The key of a header that is no tensor."""
+"""The one key of a header that does not name a tensor."""
 
 
 class WeightFiles:
-    """The tensors below ``path``: ``given`` says which by their plain names, ``read`` returns parts of them.
+    """The tensors of the files at ``path``: ``given`` lists them by their plain names, ``read`` returns parts of them.
 
-    ``path`` is a safetensors file, the index of several, or a folder with either. Files are mapped and not read, and
-    open until ``stack`` is left.
+    ``path`` is a safetensors file, the index of several files, or a folder with either. The files are mapped, and stay
+    open until ``stack`` is closed.
     """
 
     def __init__(self, path: str | os.PathLike[str], where: str, stack: contextlib.ExitStack) -> None:
-        """Look at the headers of all files.
+        """Read the headers of all files.
 
         Raises:
-            ImportError: the package safetensors is missing.
-            FileNotFoundError: a file is.
-            ValueError: a file is no complete safetensors file, an index is wrong or names a file outside its folder,
-                a folder does not tell which file to take, or a tensor of the plain model is there twice.
+            ImportError: The package safetensors is missing.
+            FileNotFoundError: A file is missing.
+            ValueError: A file is not a complete safetensors file, an index is wrong or names a file outside its folder,
+                a folder has several candidates, or a tensor of the plain model appears twice.
         """
         self._found: dict[str, tuple[Any, str]] = {}
         self.given: dict[str, Entry] = {}
@@ -74,13 +74,13 @@ class WeightFiles:
             self._add(path, keys, where, stack.enter_context(_open(path, where)))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The values in ``box`` of a tensor, mapped from its file."""
+        """Return the values in ``box`` of the tensor ``name``, mapped from its file."""
         handle, key = self._found[name]
         part = handle.get_slice(key)
         return part[tuple(slice(start, start + length) for start, length in box)] if box else part[...]
 
     def _add(self, path: Path, keys: list[str] | None, where: str, handle: Any) -> None:
-        """Take in what a file has: the tensors that its index lists, or all."""
+        """Add the tensors of one file: those that the index lists, or all if ``keys`` is None."""
         there = set(handle.keys())
         for name, key in clean_names(sorted(there) if keys is None else keys, f"{where}: {path}").items():
             if key not in there:
@@ -97,7 +97,7 @@ class WeightFiles:
 
 
 def _locate(path: Path, where: str) -> Path:
-    """The file or index that ``path`` stands for."""
+    """Return the file or index that ``path`` stands for."""
     if path.is_dir():
         for pattern in (f"model{INDEX}", "model.safetensors", f"*{INDEX}", "*.safetensors"):
             found = sorted(path.glob(pattern))
@@ -116,7 +116,7 @@ def _locate(path: Path, where: str) -> Path:
 
 
 def _index(path: Path, where: str) -> dict[Path, list[str]]:
-    """The files that an index names, each with its tensors."""
+    """Return the files that an index names, each with its tensors."""
     try:
         weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
         names = {key: PurePath(name) for key, name in weight_map.items()}
@@ -130,7 +130,7 @@ def _index(path: Path, where: str) -> dict[Path, list[str]]:
     clean_names(names, f"{where}: {path}")
     files: dict[Path, list[str]] = {}
     for key, name in names.items():
-        # The text decides, not where a link leads: a Hugging Face cache consists of links out of the folder.
+        # Judge the name itself, not the target of a link: a Hugging Face cache consists of links out of the folder.
         if name.is_absolute() or name.drive or ".." in name.parts:
             raise ValueError(
                 f"{where}: {path} names a file outside its folder; got {str(name)!r} for {key}, expected the name of a "
@@ -161,7 +161,7 @@ def _open(path: Path, where: str) -> Any:
 
 
 def write_header(file: Any, tensors: Sequence[tuple[str, Entry]]) -> None:
-    """Start a safetensors file whose ``tensors`` follow in this order, widest dtypes first so that all are aligned."""
+    """Write the header of a file whose ``tensors`` follow in this order (widest dtypes first, which aligns all)."""
     header: dict[str, Any] = {RESERVED: {"format": "pt"}}
     start = 0
     for name, entry in tensors:

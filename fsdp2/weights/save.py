@@ -1,4 +1,4 @@
-"""``save_safetensors``: a sharded model in the files that everybody else reads, written as its blocks arrive."""
+"""``save_safetensors`` writes a sharded model as safetensors files, block by block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["save_safetensors"]
 
 _WHERE = "save_safetensors"
 _SHARD_BYTES = 5 * 10**9
-"""The size of files in a folder, HuggingFace's."""
+"""The largest size of a file in a folder, as with Hugging Face."""
 
 
 def save_safetensors(
@@ -42,15 +42,15 @@ def save_safetensors(
 ) -> None:
     """Write the full parameters and persistent buffers of ``model``, sharded or not, as safetensors files.
 
-    Every rank of the model's mesh must call it; rank 0 (the first of the mesh) writes. A model that is not sharded is
-    written by every process that calls it: call it on one. Values are sent in one bucket at a time, which is all the
-    memory it takes on any rank. Tied parameters are written once, under the first of their names. Of a parameter that
-    is replicated (such as one without tensor parallelism in a tensor-parallel model) the copy of rank 0's mesh is
-    written. Ranks may hold parameters of different names (experts); all of them are written.
+    Every rank of the model's mesh must call it; rank 0 (the first of the mesh) writes. If the model is not sharded,
+    every process that calls it writes, so call it on one. One bucket at a time is sent, and no rank needs more memory
+    than that. Tied parameters are written once, under the first of their names. If a parameter is replicated (such as
+    one without tensor parallelism in a tensor-parallel model), the copy of rank 0's mesh is written. Ranks may hold
+    parameters of different names (experts); all of them are written.
 
-    Files are written to a temporary folder and moved when all are complete, so an interrupted save leaves the old
-    files. A complete one removes the files of the same name that it replaces, and the temporary folders that killed
-    saves have left.
+    Files are written to a temporary folder and moved when all are complete, so an interrupted save leaves the old files
+    intact. A complete save removes the files of the same name that it replaces, and temporary folders that killed saves
+    left behind.
 
     Args:
         model: A module. Keys are those of the plain model: without prefixes of torch.compile and checkpoint_wrapper.
@@ -59,16 +59,20 @@ def save_safetensors(
             ``name.safetensors.index.json``. Default: 5 GB in a folder, no limit for a file.
         dtype: The dtype in which floating-point values are written. Default: their own.
         bucket_mb: The size of the bucket in MiB.
-        progress: True shows a bar (of the package tqdm) on rank 0; a function is called there with the bytes done and
-            the bytes in total.
+        progress: True shows a bar (of the package tqdm) on rank 0. A function is called on rank 0 with the bytes done
+            and the bytes in total.
 
     Raises:
-        OSError: rank 0 cannot write.
-        RuntimeError: a parameter is on the meta device, or has another shape or dtype on another rank.
-        NotImplementedError: a dtype or a name that the format lacks, or extra state that is not a tensor.
-        TypeError, ValueError: an argument is wrong.
+        OSError: Rank 0 cannot write.
+        RuntimeError: A parameter is on the meta device, or has another shape or dtype on another rank.
+        NotImplementedError: The format lacks a dtype or a name, or extra state is not a tensor.
+        TypeError, ValueError: An argument is wrong.
 
     Errors are raised on every rank.
+
+    Example::
+
+        fsdp2.save_safetensors(model, "checkpoints/final", dtype=torch.bfloat16)  # on every rank
     """
     ranks = ranks_of(model) or Ranks.alone()
     with contextlib.ExitStack() as stack:
@@ -78,31 +82,31 @@ def save_safetensors(
             selection.check(_WHERE, idle=False)
             target = _Target.of(Path(path), max_shard_bytes)
             mine = _tensors(selection, dtype)
-        # Ranks that cut the same tensors differently would send each other the wrong bytes.
+        # With different buckets or files, ranks would misread each other's bytes.
         limit, target = ranks.share((limit, target))
-        everybodys = _everybodys(mine, ranks)
+        offers = _gather_offers(mine, ranks)
         with ranks.agreed():
-            files = target.files(_joined(mine, everybodys, ranks))
+            files = target.files(_joined(mine, offers, ranks))
             total = sum(tensor.entry.nbytes for file in files for tensor in file)
             moved = stack.enter_context(showing(progress, _WHERE, total, here=ranks.first))
-        partial, made = None, stack.enter_context(contextlib.ExitStack())
+        partial, temporary = None, stack.enter_context(contextlib.ExitStack())
         with ranks.agreed():
             if ranks.first:
                 target.folder.mkdir(parents=True, exist_ok=True)
-                partial = made.enter_context(temporary_folder(target.folder, target.stem))
+                partial = temporary.enter_context(temporary_folder(target.folder, target.stem))
         for number, tensors in enumerate(files):
             _write(tensors, partial and partial / str(number), ranks, limit, moved)
         with ranks.agreed():
             if partial is not None:
                 _commit(target, files, partial)
-                made.close()  # before other ranks go on
+                temporary.close()  # here, not at the end: no rank returns before the folder is gone
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of a file: its name, its shape and dtype there, and the place to read this rank's part from.
+    """A tensor of a file: its name, its shape and dtype in the file, and the place to read this rank's part from.
 
-    ``place`` is None where other ranks have all of it, or where this rank holds a copy that is not the one to write.
+    ``place`` is None if this rank has no part of the tensor, or if another rank's copy is written.
     """
 
     name: str
@@ -112,7 +116,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where the files go: ``folder``, how their names begin, and how large each may become."""
+    """The destination: ``folder``, the beginning of the files' names, and the largest size of a file."""
 
     folder: Path
     stem: str
@@ -120,7 +124,7 @@ class _Target:
 
     @classmethod
     def of(cls, path: Path, max_shard_bytes: int | None) -> _Target:
-        """What ``path`` and ``max_shard_bytes`` of ``save_safetensors`` ask for; raises as it does."""
+        """Return the target for the arguments of ``save_safetensors``; raise its errors for wrong ones."""
         if path.name == ".safetensors":
             raise ValueError(
                 f"{_WHERE}: {str(path)!r} names no file; got nothing before .safetensors, expected name.safetensors or "
@@ -135,7 +139,7 @@ class _Target:
         return cls(folder, stem, max_shard_bytes)
 
     def files(self, tensors: list[_Tensor]) -> list[list[_Tensor]]:
-        """Which of ``tensors`` go into which file, in the order they are written in."""
+        """Distribute ``tensors`` over files; return each file's tensors in the order in which they are written."""
         files: list[list[_Tensor]] = [[]]
         size = 0
         for tensor in tensors:
@@ -154,7 +158,7 @@ _Offer = list[tuple[list[str], Entry]]
 
 
 def _tensors(selection: Selection, dtype: torch.dtype | None) -> _Mine:
-    """What this rank has to write; raises what ``save_safetensors`` does."""
+    """Return the tensors that this rank holds, as written; raise the errors of ``save_safetensors``."""
     check_cast(_WHERE, dtype)
     mine: _Mine = {}
     for place in _with_extras(selection):
@@ -177,8 +181,8 @@ def _tensors(selection: Selection, dtype: torch.dtype | None) -> _Mine:
     return mine
 
 
-def _everybodys(mine: _Mine, ranks: Ranks) -> dict[int, _Offer]:
-    """What each rank has to write, the first rank's first; that one alone where all ranks have the same."""
+def _gather_offers(mine: _Mine, ranks: Ranks) -> dict[int, _Offer]:
+    """Return every rank's tensors in the order of ranks, or only the first rank's if all ranks have the same."""
     offer: _Offer = [(place.names, entry) for place, entry in mine.items()]
     digest = hashlib.sha256(repr(offer).encode()).digest()
     if len(set(ranks.gather(digest))) == 1:
@@ -187,16 +191,16 @@ def _everybodys(mine: _Mine, ranks: Ranks) -> dict[int, _Offer]:
     return dict(sorted(ranks.gather((here, offer)), key=lambda offered: offered[0]))
 
 
-def _joined(mine: _Mine, everybodys: dict[int, _Offer], ranks: Ranks) -> list[_Tensor]:
-    """Every tensor that some rank has, in the order of the first rank that has it.
+def _joined(mine: _Mine, offers: dict[int, _Offer], ranks: Ranks) -> list[_Tensor]:
+    """Return every tensor that any rank has, in the order of the first rank that has it.
 
     Raises:
-        RuntimeError: ranks disagree about the shape or the dtype of one.
+        RuntimeError: Ranks disagree about the shape or the dtype of a tensor.
     """
     places = {name: place for place in mine for name in place.names}
     known: dict[str, tuple[Entry, int]] = {}
     tensors: list[_Tensor] = []
-    for rank, offer in everybodys.items():
+    for rank, offer in offers.items():
         for names, entry in offer:
             earlier = next((known[name] for name in names if name in known), None)
             if earlier is not None and earlier[0] != entry:
@@ -206,7 +210,7 @@ def _joined(mine: _Mine, everybodys: dict[int, _Offer], ranks: Ranks) -> list[_T
                 )
             if earlier is None:
                 place = next((places[name] for name in names if name in places), None)
-                writes = place is not None and place.speaks_for_all(ranks, rank)
+                writes = place is not None and place.is_sender(ranks, rank)
                 tensors.append(_Tensor(names[0], entry, place if writes else None))
             for name in names:
                 known.setdefault(name, earlier or (entry, rank))
@@ -214,7 +218,7 @@ def _joined(mine: _Mine, everybodys: dict[int, _Offer], ranks: Ranks) -> list[_T
 
 
 def _with_extras(selection: Selection) -> list[Place]:
-    """All places, and extra states as such."""
+    """Return all places, and a place for each extra state."""
     extras = []
     for name, module in selection.extras.items():
         value = module.get_extra_state()
@@ -228,7 +232,7 @@ def _with_extras(selection: Selection) -> list[Place]:
 
 
 def _write(tensors: list[_Tensor], path: Path | None, ranks: Ranks, limit: int, moved: Callable[[int], None]) -> None:
-    """Write a file, on the rank that has a ``path`` for it."""
+    """Write one file on the rank that passes a ``path``; all ranks send their parts of it."""
     file = None
 
     def fill(part: Part, view: torch.Tensor) -> None:
@@ -253,16 +257,17 @@ def _write(tensors: list[_Tensor], path: Path | None, ranks: Ranks, limit: int, 
 
 
 def _to_disk(file: IO[bytes]) -> None:
-    """Close ``file`` when the disk has it."""
+    """Flush ``file`` to the disk and close it."""
     with file:
         file.flush()
         os.fsync(file.fileno())
 
 
 def _commit(target: _Target, files: list[list[_Tensor]], partial: Path) -> None:
-    """Give the files their names, in an order in which either the earlier ones or the new ones can be loaded.
+    """Move the files to their final names, in an order that leaves the old or the new model loadable at any time.
 
-    Loading prefers an index to a single file. So an index appears after all that it names, and disappears before.
+    Loading prefers an index to a single file. An index therefore appears after the files that it names, and disappears
+    before them.
     """
     folder, stem = target.folder, target.stem
     index, single = folder / f"{stem}{INDEX}", folder / f"{stem}.safetensors"
@@ -282,7 +287,7 @@ def _commit(target: _Target, files: list[list[_Tensor]], partial: Path) -> None:
             for number, path in enumerate(paths):
                 os.replace(partial / str(number), path)
             os.replace(partial / "index", index)
-        except BaseException:  # no index names them
+        except BaseException:  # no index names these files yet, so nobody else would remove them
             for path in paths:
                 path.unlink(missing_ok=True)
             raise
@@ -292,7 +297,7 @@ def _commit(target: _Target, files: list[list[_Tensor]], partial: Path) -> None:
 
 
 def _free_paths(target: _Target, count: int) -> list[Path]:
-    """HuggingFace's names for the files of a split model; others where an earlier one has these."""
+    """Return Hugging Face's names for the files of a split model, or other names if those are taken."""
     stem, tried = target.stem, 0
     while True:
         names = (f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count))
@@ -304,9 +309,9 @@ def _free_paths(target: _Target, count: int) -> list[Path]:
 
 
 def _pieces_of(index: Path, stem: str) -> list[Path]:
-    """The files of a split model that ``index`` names; none where there is no such index.
+    """Return the files of a split model that ``index`` names; none if there is no such index.
 
-    An index may name anything. What does not have the name of a piece of this model is not ours to remove.
+    An index may name any file. Only files with the name of a piece of this model may be removed.
     """
     piece = re.compile(rf"{re.escape(stem)}(-\d+)?-\d{{5,}}-of-\d{{5,}}\.safetensors")
     try:

@@ -1,4 +1,4 @@
-"""The tensors of a module: what each is called, which group manages it, and which box of it this rank holds."""
+"""The tensors of a module: their names, the groups that manage them, and the boxes that this rank holds."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["Place", "Selection", "loaded_plainly", "ranks_of", "select"]
 
 @dataclass(eq=False)
 class Place:
-    """A parameter or buffer by all its names, the slots that show it, and the managed parameter that it may be.
+    """A parameter or buffer with all its names, and the slots that show it.
 
-    ``tensor`` is the shard of a managed one, whatever the module shows at the moment.
+    ``param`` is set if a group manages the parameter. ``tensor`` is then its shard, whatever the module shows now.
     """
 
     names: list[str]
@@ -44,7 +44,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The first of the names."""
         return self.names[0]
 
     @property
@@ -54,25 +54,25 @@ class Place:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype it is kept in."""
+        """The dtype that it is stored in."""
         return self.tensor.dtype
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds, as a plain tensor."""
+        """The part that this rank holds, as a plain tensor."""
         return on_this_rank(self.tensor)
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh it lies on; None for a plain tensor."""
+        """The mesh of a DTensor; None for a plain tensor."""
         return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
 
     @cached_property
     def box(self) -> Box:
-        """Where in the whole tensor ``local`` lies.
+        """The box of the whole tensor that ``local`` covers.
 
         Raises:
-            NotImplementedError: it is a DTensor placed in a way whose pieces are no boxes.
+            NotImplementedError: The pieces of a DTensor with these placements are not boxes.
         """
         if self.param is not None:
             return box_of(self.param.spec, self.name)
@@ -82,15 +82,15 @@ class Place:
 
     @cached_property
     def copies(self) -> Ranks:
-        """The ranks of its mesh that hold the same box."""
+        """The ranks of the mesh that hold the same box."""
         assert isinstance(self.tensor, DTensor)
         dims = (dim for dim, placement in enumerate(self.tensor.placements) if isinstance(placement, Replicate))
         return Ranks.along(self.tensor.device_mesh, dims)
 
-    def speaks_for_all(self, ranks: Ranks, holder: int | None = None) -> bool:
-        """Whether this rank's box is the one to take, of its copies and where it lies on fewer than all ``ranks``.
+    def is_sender(self, ranks: Ranks, holder: int | None = None) -> bool:
+        """Return True if this rank sends its box: exactly one copy of each box is taken, from the mesh of ``holder``.
 
-        ``holder`` is the first rank that has the tensor: by default the first of ``ranks``.
+        ``holder`` is the first rank that has the tensor; it defaults to the first of ``ranks``.
         """
         holder = ranks.first_rank if holder is None else holder
         if self.mesh is None:
@@ -98,13 +98,13 @@ class Place:
         return self.copies.first and bool((self.mesh.mesh == holder).any())
 
     def read(self, box: Box, target: torch.Tensor) -> None:
-        """Copy to ``target``, which is ``box`` of the whole tensor, what this rank holds of it."""
+        """Copy this rank's part of ``box`` into ``target``, which has the shape of ``box``."""
         copy_common(self.local.detach(), self.box, target, box)
 
     def write(self, box: Box, source: torch.Tensor, *, last: bool) -> None:
-        """Take from ``source``, which is ``box`` of the whole tensor, what this rank holds of it.
+        """Copy this rank's part of ``box`` from ``source``, which has the shape of ``box``.
 
-        A tensor subclass gets its values at once, with the ``last`` block.
+        Pass ``last`` with the last block: a tensor subclass is written then, in one copy.
         """
         local = self.local.detach()
         if type(local) is torch.Tensor:
@@ -123,7 +123,7 @@ class Place:
 class Selection:
     """The parameters and persistent buffers of a module, in the order of its state dict.
 
-    ``extras`` are the modules with extra state, by its name; ``left_out`` the non-persistent buffers.
+    ``extras`` maps the name of each extra state to its module. ``left_out`` are the non-persistent buffers.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Selection:
 
     @cached_property
     def by_name(self) -> dict[str, Place]:
-        """The places under each of their names."""
+        """Each name's place."""
         return {name: place for place in self.places for name in place.names}
 
     @cached_property
@@ -142,7 +142,7 @@ class Selection:
 
     @cached_property
     def groups(self) -> dict[FSDPParamGroup, list[FSDPParam]]:
-        """The managed parameters of each group."""
+        """The selected parameters of each group."""
         groups: dict[FSDPParamGroup, list[FSDPParam]] = {}
         for param in self.managed:
             groups.setdefault(param.group, []).append(param)
@@ -150,7 +150,7 @@ class Selection:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """A block that writes to shards, or replaces them on their modules."""
+        """Prepare the groups for a block that writes to shards or replaces them, and adopt the shards after it."""
         for group in self.groups:
             group.before_load()
         try:
@@ -169,14 +169,14 @@ class Selection:
                 )
 
     def check(self, where: str, *, idle: bool) -> None:
-        """Raise where whole values cannot be read or written.
+        """Raise an error if whole values cannot be read or written.
 
         Raises:
-            ValueError: a parameter does not know its shape yet.
-            RuntimeError: ``summon_full_params`` shows parameters, one is of no group, two tensors have the same name in
-                the plain model, or with ``idle`` a forward or backward is going on, which would continue with other
-                values than it began with.
-            NotImplementedError: a DTensor parameter is placed in a way whose pieces are no boxes.
+            ValueError: A lazy parameter has no shape yet.
+            RuntimeError: ``summon_full_params`` shows parameters, a managed parameter has no group, two tensors have
+                the same name in the plain model, or ``idle`` is set and a forward or backward is running, which
+                would continue with other values than it began with.
+            NotImplementedError: The pieces of a DTensor parameter are not boxes.
         """
         for group in self.groups:
             group.residency.refuse_summoned(where)
@@ -206,7 +206,7 @@ class Selection:
 def _check_idle(group: FSDPParamGroup, where: str) -> None:
     state = get_state(group.modules[0])
     running = None if state is None else state.root.forward
-    if running is not None and len(running.outermost.modules) == 1:  # of several the rest may never come
+    if running is not None and len(running.outermost.modules) == 1:  # a grouped call's other modules may never run
         got = "a forward"
     elif backward_runs() or group.phases.in_backward:
         got = "a backward"
@@ -219,13 +219,13 @@ def _check_idle(group: FSDPParamGroup, where: str) -> None:
 
 
 def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
-    """The tensors of ``module``, which may be sharded, hold sharded modules, or be neither.
+    """Return the tensors of ``module``. It may be sharded, contain sharded modules, or be a plain module.
 
-    Without ``recurse`` not those of units below it. Shards that were replaced on their modules since (loaded, moved or
-    cast) are taken in first.
+    Without ``recurse``, the tensors of units below it are left out. Shards that were replaced on their modules (loaded,
+    moved or cast) are adopted first.
 
     Raises:
-        TypeError: ``module`` is no module.
+        TypeError: ``module`` is not an nn.Module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
@@ -244,9 +244,9 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
                 continue
             slot = Slot(inner, name)
             param = slots.get(slot) or shown.get(id(tensor))
-            kept = tensor if param is None or param.sharded is None else param.sharded
+            value = tensor if param is None or param.sharded is None else param.sharded
             into = left_out if name in skipped else places
-            place = into.setdefault(id(kept), Place([], kept, param))
+            place = into.setdefault(id(value), Place([], value, param))
             place.names.append(clean_name(f"{prefix}.{name}" if prefix else name))
             place.slots.append(slot)
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
@@ -255,7 +255,7 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
 
 
 def _modules(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Module]]:
-    """``module`` and those below it under all their names; without ``recurse`` not those of other units."""
+    """Yield ``module`` and the modules below it under all names; without ``recurse``, not those of other units."""
     if recurse:
         return module.named_modules(remove_duplicate=False)
     own = get_state(module)
@@ -270,9 +270,9 @@ def _modules(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Module]
 
 
 def ranks_of(model: object, *, managed: bool = False) -> Ranks | None:
-    """The ranks ``model`` is spread over: those of the largest mesh of its sharded parameters. None where it is not.
+    """Return the ranks of the largest mesh of the model's sharded parameters, or None if the model is not distributed.
 
-    Where nothing is sharded, those of tensor parallelism count, except with ``managed``.
+    If no parameter is sharded, the meshes of tensor parallelism count, except with ``managed``.
     """
     if not isinstance(model, nn.Module):
         return None
@@ -283,9 +283,10 @@ def ranks_of(model: object, *, managed: bool = False) -> Ranks | None:
 
 
 def loaded_plainly(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Path, owner, name and value of each parameter and buffer below ``module`` that is loaded in torch's own way.
+    """Yield path, owner, name and value of each parameter and buffer below ``module`` that torch loads unchanged.
 
-    A module that changes what it is given, and all below it, may take other shapes than it has.
+    A module with its own loading code may convert what it is given, for itself and the modules below it. Their shapes
+    need not match those of the state dict, so they are left out.
     """
     if not loads_as_torch_does(module):
         return

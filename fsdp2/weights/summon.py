@@ -1,4 +1,4 @@
-"""``summon_full_params``: for the length of a block, modules show full plain parameters."""
+"""``summon_full_params`` shows full plain parameters for the length of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -28,36 +28,43 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """A block in which ``module`` has full plain parameters, as the unsharded model would.
+    """Show full plain parameters on ``module`` inside a ``with`` block, like those of the unsharded model.
 
-    They are gathered from the shards in the shards' dtype, also with mixed precision; names, order, ties,
-    ``requires_grad`` and attributes are the original ones. Tensor parallelism is undone too. Parameters that were kept
-    unsharded before the block are untouched in it and kept after it. Every rank that holds the parameters must enter.
+    The parameters are gathered from the shards in the dtype of the shards, also with mixed precision. Names, order,
+    ties, ``requires_grad`` and attributes are those of the original parameters. Tensor parallelism is undone too.
+    Parameters that were unsharded before the block are not changed by it and stay unsharded after it. Every rank that
+    holds the parameters must enter the block.
 
-    Inside the block the whole parameters (and gradients) take additional memory, and entering it takes as much again
-    as the largest parameter. With ``rank0_only`` other ranks need at most twice the largest parameter, and only while
-    the block is entered.
+    The full parameters (and gradients) take additional memory inside the block, and entering it takes the size of the
+    largest parameter besides. With ``rank0_only``, other ranks need at most twice the largest parameter, and only while
+    they enter the block.
 
-    Under ``torch.no_grad()``, forward in the block computes with the full parameters, in their dtype, without
+    Under ``torch.no_grad()``, a forward inside the block computes with the full parameters, in their dtype, without
     communication.
 
     Args:
         module: Any module: a unit, a part of one, or one that contains units.
-        recurse: Also the parameters of units below ``module``.
-        writeback: At the end of the block copy each rank's pieces of the full parameters into its shards; replicas
-            write their own. Otherwise changes are lost, those of ``requires_grad`` too. Nothing is written if the block
-            raises.
-        rank0_only: Only the first rank (the lowest of the module's largest mesh) has full parameters; others keep
+        recurse: Also show the parameters of units below ``module``.
+        writeback: At the end of the block, copy each rank's pieces of the full parameters into its shards; each replica
+            writes its own values. With False all changes are lost, also those of ``requires_grad``. Nothing is written
+            if the block raises an error.
+        rank0_only: Only the first rank (the lowest of the module's largest mesh) has full parameters. Other ranks keep
             shards.
         offload_to_cpu: Put the full parameters on the CPU, whatever the mesh's device.
-        with_grads: Also show full ``.grad`` where there is a reduced one; None stays None. With ``writeback`` changes
-            to gradients are written back, too. Gradients that are not reduced yet are neither shown nor lost.
+        with_grads: Also show the full ``.grad`` of each parameter that has a reduced gradient; None stays None. With
+            ``writeback``, changes to gradients are written back too. Unreduced gradients are not shown and not lost.
 
     Raises:
-        NotImplementedError: ``rank0_only`` with ``writeback``; a tensor subclass with an all-gather extension whose
-            elements cannot be found.
-        RuntimeError: inside a forward or backward, or inside another such block for the same parameters; parameters on
-            the meta device; a gradient that only some ranks have; parameters of another shape at the end of the block.
+        NotImplementedError: ``rank0_only`` is combined with ``writeback``, or a tensor subclass has an all-gather
+            extension and its elements cannot be found.
+        RuntimeError: The block is entered inside a forward or backward, or inside another such block for the same
+            parameters; parameters are on the meta device; only some ranks have a gradient; or a parameter has another
+            shape at the end of the block.
+
+    Example::
+
+        with fsdp2.summon_full_params(model, writeback=False):
+            print(model.embed.weight.norm())
     """
     if rank0_only and writeback:
         raise NotImplementedError(
@@ -87,7 +94,7 @@ def summon_full_params(
 
 
 def _check_outside(selection: Selection) -> None:
-    """Refuse where full parameters are in use, or shown already."""
+    """Raise RuntimeError if full parameters are in use or already shown."""
     selection.refuse_summoned("summon_full_params")
     inside = backward_runs()
     for group, params in selection.groups.items():
@@ -101,7 +108,7 @@ def _check_outside(selection: Selection) -> None:
 
 
 def _states(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDPState]:
-    """The states that drive the groups of ``selection``, and those without parameters whose modules are in it."""
+    """Return the units whose groups are in ``selection``, and the units without parameters below ``module``."""
     groups, inside = selection.groups, set(module.modules()) if recurse else set()
     return [
         state
@@ -111,7 +118,7 @@ def _states(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDP
 
 
 class _Summoned:
-    """One block: what is shown, what is to be written, and how it ends."""
+    """One ``with`` block: the parameters that it shows, and the values that it writes back."""
 
     def __init__(
         self, selection: Selection, states: list[FSDPState], shows: bool, rank0_only: bool, offload: bool
@@ -122,12 +129,12 @@ class _Summoned:
         self.offload = offload
         self.shown: dict[FSDPParam, nn.Parameter] = {}
         self.values: dict[FSDPParam, torch.Tensor] = {}
-        self.gradients = False  # whether those of values are written as well
-        self.ending = False  # after which reset_iter_state() may recover from an interrupt
+        self.gradients = False  # True: gradients of values are written as well
+        self.ending = False  # True: reset_iter_state() may now recover from an interrupt
         self._before = {state: state.summoned for state in states}
 
     def start(self, gradients: dict[FSDPParam, Source]) -> None:
-        """Gather and show; ranks that show nothing take part and keep nothing."""
+        """Gather and show the parameters. Ranks that show nothing take part in the gathers and keep nothing."""
         for group, params in self.selection.groups.items():
             group.residency.summon(params, self)
         for state in self._before:
@@ -148,14 +155,14 @@ class _Summoned:
                 slot.show(shown)
 
     def read(self, with_grads: bool) -> None:
-        """Note what is shown now; it is written when the block has ended.
+        """Record the values that are shown now. ``end`` writes them.
 
         Raises:
-            RuntimeError: something else than a tensor of the parameter's shape is shown.
+            RuntimeError: A module shows something other than a plain tensor of the parameter's shape.
         """
         for param, shown in self.shown.items():
             places = [slot.module._parameters.get(slot.name) for slot in param.slots]
-            now = next((found for found in places if found is not shown), shown)  # one that was replaced has the say
+            now = next((found for found in places if found is not shown), shown)  # a replaced parameter counts
             shape = self.selection.managed[param].shape
             if now is None or isinstance(now, DTensor) or tuple(now.shape) != shape:
                 self.values.clear()
@@ -168,7 +175,7 @@ class _Summoned:
         self.gradients = with_grads
 
     def end(self) -> None:
-        """Write what was read, and show what was shown before; the second also if the first fails."""
+        """Write the recorded values, and restore what the modules showed before, even if writing fails."""
         self.ending = True
         for state, reason in self._before.items():
             state.summoned = reason
@@ -185,7 +192,7 @@ class _Summoned:
             shown.__dict__.pop("_fsdp2_managed", None)
 
     def _why_no_forward(self, state: FSDPState) -> str:
-        """Why ``state`` cannot compute with what is shown; "" if it can."""
+        """Return the reason why ``state`` cannot compute with the shown parameters, or "" if it can."""
         params = [param for group in state.groups for param in group.params]
         if self.rank0_only:
             return "rank0_only shows full parameters on one rank"

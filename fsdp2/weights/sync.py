@@ -1,4 +1,4 @@
-"""Copies made equal: what several ranks hold becomes what the first of them holds."""
+"""``sync_module_states`` copies values from the first rank that holds a tensor to the other ranks that hold it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,35 @@ __all__ = ["sync_module_states"]
 
 _WHERE = "sync_module_states"
 _Offer = list[tuple[list[str], Entry, str]]
-"""Every tensor of the first rank: names, shape and dtype, and the kind of device of a plain one, else nothing."""
+"""Every tensor of the first rank: names, shape and dtype, and the device type of a plain tensor ("" for a DTensor)."""
 
 
 def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
     """Copy the values of the first rank that holds a tensor to all other ranks that hold it.
 
-    Every rank of the module's mesh must call it, or every rank of the default process group where nothing is sharded.
+    Every rank of the module's mesh must call it. If nothing is sharded, every rank of the default process group must.
 
-    * Before ``fully_shard``: every parameter and buffer, non-persistent ones included, gets rank 0's value. Other ranks
-      may have theirs on the meta device; memory is then allocated on rank 0's kind of device. Parameters that tensor
-      parallelism made DTensors get the values of the mesh that rank 0 is in.
-    * After: a shard gets the value of the first replica (of hybrid sharding, or where tensor parallelism replicates
-      it). Shards without a replica keep their values. Ignored parameters and buffers get rank 0's.
+    * Before ``fully_shard``, every parameter and buffer gets rank 0's value, non-persistent buffers included. Other
+      ranks may have theirs on the meta device; memory is then allocated on rank 0's type of device. Parameters that
+      tensor parallelism made DTensors get the values of the mesh that contains rank 0.
+    * After ``fully_shard``, a shard gets the value of the first replica (of hybrid sharding, or of tensor parallelism
+      that replicates it). Shards without a replica keep their values. Ignored parameters and buffers get rank 0's
+      values.
 
-    Beyond the module, every rank holds one bucket of ``bucket_mb`` MiB at a time. Values are sent in rank 0's dtype and
-    cast to the module's.
+    Each rank needs memory for one bucket of ``bucket_mb`` MiB besides. Values are sent in rank 0's dtype and cast to
+    the module's.
 
     Raises:
-        RuntimeError: a value to copy is on the meta device, ranks differ in names or shapes, or a forward or backward
-            is running; on every rank, before anything is changed.
+        RuntimeError: A value to copy is on the meta device, ranks differ in names or shapes, or a forward or backward
+            is running. Every rank raises it before anything is changed.
         TypeError: ``module`` is not an nn.Module.
         ValueError: ``bucket_mb`` is not a positive number.
+
+    Example::
+
+        model = Transformer(config)  # with a different seed on every rank
+        fsdp2.sync_module_states(model)
+        fsdp2.fully_shard(model)
     """
     ranks = ranks_of(module, managed=True) or Ranks.world()
     with contextlib.ExitStack() as stack:
@@ -53,7 +60,7 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
                 for place in places
             ]
         offered: _Offer
-        offered, limit = ranks.share((mine, limit))  # ranks with other buckets would read others' bytes
+        offered, limit = ranks.share((mine, limit))  # with different buckets, ranks would misread each other's bytes
         with ranks.agreed():
             _check(places, mine, offered, ranks)
         with ranks.agreed():
@@ -66,7 +73,7 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
 
 
 def _check(places: list[Place], mine: _Offer, offered: _Offer, ranks: Ranks) -> None:
-    """Raise RuntimeError where this rank cannot take part in copying what is ``offered``."""
+    """Raise RuntimeError if this rank's tensors do not match those ``offered``, or if values are missing."""
     ours, theirs = (
         {name: (entry.shape, "any dtype" if kind else entry.dtype) for names, entry, kind in offer for name in names}
         for offer in (mine, offered)
@@ -81,7 +88,7 @@ def _check(places: list[Place], mine: _Offer, offered: _Offer, ranks: Ranks) -> 
     empty = [names[0] for names, _, kind in offered if kind == "meta"]
     for place in places:
         if place.mesh is not None and place.local.is_meta:
-            if place.copies.first if place.param is not None else place.speaks_for_all(ranks):
+            if place.copies.first if place.param is not None else place.is_sender(ranks):
                 empty.append(place.name)
     if empty:
         raise RuntimeError(
@@ -91,7 +98,7 @@ def _check(places: list[Place], mine: _Offer, offered: _Offer, ranks: Ranks) -> 
 
 
 def _move(places: list[Place], offered: _Offer, ranks: Ranks, limit: int) -> None:
-    """Copy everything: plain tensors, then those of tensor parallelism, then shards among the ranks with copies."""
+    """Copy plain tensors, then tensors of tensor parallelism, then each shard among the ranks that hold copies."""
     by_name = {name: place for place in places for name in place.names}
     plain, parallel = [], []
     for names, entry, kind in offered:
@@ -111,13 +118,13 @@ def _move(places: list[Place], offered: _Offer, ranks: Ranks, limit: int) -> Non
 
 
 def _copy(moves: list[tuple[Entry, Box, list[Place]]], ranks: Ranks, limit: int, *, summed: bool = False) -> None:
-    """Copy each box of a tensor to the places that show it, from the first of ``ranks`` or the one that has it."""
+    """Copy each box to its places, from the first of ``ranks`` or, if ``summed``, from the rank that sends the box."""
     if not ranks.lines:
         return
 
     def fill(part: Part, view: torch.Tensor) -> None:
         _, box, targets = moves[part.index]
-        if not summed or targets[0].speaks_for_all(ranks):
+        if not summed or targets[0].is_sender(ranks):
             targets[0].read(beyond(part.box, box), view)
 
     def drain(part: Part, view: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A folder for files that are not complete yet, and the removal of those that killed processes have left."""
+"""A temporary folder for incomplete files. Folders that killed processes left behind are removed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LOCK = "lock"
 
 @contextlib.contextmanager
 def temporary_folder(folder: Path, stem: str) -> Iterator[Path]:
-    """A new folder in ``folder`` for the length of the block, without those that earlier processes left for ``stem``.
+    """Create a folder in ``folder`` for the length of the block; remove those that killed processes left for ``stem``.
 
-    A process holds a lock on its folder while it lives, so that nobody removes the folder of a save that is running.
-    The system drops the lock however the process ends.
+    A process holds a lock on its folder while it runs, so that no other process removes the folder of a running save.
+    The system releases the lock however the process ends.
     """
     for old in folder.glob(f".{glob.escape(stem)}-*.partial"):
         _remove_if_left(old)
@@ -35,16 +35,16 @@ def temporary_folder(folder: Path, stem: str) -> Iterator[Path]:
         lock = os.open(Path(name, "new"), os.O_CREAT | os.O_RDWR)
         try:
             _try_to_lock(lock)
-            os.rename(Path(name, "new"), Path(name, _LOCK))  # nobody sees a lock file that is not locked yet
+            os.rename(Path(name, "new"), Path(name, _LOCK))  # so no process sees a lock file that is not locked yet
             yield Path(name)
         finally:
             os.close(lock)
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove ``folder`` if the process that made it is gone.
+    """Remove ``folder`` if the process that made it has ended.
 
-    One without a lock file stays: its process may be about to make that.
+    A folder without a lock file stays: its process may be about to create the file.
     """
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR)
@@ -58,7 +58,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _try_to_lock(file: int) -> bool:
-    """Lock ``file``; False where another process holds it, or where the system has no locks."""
+    """Lock ``file``; return False if another process holds the lock, or if the system has no locks."""
     if fcntl is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Tensors from the ranks that hold them to those that want them, through one bucket of bounded size."""
+"""Send tensors from the ranks that hold them to the ranks that need them, through one bucket of bounded size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fsdp2.weights.ranks import Ranks
 __all__ = ["bucket_bytes", "check_cast", "transfer"]
 
 Touch = Callable[[Part, torch.Tensor], None]
-"""Fill or read the part of a bucket that is a block of an entry: the block's shape, the entry's dtype."""
+"""A function that fills or reads one block: a view of the bucket with the block's shape and the entry's dtype."""
 
 
 def bucket_bytes(bucket_mb: float) -> int:
-    """The size of a bucket in bytes.
+    """Return the size of a bucket in bytes.
 
     Raises:
         ValueError: ``bucket_mb`` is not a positive number.
@@ -36,10 +36,11 @@ def check_cast(where: str, dtype: object) -> None:
 def transfer(
     entries: Sequence[Entry], ranks: Ranks, limit: int, fill: Touch, drain: Touch, *, summed: bool = False
 ) -> None:
-    """Let the first rank ``fill`` all blocks of ``entries``, and every rank ``drain`` them.
+    """Send all blocks of ``entries``: the first rank calls ``fill`` on each block, every rank then calls ``drain``.
 
-    ``summed``: every rank fills what it holds of a block, each element on one rank. Bytes are added to zeros, which
-    changes none of them. The first error of a rank is raised when all blocks have travelled: the others go on.
+    With ``summed``, every rank fills the part of a block that it holds, and each element is on exactly one rank. The
+    bytes are added to zeros, which keeps them as they are. A rank raises its first error only after all blocks were
+    sent, because the other ranks continue and would wait for it.
     """
     problem: Exception | None = None
     size = align(min(limit, sum(align(entry.nbytes) for entry in entries)))
@@ -69,6 +70,6 @@ def _touch(function: Touch, parts: list[tuple[Part, torch.Tensor]]) -> Exception
     try:
         for part, view in parts:
             function(part, view)
-    except Exception as error:  # raised once all blocks have travelled
+    except Exception as error:  # the caller raises it after all blocks were sent
         return error
     return None

@@ -1,4 +1,4 @@
-"""Whole tensors from shards, outside a step: in order, in bounded memory; small neighbours travel together."""
+"""Gather whole tensors from shards outside a training step, in order and in bounded memory, small ones together."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _SMALL_BUCKET = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A tensor to gather: this rank's ``piece`` of what is cut like ``param``, or a plain tensor or DTensor by itself.
+    """A tensor to gather. It is sent and returned in ``dtype``.
 
-    It is sent and returned in ``dtype``.
+    ``piece`` is this rank's piece of a tensor that is sharded like ``param``. Without ``param`` it is a plain tensor,
+    or a DTensor that gathers itself.
     """
 
     piece: torch.Tensor
@@ -45,26 +46,26 @@ class Source:
 
     @classmethod
     def of(cls, piece: torch.Tensor, param: FSDPParam | None, dtype: torch.dtype | None = None) -> Source:
-        """``piece`` is cut like ``param``, if there is one; a subclass gathers itself. Default ``dtype``: its own."""
+        """Return the source of ``piece``, sharded like ``param`` if given. A tensor subclass becomes a DTensor."""
         if param is not None and type(piece) is not torch.Tensor:
             piece, param = param.spec.shard_as(piece), None
         return cls(piece, param, dtype or piece.dtype)
 
     @property
     def spec(self) -> ShardedSpec:
-        """How it is cut."""
+        """The spec of ``param``: how the tensor is sharded."""
         assert self.param is not None
         return self.param.spec
 
     @property
     def mesh(self) -> DataParallelMesh:
-        """What it is cut over."""
+        """The mesh that the tensor is sharded over."""
         assert self.param is not None
         return self.param.group.mesh  # type: ignore[no-any-return]
 
     @property
     def cut_over(self) -> Axis | None:
-        """The ranks that hold the other pieces; None where this one has all of it, or it gathers itself."""
+        """The axis of the ranks with the other pieces; None if this rank has the whole tensor or it gathers itself."""
         if self.param is None:
             return None
         layout = self.spec.layout
@@ -72,34 +73,34 @@ class Source:
 
     @property
     def axis(self) -> Axis | None:
-        """The ranks to gather from; None for values that do not exist."""
+        """The axis to gather over: that of ``cut_over``, or None on the meta device, which has no values."""
         return None if self.piece.is_meta else self.cut_over
 
     @property
     def slot_bytes(self) -> int:
-        """What one rank sends."""
+        """The bytes that one rank sends."""
         return self.spec.layout.slot_numel * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """What a gather of it takes, padding included, and the rest that tensor parallelism holds elsewhere."""
+        """The bytes that a gather takes, padding and the parts of other tensor-parallel ranks included."""
         if self.param is None:
             return self.piece.numel() * self.dtype.itemsize
         whole = 0 if self.spec.full is None else self.spec.dtensor.shape.numel() * self.dtype.itemsize
         return max((1 if self.axis is None else self.axis.size) * self.slot_bytes, whole)
 
     def empty(self) -> torch.Tensor:
-        """Memory for the whole of what is cut."""
+        """Return uninitialized memory for the whole tensor."""
         layout = self.spec.layout
         return torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=self.mesh.device)
 
 
 def check_gatherable(selection: Selection, ranks: Ranks) -> None:
-    """Refuse on every rank what cannot be gathered on one, before anything is sent.
+    """Raise an error on every rank if a parameter cannot be gathered on one, before anything is sent.
 
     Raises:
-        RuntimeError: parameters are on the meta device.
-        NotImplementedError: a tensor subclass keeps its elements where only itself can find them.
+        RuntimeError: Parameters are on the meta device.
+        NotImplementedError: The elements of a tensor subclass cannot be found.
     """
     with ranks.agreed():
         for param, place in selection.managed.items():
@@ -117,12 +118,12 @@ def check_gatherable(selection: Selection, ranks: Ranks) -> None:
 
 
 def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ranks: Ranks) -> None:
-    """Refuse on every rank to gather what differs between the ranks that hold its pieces, before anything is sent.
+    """Raise an error on every rank if the ranks of an axis would gather different tensors, before anything is sent.
 
-    ``groups`` are all those that the tensors may belong to, the same on every rank.
+    ``groups`` are all groups that the tensors may belong to, the same on every rank.
 
     Raises:
-        RuntimeError: a tensor is there, or on the meta device, on some of them only.
+        RuntimeError: Only some ranks have a tensor, or only some have it on the meta device.
     """
     by_axis: dict[Axis, list[str]] = {group.mesh.shard: [] for group in groups if group.mesh.shard.size > 1}
     for name, source in named.items():
@@ -140,7 +141,7 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
             if len(having) < axis.size:
                 problem = problem or RuntimeError(
                     f"{entry}: to be gathered on ranks {having} of its shard axis, not on the others; expected the "
-                    "same on all of them. Make parameters, gradients and states equal on every rank first"
+                    "same on all of them. Make parameters, gradients and states the same on every rank first"
                 )
     ranks.agree(problem)
 
@@ -148,28 +149,27 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
 def gather_whole(
     sources: Sequence[Source], bucket_bytes: int = 0, *, keep: bool = True, device: torch.device | None = None
 ) -> Iterator[torch.Tensor | None]:
-    """The whole, plain tensor of each source, in memory of its own; None where this rank does not ``keep`` it.
+    """Yield the whole plain tensor of each source in memory of its own, or None if this rank does not ``keep`` it.
 
-    It lies on ``device``, by default where it was gathered.
+    The tensors are on ``device``; by default they stay where they were gathered.
 
-    Those with one axis that are together no larger than ``bucket_bytes`` make one collective; by default no larger than
-    the largest with that axis, and 1 MiB at least, since a collective for each of thousands of small tensors takes
-    seconds. All ranks must iterate in step. Nothing is in flight whenever a tensor is handed out, so the iteration may
-    be left at any point.
+    Sources of one axis share a collective up to ``bucket_bytes``. The default is the size of the largest source of
+    that axis, and at least 1 MiB: a collective for each of thousands of small tensors takes seconds. All ranks must
+    iterate in step. No collective is in flight when a tensor is yielded, so the iteration may stop at any item.
     """
     buckets = _plan(sources, bucket_bytes)
     gathered: dict[int, torch.Tensor | None] = {}
     for i, source in enumerate(sources):
         if i in buckets:
             gathered.update(zip(buckets[i], _gather([sources[j] for j in buckets[i]], keep)))
-        yield _complete(source, gathered.pop(i, None), keep, device)  # a variable would keep it while the next comes
+        # Bind no variable to the tensor: it would stay alive during the next gather.
+        yield _complete(source, gathered.pop(i, None), keep, device)
 
 
 def _plan(sources: Sequence[Source], bucket_bytes: int) -> dict[int, list[int]]:
-    """Which sources travel together, by the first of them.
+    """Return the sources that share a collective, by the index of the first of them.
 
-    What others of another axis have in between, and how large it is, makes no difference: not all ranks of an axis need
-    have the same there.
+    Sources of other axes in between do not influence a bucket: the ranks of an axis need not have the same ones there.
     """
     limits: dict[Axis, int] = {}
     for source in sources:
@@ -192,7 +192,10 @@ def _plan(sources: Sequence[Source], bucket_bytes: int) -> dict[int, list[int]]:
 def _complete(
     source: Source, full: torch.Tensor | None, keep: bool, device: torch.device | None
 ) -> torch.Tensor | None:
-    """``full``, gathered, or what this rank has of ``source`` already, without tensor parallelism; collective."""
+    """Return the whole tensor of ``source``: ``full`` if it was gathered, else made of this rank's piece.
+
+    It is a collective for DTensors and for tensor-parallel parameters, which it makes plain.
+    """
     piece = source.piece
     if isinstance(piece, DTensor):
         full = whole_of(piece)
@@ -213,10 +216,10 @@ def _complete(
 
 @torch.no_grad()
 def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
-    """What every data-parallel rank computes with, in order; None for what nobody needs here.
+    """Gather ``sources`` with one collective; return the full tensor of each, or None if this rank does not need it.
 
-    Each rank sends one row of bytes, with every tensor's slot in it. The rows of one tensor that is cut along its
-    slowest dimension are its memory: only padding costs a copy.
+    Each rank sends one row of bytes that contains a slot for each tensor. If there is one tensor and it is sharded
+    along its slowest dimension, the rows in order are its memory, and only padding costs a copy.
     """
     axis, layout = sources[0].axis, sources[0].spec.layout
     assert axis is not None
@@ -228,7 +231,7 @@ def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
     rows = torch.empty(axis.size, end, dtype=torch.uint8, device=sources[0].mesh.device)
     slots = [rows[:, at : at + source.slot_bytes].view(source.dtype) for source, at in zip(sources, offsets)]
     for source, slot in zip(sources, slots):
-        spec = source.spec  # what a slot has in excess of the piece is never read
+        spec = source.spec  # the rest of a slot beyond the piece is never read
         slot[axis.rank, : spec.shard_numel].as_strided(spec.shard_shape, spec.shard_stride).copy_(source.piece)
     all_gather([rows.view(-1)], [rows[axis.rank]], axis, async_op=False)
     if in_place:
@@ -245,9 +248,9 @@ def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
 
 @torch.no_grad()
 def whole_of(value: DTensor) -> torch.Tensor:
-    """The whole tensor of any DTensor, in memory of its own; every rank of its mesh must call it."""
+    """Return the whole tensor of any DTensor in memory of its own. Every rank of its mesh must call it."""
     device, local = value.device_mesh.device_type, on_this_rank(value)
-    if local.device.type not in (device, "meta"):  # what was offloaded cannot be sent
+    if local.device.type not in (device, "meta"):  # collectives need tensors on the mesh's device
         local = local.to(device)
     full = arrived(dtensor_like(value, local.detach()).full_tensor())
     shares = not full.is_meta and full.numel() and full.data_ptr() == on_this_rank(value).data_ptr()
@@ -255,13 +258,13 @@ def whole_of(value: DTensor) -> torch.Tensor:
 
 
 def _exact(full: torch.Tensor) -> torch.Tensor:
-    """``full``, copied if it drags padding along."""
+    """Return ``full``, copied if its storage is larger than the tensor, as with padding."""
     if full.is_meta or not full.numel() or full.untyped_storage().nbytes() == full.nbytes:
         return full
     return full.clone()
 
 
 def own_memory(local: torch.Tensor, spec: ShardedSpec, device: torch.device) -> torch.Tensor:
-    """A copy of ``local``, this rank's piece, in memory of its own, strided as shards are."""
+    """Return a copy of ``local``, this rank's piece, in memory of its own and with the strides of a shard."""
     own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=local.dtype, device=device)
     return own if own.is_meta else own.copy_(local)

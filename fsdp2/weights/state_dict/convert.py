@@ -1,4 +1,4 @@
-"""What the values of a state dict become under a setting: whole tensors, shards or pieces."""
+"""Convert the values of a state dict as a setting asks: to whole tensors, shards or pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Item", "convert"]
 
 
 class Item(NamedTuple):
-    """A value by its name, and the managed parameter that it is (``is_parameter``) or is cut like."""
+    """A named value, and the managed parameter that it is (``is_parameter``) or that it is sharded like."""
 
     value: Any
     name: str
@@ -33,13 +33,13 @@ class Item(NamedTuple):
 
 
 def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config: Any) -> list[Any] | None:
-    """What ``kind`` and ``config`` make of values of ``model`` or of its optimizer; None on ranks that get nothing.
+    """Convert values of ``model`` or of its optimizer to ``kind``; return None on ranks that get nothing.
 
-    A parameter with several names is gathered once and stays shared. Where a rank gets nothing (``rank0_only``) no
+    A parameter with several names is gathered once and stays shared. On ranks that get nothing (``rank0_only``), no
     whole tensor outlives the gather of its bucket, which is no larger than the largest tensor, or 1 MiB.
 
     Raises:
-        RuntimeError: with ``rank0_only`` the first rank lacks a name, or ranks differ in what is to be gathered.
+        RuntimeError: The first rank lacks a name with ``rank0_only``, or ranks have different tensors to gather.
     """
     if kind is not StateDictType.FULL_STATE_DICT:
         return [_part(item, kind, config.offload_to_cpu) for item in items]
@@ -64,7 +64,7 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
 
 
 def _check_nothing_is_lost(names: list[str], ranks: Ranks) -> None:
-    """Raise RuntimeError on every rank where the first lacks names that others have; it alone returns values."""
+    """Raise RuntimeError on every rank if the first, which alone returns values, lacks names that others have."""
     digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()
     if len(set(ranks.gather(digest))) == 1:
         return
@@ -89,7 +89,7 @@ def _part(item: Item, kind: StateDictType, offload: bool) -> Any:
 
 
 def _copy(value: Any, device: torch.device | None, copies: dict[object, torch.Tensor]) -> Any:
-    """A copy that later training does not change; the same one for tensors that share their memory."""
+    """Return a copy that later training does not change, the same copy for tensors that share memory."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()

@@ -1,4 +1,4 @@
-"""Loading: what a state dict holds for a sharded parameter becomes this rank's shard of it, without communication."""
+"""Convert the values of a state dict to this rank's shards when it is loaded, without communication."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _load_shards(
     metadata: dict[str, Any],
     *unused: object,
 ) -> None:
-    """Let ``module`` show shards, and ``state_dict`` hold shards for them in place of full tensors and pieces.
+    """Show shards on ``module``, and replace full tensors and pieces in ``state_dict`` by shards.
 
-    What is of the wrong shape stays as it is, for torch to report.
+    A value of the wrong shape stays unchanged, and torch reports it.
     """
     if group.residency.summoned:  # the modules show plain parameters, which load as such
         return
@@ -58,7 +58,9 @@ def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign
             raise RuntimeError(f"Error in loading state_dict: {problem}")
         local = value["piece"].detach()
     elif isinstance(value, torch.Tensor):
-        if sharded.ndim == 0 and tuple(value.shape) == (1,):  # as torch loads what very old versions saved
+        if sharded.ndim == 0 and tuple(value.shape) == (
+            1,
+        ):  # as in files of very old torch versions, which torch loads too
             value = value[0]
         if value.shape != sharded.shape or placed_alike(value, sharded):
             return value
@@ -66,7 +68,7 @@ def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign
         local = param.spec.cut(param.spec.of_plain(whole))
     else:
         return value
-    if assign:  # it becomes the shard itself: in its place, without the rest of a full tensor
+    if assign:  # it becomes the shard itself: on the right device, and without keeping a full tensor's memory alive
         device = param.local.device
         if device.type == "meta" and not local.is_meta:
             device = group.store.home
@@ -75,7 +77,7 @@ def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign
 
 
 def _adopt_loaded(group: FSDPParamGroup, module: nn.Module, *unused: object) -> None:
-    """Take in shards that loading replaced on ``module``, under every name of a tied parameter."""
+    """Adopt shards that loading replaced on ``module``, under every name of a tied parameter."""
     if group.residency.summoned:
         return
     for param in group.params:
@@ -89,14 +91,14 @@ def _adopt_loaded(group: FSDPParamGroup, module: nn.Module, *unused: object) -> 
 
 
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:
-    """What is wrong with a piece that is loaded into ``param``; nothing if it is this rank's."""
+    """Return the problem with a piece for ``param``, or "" if it is this rank's piece."""
     assert param.sharded is not None
     shape, expected = torch.Size(value["shape"]), param.sharded.shape
     return foreign_piece(value, expected, param.spec, key) if shape == expected else _mismatch(key, shape, expected)
 
 
 def _mismatch(key: str, got: torch.Size, expected: torch.Size) -> str:
-    """The text is torch's."""
+    """Return torch's text for a size mismatch: scripts search for it."""
     return (
         f"size mismatch for {key}: copying a param with shape {got} from checkpoint, the shape in current model is "
         f"{expected}."
@@ -111,16 +113,17 @@ def before_load_tree(
 ) -> None:
     """Prepare ``state_dict`` for ``module`` and all below it, before anything is loaded.
 
-    Names of the plain model reach compiled submodules, DTensor parameters that no group manages take full tensors, and
-    parameters that were added after ``fully_shard`` are sharded, as the next forward would do it.
+    Keys of the plain model are renamed for compiled submodules, full tensors are distributed for DTensor parameters
+    that no group manages, and parameters that were added after ``fully_shard`` are sharded now instead of in the next
+    forward.
 
     Raises:
-        RuntimeError: tensors of the wrong shape, all of them, in torch's words, or shards and pieces for parameters
-            that are not sharded; nothing is loaded then.
+        RuntimeError: Tensors have the wrong shape (all of them are listed, in torch's words), or there are shards or
+            pieces for parameters that are not sharded. Nothing is loaded then.
     """
     _shard_added(module)
     wrapper = CHECKPOINTED in dict(module.named_children())
-    head = f"{CHECKPOINTED}." if wrapper else ""  # it renames its own keys, and has done so
+    head = f"{CHECKPOINTED}." if wrapper else ""  # the wrapper's own hook has already renamed its keys
     _reach_compiled(module, state_dict, prefix, head)
     problems, assign = [], bool(metadata.get("assign_to_params_buffers", False))
     slots = managed_slots(states_below(module))
@@ -131,7 +134,7 @@ def before_load_tree(
         value = state_dict.get(key)
         managed = slots.get(Slot(owner, name))
         if is_piece(value) and managed is not None:
-            problems.append(_wrong_piece(value, managed, clean_name(key)))  # type: ignore[arg-type]  # a piece is
+            problems.append(_wrong_piece(value, managed, clean_name(key)))  # type: ignore[arg-type]  # a piece is a dict
         elif is_piece(value) or (isinstance(value, DTensor) and _is_plain(tensor) and not assign):
             problems.append(
                 f"{clean_name(key)} is not sharded here; got {'a piece' if is_piece(value) else 'a DTensor'}, expected "
@@ -154,10 +157,11 @@ def before_load_tree(
 
 
 def _shard_added(module: nn.Module) -> None:
-    """Let the units below ``module`` manage parameters that were added since, so that these take shards and pieces.
+    """Let the units below ``module`` shard parameters that were added after ``fully_shard``, so they can be loaded.
 
-    Not where one was added to ``module`` itself: torch is going through the loading hooks of ``module``, to which a new
-    group would add. Nor while ``summon_full_params`` shows parameters, which would be taken for added ones.
+    Skip this if a parameter was added to ``module`` itself: torch is iterating over the loading hooks of ``module``,
+    and a new group would add to them. Skip it also while ``summon_full_params`` shows parameters, which would look
+    like added ones.
     """
     states = states_below(module)
     slots = managed_slots(states)
@@ -178,7 +182,7 @@ def after_load_tree(module: nn.Module, incompatible: Any) -> None:
 
 
 def _reach_compiled(module: nn.Module, state_dict: dict[str, Any], prefix: str, head: str) -> None:
-    """Give keys below compiled submodules the infix these have; wrappers for checkpointing do so themselves."""
+    """Insert the infix of compiled submodules into keys below them; wrappers for checkpointing insert their own."""
     for path, _ in module.named_modules(remove_duplicate=False):
         parts = path.split(".")
         if parts[-1] != COMPILED:
@@ -186,5 +190,5 @@ def _reach_compiled(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         above = prefix + head + "".join(f"{part}." for part in parts[:-1] if part != CHECKPOINTED)
         for key in [k for k in state_dict if k.startswith(above) and not k.startswith(f"{above}{COMPILED}.")]:
             long = f"{above}{COMPILED}.{key[len(above) :]}"
-            if long not in state_dict:  # else the key is one too many, which torch reports
+            if long not in state_dict:  # otherwise the key is superfluous, and torch reports it
                 state_dict[long] = state_dict.pop(key)

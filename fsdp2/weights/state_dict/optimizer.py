@@ -1,4 +1,4 @@
-"""Optimizer state by the names of parameters: full, sharded or local, as set for the model."""
+"""Save and load optimizer state keyed by parameter names: full, sharded or local, as set for the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp2.weights.whole import own_memory, whole_of
 __all__ = ["optim_state_dict", "optim_state_dict_to_load"]
 
 _SMALL = 64
-"""Tensors of so many elements or fewer, step counters above all, are not sent one by one but with what they are for."""
+"""Tensors with at most so many elements, mostly step counters, are sent inside the pickled state, not one by one."""
 _MOMENTS = frozenset(
     (
         "acc_delta",
@@ -44,23 +44,24 @@ _MOMENTS = frozenset(
         "variance",
     )
 )
-"""What torch's optimizers call state of the parameter's own shape."""
+"""The names that torch's optimizers give to state with the shape of the parameter."""
 
 
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The state of ``optim``, keyed by parameter names of the plain model, in the form that is set for ``model``.
+    """Return the state of ``optim``, keyed by parameter names of the plain model, in the kind set for ``model``.
 
     Args:
         model: The model, or any module that has all parameters of ``optim``.
-        optim: Its optimizer, of all parameters or of some.
+        optim: The optimizer of all or some of the model's parameters.
         optim_state_dict: The state to convert; ``optim.state_dict()`` if None.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``. Full: whole tensors, on the CPU
-        unless ``FullOptimStateDictConfig(offload_to_cpu=False)``; with ``rank0_only`` an empty dictionary on all
-        ranks but the first. Sharded: DTensors. Local: pieces. Every rank must call it.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``. The values of a full state are whole
+        tensors, on the CPU unless ``FullOptimStateDictConfig(offload_to_cpu=False)`` is set; with ``rank0_only`` all
+        ranks but the first get an empty dictionary. The values of a sharded state are DTensors, those of a local one
+        pieces. Every rank must call it.
 
     Raises:
         ValueError: ``optim`` trains a parameter that ``model`` does not have.
@@ -96,10 +97,10 @@ def optim_state_dict(
 
 
 def _places(where: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[Any, Place]:
-    """The parameters of ``model`` as ``optim`` holds them from now on, each with its place.
+    """Replace stale parameters of ``optim``, and return the place of each parameter of ``model``.
 
     Raises:
-        TypeError: arguments of the wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: ``optim`` trains a parameter that ``model`` does not have.
     """
     if not isinstance(model, nn.Module) or not isinstance(optim, torch.optim.Optimizer):
@@ -117,7 +118,7 @@ def _places(where: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[
 
 
 def _params(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of ``optim`` in the order of its own state dict's numbers."""
+    """Return the parameters of ``optim`` in the order in which its state dict numbers them."""
     return list(dict.fromkeys(param for group in optim.param_groups for param in group["params"]))
 
 
@@ -128,25 +129,28 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
 ) -> dict[str, Any]:
-    """Convert a state keyed by parameter names of the plain model to one that ``optim.load_state_dict`` takes.
+    """Convert a state that is keyed by parameter names of the plain model to one for ``optim.load_state_dict``.
 
-    Whole tensors, DTensors and pieces of this rank are accepted under any setting of ``model``; they are sharded
-    without communication and copied. With ``FullOptimStateDictConfig(rank0_only=True)`` only the first rank's argument
-    is used, and sent to the others one tensor at a time. State of parameters that ``optim`` does not train is left out.
-    Groups get the hyperparameters that their parameters were saved with, in any order of groups. The state dict of a
-    plain optimizer, which numbers its parameters, is taken too: they are those of ``optim`` in the same order, or of
-    the names that it was built with.
+    Whole tensors, DTensors and this rank's pieces are accepted under any setting of ``model``. They are sharded without
+    communication and copied. With ``FullOptimStateDictConfig(rank0_only=True)``, only the first rank's argument is
+    used, and its tensors are sent to the other ranks one at a time. State of parameters that ``optim`` does not train
+    is left out. Groups get the hyperparameters that their parameters were saved with, in any order of groups. The state
+    dict of a plain optimizer, which numbers its parameters, is accepted too: the numbers stand for the parameters of
+    ``optim`` in the same order, or for the names that the optimizer was built with.
 
     Args:
         model: The model, sharded or not.
-        optim: Its optimizer, of all parameters or of some.
-        optim_state_dict: What ``fsdp2.optim_state_dict`` returned, here or for another number of ranks.
-        is_named_optimizer: ``optim`` itself keys its state by parameter names.
+        optim: The optimizer of all or some of the model's parameters.
+        optim_state_dict: The result of ``fsdp2.optim_state_dict``, from any number of ranks.
+        is_named_optimizer: True if ``optim`` itself keys its state by parameter names.
         load_directly: Also call ``optim.load_state_dict`` with the result.
 
+    Returns:
+        A state dict for ``optim.load_state_dict``.
+
     Raises:
-        ValueError: a tensor does not fit its parameter, one group's parameters were saved with different
-            hyperparameters, or numbered parameters are not as many, group by group, as ``optim`` has.
+        ValueError: A tensor does not fit its parameter, one group's parameters were saved with different
+            hyperparameters, or the numbered parameters differ from those of ``optim`` in their count in any group.
     """
     places = _places("optim_state_dict_to_load", model, optim)
     by_name = {name: place for place in places.values() for name in place.names}
@@ -155,7 +159,9 @@ def optim_state_dict_to_load(
         ranks = ranks_of(model, managed=True) or Ranks.world()
     given = _as_dictionaries(optim_state_dict)
     with ranks.agreed():
-        if ranks.first:  # others may have been given anything, and with several ranks it is not used
+        if (
+            ranks.first
+        ):  # with several ranks only the first rank's argument is used; the others may have passed anything
             given = _numbers_to_names(given, optim, places)
     saved = _convert_state(given, by_name, ranks)
     if not isinstance(saved, Mapping) or "state" not in saved:
@@ -190,7 +196,7 @@ def optim_state_dict_to_load(
 def _groups_to_load(
     optim: torch.optim.Optimizer, saved: list[dict[str, Any]], places: Mapping[Any, Place]
 ) -> list[dict[str, Any]]:
-    """The hyperparameters that the parameters of each of the optimizer's groups were saved with, or else its own."""
+    """Return for each of the optimizer's groups the hyperparameters that its parameters were saved with, or its own."""
     group_of = {clean_name(str(name)): number for number, group in enumerate(saved) for name in group["params"]}
     result = []
     for number, group in enumerate(optim.param_groups):
@@ -201,7 +207,7 @@ def _groups_to_load(
                     homes.setdefault(group_of[name], name)
         if not homes and not group["params"] and len(saved) == len(optim.param_groups):
             homes = {number: ""}
-        # "param_names" belongs to the order of the parameters, which the group has, and to no hyperparameters.
+        # "param_names" lists the group's own parameters in their order; it is no hyperparameter.
         own = {key: group[key] for key in ("param_names",) if key in group}
         options = [
             {key: value for key, value in saved[home].items() if key not in ("params", "param_names")} for home in homes
@@ -216,10 +222,10 @@ def _groups_to_load(
 
 
 def _numbers_to_names(saved: Any, optim: torch.optim.Optimizer, places: Mapping[Any, Place]) -> Any:
-    """``saved``, with names of parameters where an optimizer's own state dict has numbers.
+    """Return ``saved`` with parameter names in place of the numbers of an optimizer's own state dict.
 
     Raises:
-        ValueError: it has other numbers of parameters in its groups than ``optim``, or state of a number in none.
+        ValueError: The groups of ``saved`` and of ``optim`` differ in size, or state belongs to an unknown number.
     """
     if not isinstance(saved, Mapping) or "state" not in saved:
         return saved
@@ -256,7 +262,7 @@ def _numbers_to_names(saved: Any, optim: torch.optim.Optimizer, places: Mapping[
 
 
 def _as_dictionaries(value: Any) -> Any:
-    """``value`` with mappings of any kind as what trees are made of."""
+    """Return ``value`` with mappings of any type converted to dictionaries, which the tree functions expect."""
     if is_piece(value) or not isinstance(value, Mapping):
         return value
     return {key: _as_dictionaries(inner) for key, inner in value.items()}
@@ -264,13 +270,14 @@ def _as_dictionaries(value: Any) -> Any:
 
 @torch.no_grad()
 def _convert_state(state_dict: Any, by_name: Mapping[str, Place], ranks: Ranks) -> Any:
-    """What the first of ``ranks`` gave, with copies of its values as this rank's optimizer keeps them.
+    """Return the state dict of the first of ``ranks``, with values copied and sharded for this rank's optimizer.
 
-    Several ranks hold, beyond that, a bucket of the size of the largest tensor; one alone communicates with nobody.
+    With several ranks, each also needs a bucket of the size of the largest tensor. One rank alone does not communicate.
+    Every rank raises the errors.
 
     Raises:
-        TypeError: the first of several gave values that are not whole; on every rank.
-        ValueError: a value does not fit its parameter; on every rank.
+        TypeError: The first of several ranks passed values that are not whole.
+        ValueError: A value does not fit its parameter.
     """
     sent: list[torch.Tensor] = []
     received = ranks.size > 1
@@ -286,10 +293,10 @@ def _convert_state(state_dict: Any, by_name: Mapping[str, Place], ranks: Ranks) 
         part, name, key, *_ = *keys[index], "", "", ""
         place = by_name.get(clean_name(name)) if part == "state" else None
         if place is not None:
-            moment = key in _MOMENTS and len(keys[index]) == 3  # not something inside of it
+            moment = key in _MOMENTS and len(keys[index]) == 3  # not a tensor nested inside the moment
             where = f"{clean_name(name)}: {key}"
             result[index] = _value_to_load(value, place, where, counter=key == "step", moment=moment)
-        elif received:  # into memory that is used again
+        elif received:  # it lies in the bucket, whose memory is reused
             result[index] = value.clone()
 
     with ranks.agreed():
@@ -309,7 +316,7 @@ def _convert_state(state_dict: Any, by_name: Mapping[str, Place], ranks: Ranks) 
 
 
 def _announce(value: Any, sent: list[torch.Tensor]) -> Any:
-    """What stands for ``value`` until it is sent; counters and the like need not be."""
+    """Return the entry that stands for ``value`` until it is sent; small tensors stand for themselves."""
     if isinstance(value, DTensor) or is_piece(value):
         raise TypeError(
             "optim_state_dict_to_load: with rank0_only the first rank must give whole tensors, got a "
@@ -324,7 +331,7 @@ def _announce(value: Any, sent: list[torch.Tensor]) -> Any:
 
 
 def _value_to_load(value: Any, place: Place, where: str, *, counter: bool, moment: bool) -> torch.Tensor:
-    """A copy of ``value`` cut like the parameter; what does not have its shape stays whole."""
+    """Return a copy of ``value``, sharded like the parameter if it has its shape, otherwise whole."""
     param, managed = place.tensor, place.param
     if is_piece(value):
         if managed is None:
@@ -351,10 +358,10 @@ def _value_to_load(value: Any, place: Place, where: str, *, counter: bool, momen
 
 
 def _check_shape(value: torch.Tensor, param: torch.Tensor, where: str, moment: bool) -> None:
-    """Refuse what can be no state of ``param``.
+    """Raise ValueError if ``value`` cannot be state of ``param``.
 
-    Factored states have fewer dimensions, or 1 in some; a moment, and anything else of as many dimensions, must have
-    the parameter's shape. A single number may stand for what the parameter has as a whole, under any name.
+    Factored states have fewer dimensions, or size 1 in some. A moment, and any other state with as many dimensions,
+    must have the parameter's shape. A single number may be state of the whole parameter, under any name.
     """
     alike = value.ndim == param.ndim and any(got not in (1, size) for got, size in zip(value.shape, param.shape))
     if alike or (moment and value.numel() != 1 and value.shape != param.shape):

@@ -1,8 +1,8 @@
-"""Local state dicts: this rank's piece of each parameter, with what is needed to put the pieces together again.
+"""Local state dicts: this rank's piece of each parameter, and the data needed to join the pieces.
 
-A piece is a plain dictionary: ``piece`` is the local tensor, ``shape`` the whole tensor's shape, ``offset`` where in it
-the piece starts. Pieces are boxes, also under tensor parallelism, so this is enough for any number of ranks; replicas
-have equal offsets.
+A piece is a plain dictionary: ``piece`` is the local tensor, ``shape`` the shape of the whole tensor, and ``offset``
+the index of the piece's first element in it. Pieces are boxes, also under tensor parallelism, so this describes them
+for any number of ranks. Replicas have equal offsets.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _KEYS = {"piece", "shape", "offset"}
 
 
 def is_piece(value: object) -> bool:
-    """Whether ``value`` is a piece."""
+    """Return True if ``value`` is a piece."""
     return isinstance(value, Mapping) and set(value) == _KEYS
 
 
 def piece_of(value: DTensor, spec: ShardedSpec | None, name: str) -> dict[str, Any]:
-    """The piece of ``value``, whose local tensor it shares; ``spec`` is that of a managed parameter cut alike."""
+    """Return the piece of ``value``, sharing its local tensor; ``spec`` is that of a parameter with the same shards."""
     box = box_of(spec, name) if spec else box_on_mesh(tuple(value.shape), value.device_mesh, value.placements, name)
     offset = tuple(start for start, _ in box)
     return {"piece": on_this_rank(value).detach(), "shape": tuple(value.shape), "offset": offset}
 
 
 def foreign_piece(value: Mapping[str, Any], shape: Sequence[int], spec: ShardedSpec, name: str) -> str:
-    """What is wrong with the piece ``value`` for this rank, whose part of a tensor of ``shape`` is cut by ``spec``."""
+    """Return the problem with ``value`` as this rank's piece of a tensor of ``shape`` sharded by ``spec``, or ""."""
     box, piece = box_of(spec, name), value["piece"]
     right = tuple(value["offset"]) == tuple(start for start, _ in box) or not piece.numel()
     lengths = tuple(length for _, length in box)
@@ -49,14 +49,20 @@ def foreign_piece(value: Mapping[str, Any], shape: Sequence[int], spec: ShardedS
 
 
 def merge_local_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The full state dict that the local ones of all ranks, in any order, are the pieces of.
+    """Join the local state dicts of all ranks, in any order, to one full state dict.
 
-    It serves for models and optimizers, loads into any number of ranks or into the plain model, and communicates
-    nothing. What is not in pieces (buffers, ignored parameters, hyperparameters) is taken from the first.
+    It works for models and optimizers and does not communicate. The result can be loaded on any number of ranks or into
+    the plain model. Values that are not pieces (buffers, ignored parameters, hyperparameters) come from the first.
+
+    Args:
+        state_dicts: One local state dict for each rank, all from one save.
+
+    Returns:
+        A state dict of whole plain tensors.
 
     Raises:
-        TypeError: not a list of state dicts.
-        ValueError: they have different keys, or pieces are missing or do not fit together.
+        TypeError: The argument is not a list of state dicts.
+        ValueError: The keys differ, or pieces are missing or do not fit together.
     """
     dicts = list(state_dicts) if isinstance(state_dicts, Sequence) else []
     if not dicts or not all(isinstance(one, Mapping) for one in dicts):
@@ -96,7 +102,7 @@ def _merge(values: list[Any], name: str) -> Any:
 
 
 def _merge_sequences(values: list[Any], name: str) -> Any:
-    """Merge lists or tuples entry by entry; those without pieces (hyperparameters) are the first's, like all else."""
+    """Merge lists or tuples entry by entry; return the first if there are no pieces in them (hyperparameters)."""
     first = values[0]
     if not any(map(_has_pieces, values)):
         return first
@@ -111,7 +117,7 @@ def _merge_sequences(values: list[Any], name: str) -> Any:
 
 
 def _has_pieces(value: Any) -> bool:
-    """Return whether a piece is anywhere in ``value``."""
+    """Return True if ``value`` contains a piece at any depth."""
     if isinstance(value, Mapping):
         return is_piece(value) or any(map(_has_pieces, value.values()))
     return isinstance(value, (list, tuple)) and any(map(_has_pieces, value))
@@ -121,7 +127,9 @@ def _has_pieces(value: Any) -> bool:
 def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
     shape, first = tuple(pieces[0]["shape"]), pieces[0]["piece"]
     full = torch.empty(shape, dtype=first.dtype, device=first.device)
-    filled = torch.zeros(shape, dtype=torch.bool)  # sizes alone do not tell: one gap may be as large as one overlap
+    filled = torch.zeros(
+        shape, dtype=torch.bool
+    )  # counting elements is not enough: a gap may be as large as an overlap
     known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for piece in pieces:
         tensor, offset = piece["piece"], tuple(piece["offset"])

@@ -1,4 +1,4 @@
-"""Saving: what ``state_dict`` returns for the modules that a setting was made for."""
+"""Convert the result of ``state_dict`` for modules that have a setting."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fsdp2.weights.state_dict.convert import Item, convert
 __all__ = ["SETTING", "Setting", "after_save"]
 
 SETTING = "_fsdp2_state_dict_setting"
-"""Where a module's own dictionary keeps its setting, so that both die together."""
+"""The key of the setting in a module's own dictionary, so that it is freed with the module."""
 
 
 class Setting:
-    """The setting of one module, and the hooks that follow it."""
+    """The setting of one module, and its hooks."""
 
     def __init__(self, settings: StateDictSettings, outermost: bool) -> None:
         self.settings = settings
@@ -33,14 +33,14 @@ class Setting:
         self.handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies of modules start without a setting."""
+        """Return None: copies of modules have no setting."""
 
 
 def after_save(module: nn.Module, destination: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Behind the outermost module with a setting, make of everything that was saved what the settings ask for.
+    """Convert all saved values after the outermost module with a setting was saved.
 
-    Modules save what they show: DTensor shards. They are converted one setting after the other, in the order of their
-    keys, which is the same on every rank.
+    Modules save the DTensor shards that they show. The values are converted one setting after the other, in the order
+    of their keys, which is the same on every rank.
     """
     own: Setting | None = module.__dict__.get(SETTING)
     if own is None or not _converts(module, destination):
@@ -48,12 +48,12 @@ def after_save(module: nn.Module, destination: dict[str, Any], prefix: str, meta
     params = _params_by_name(module, own)
     keys = [key for key in destination if key.startswith(prefix)]
     clean_names(keys, "state_dict: the module")
-    nobodys = (None, own.settings)
+    unmanaged = (None, own.settings)
     chosen: dict[int, tuple[StateDictSettings, dict[str, Item]]] = {id(own.settings): (own.settings, {})}
     for key in keys:
-        value, (param, settings) = destination.pop(key), params.get(clean_name(key[len(prefix) :]), nobodys)
-        if not isinstance(value, DTensor):  # summoned
-            param, settings = nobodys
+        value, (param, settings) = destination.pop(key), params.get(clean_name(key[len(prefix) :]), unmanaged)
+        if not isinstance(value, DTensor):  # summon_full_params shows a plain parameter
+            param, settings = unmanaged
         chosen.setdefault(id(settings), (settings, {}))[1][key] = Item(value, key, param, param is not None)
     converted: dict[str, Any] = {}
     for settings, items in chosen.values():
@@ -69,10 +69,10 @@ def after_save(module: nn.Module, destination: dict[str, Any], prefix: str, meta
 
 
 def _converts(module: nn.Module, destination: dict[str, Any]) -> bool:
-    """Whether ``module`` is the outermost with a setting in the ``state_dict`` that fills ``destination``.
+    """Return True if ``module`` is the outermost module with a setting in the call that fills ``destination``.
 
-    Nobody is where torch.distributed.checkpoint.state_dict called that: its functions expect shards, and make them full
-    by options of their own. Nothing but the stack tells who called, and it forgets calls that raised.
+    Return False if torch.distributed.checkpoint.state_dict made the call: its functions expect shards, and gather them
+    by options of their own. Only the stack shows the caller; a flag would stay set when a call raises an error.
     """
     call: FrameType | None = None
     for frame, _ in traceback.walk_stack(sys._getframe()):
@@ -86,20 +86,20 @@ def _converts(module: nn.Module, destination: dict[str, Any]) -> bool:
 
 
 def _params_by_name(module: nn.Module, own: Setting) -> dict[str, tuple[FSDPParam | None, StateDictSettings]]:
-    """The managed parameters below ``module`` under each of their names, with the settings of the module there."""
+    """Return the managed parameters below ``module`` under each of their names, with the settings of their modules."""
     slots = managed_slots(live_states())
     found: dict[str, tuple[FSDPParam | None, StateDictSettings]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         for name in inner._parameters:
             param = slots.get(Slot(inner, name))
             if param is not None:
-                setting = inner.__dict__.get(SETTING) or own  # own for modules that came later
+                setting = inner.__dict__.get(SETTING) or own  # own: for modules that were added later
                 found[clean_name(f"{path}.{name}" if path else name)] = (param, setting.settings)
     return found
 
 
 def _clean_metadata(destination: dict[str, Any], prefix: str) -> None:
-    """Let the versions of modules, which torch keeps beside the values, be found by the names of the plain model."""
+    """Rename the entries of ``_metadata``, torch's versions of modules, to the names of the plain model."""
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
         items = list(metadata.items())

@@ -1,4 +1,4 @@
-"""Which kind of state dict a module makes: torch's names, enumeration and configurations for it."""
+"""Choose the kind of state dict that a module returns, with torch's names, enumeration and configurations."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose the form of ``state_dict()`` of ``module`` and of modules below it, and of ``optim_state_dict``.
+    """Choose the kind of ``state_dict()`` for ``module`` and the modules below it, and of ``optim_state_dict``.
 
     Args:
         module: A sharded module, or one that contains sharded modules.
-        state_dict_type: ``FULL_STATE_DICT``: whole plain tensors, copies of the current values; with
-            ``rank0_only=True`` on the first rank, and an empty dictionary on the others. ``SHARDED_STATE_DICT``:
-            DTensors. ``LOCAL_STATE_DICT``: this rank's pieces, see ``merge_local_state_dicts``. The last two share
-            memory with the model, unless ``offload_to_cpu=True`` copies them to the CPU. Every rank of the mesh must
-            call ``state_dict()`` if it is full.
-        state_dict_config: torch's configuration class of that name; default values if None.
-        optim_state_dict_config: Likewise for the optimizer's.
+        state_dict_type: ``FULL_STATE_DICT`` returns whole plain tensors, copies of the current values. Every rank of
+            the mesh must call ``state_dict()``; with ``rank0_only=True`` all but the first get an empty dictionary.
+            ``SHARDED_STATE_DICT`` returns DTensors. ``LOCAL_STATE_DICT`` returns this rank's pieces, see
+            ``merge_local_state_dicts``. The last two share memory with the model, unless ``offload_to_cpu=True``
+            copies them to the CPU.
+        state_dict_config: An instance of torch's configuration class for that type; None stands for its defaults.
+        optim_state_dict_config: Likewise for optimizer state dicts.
 
     Returns:
         The previous settings.
 
     Raises:
-        TypeError: not a module, not a ``StateDictType``, or a configuration of another type.
+        TypeError: An argument is not a module, not a ``StateDictType``, or a configuration for another type.
     """
     settings = _check(module, state_dict_type, state_dict_config, optim_state_dict_config)
     previous = _settings_of(module)
@@ -71,7 +71,13 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """``set_state_dict_type`` for the length of a ``with`` block; what was set before, module by module, comes back."""
+    """Call ``set_state_dict_type`` for the length of a ``with`` block, and restore each module's setting after it.
+
+    Example::
+
+        with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            full = model.state_dict()  # on every rank
+    """
     settings = _check(module, state_dict_type, state_dict_config, optim_state_dict_config)
     before = {submodule: submodule.__dict__.get(SETTING) for submodule in module.modules()}
     _install(module, settings)
@@ -84,10 +90,10 @@ def state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What ``set_state_dict_type`` chose for the sharded modules below ``module``; sharded if nothing was.
+    """Return the settings of the sharded modules below ``module``; the default is ``SHARDED_STATE_DICT``.
 
     Raises:
-        AssertionError: they have different settings (torch's contract).
+        AssertionError: The modules have different settings (AssertionError is torch's contract).
     """
     _check_module("get_state_dict_type", module)
     found = _settings_of(module)
@@ -105,7 +111,7 @@ def _default() -> StateDictSettings:
 
 
 def _settings_of(module: nn.Module) -> list[StateDictSettings]:
-    """The settings of the sharded modules below ``module``, or else of ``module`` alone, the outermost first."""
+    """Return the settings of the sharded modules below ``module``, outermost first; else that of ``module``."""
     modules = [m for m in module.modules() if get_state(m) is not None] or [module]
     settings = [m.__dict__.get(SETTING) for m in modules]
     return [_default() if s is None else s.settings for s in settings]
@@ -138,13 +144,13 @@ def _install(module: nn.Module, settings: StateDictSettings) -> None:
 
 
 def _put(module: nn.Module, setting: Setting | None) -> None:
-    """Let ``module`` follow ``setting``, and no earlier one."""
+    """Replace the setting of ``module`` by ``setting`` (None for no setting)."""
     former = module.__dict__.pop(SETTING, None)
     for handle in () if former is None else former.handles:
         handle.remove()
     if setting is None:
         return
     setting.handles = hook_saving([module], after_save)
-    if setting.outermost and get_state(module) is None:  # sharded modules do this at any time
+    if setting.outermost and get_state(module) is None:  # sharded modules always have these hooks
         setting.handles += hook_loading([module], before_load_tree, after_load_tree)
     module.__dict__[SETTING] = setting

@@ -1,7 +1,7 @@
-"""The only place that registers a hook: on modules, on autograd nodes, on tensors and on optimizers.
+"""Hooks on modules, autograd nodes, tensors and optimizers. No other file registers any.
 
-Most hooks are given a bound method of what belongs to the module, and die with the module. Hooks on leaves hold their
-owner weakly: it refers to modules around the leaf.
+Most hooks are bound methods of objects that belong to the module, and are freed with it. Hooks on modules that only
+hold parameters refer to their owner weakly: it refers to the model around such a module.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 __all__ = [
     "Gate",
     "Inputs",
+    "after_steps",
     "carry_hooks",
     "hook_error",
     "hook_forward",
@@ -42,7 +43,6 @@ __all__ = [
     "hook_state_dict",
     "is_made_since",
     "registrations",
-    "settle_optimizer",
     "watch_exit",
     "watch_inputs",
     "watch_outputs",
@@ -52,18 +52,21 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Inputs(Enum):
-    """How it becomes known that backward has the gradients of a call's inputs."""
+    """How the end of a module's backward is detected from the gradients of its inputs."""
 
-    ATTACHED = 0  # hooks on them
-    NONE_NEEDED = 1  # none of them requires a gradient
-    UNREACHABLE = 2  # they cannot be replaced by tensors with hooks
+    ATTACHED = 0  # hooks on all inputs that require a gradient
+    NONE_NEEDED = 1  # no input requires a gradient
+    UNREACHABLE = 2  # some inputs cannot be replaced by tensors with hooks
 
 
 class Gate:
-    """Calls ``done`` when it is told to, unless it was closed: then nobody knows whether all inputs are through."""
+    """Calls ``done`` when it is called itself, but only while it is open.
+
+    It is closed if inputs are hidden: their gradients may still be missing when those of the other inputs are there.
+    """
 
     def __init__(self, done: Callable[[], None], hidden: list[torch.Tensor]) -> None:
-        """``hidden`` are inputs inside plain objects, on which no hooks can be put."""
+        """``hidden`` are inputs inside plain objects, which cannot get hooks."""
         self.hidden = hidden
         self.is_open = not hidden
         self._done = done
@@ -79,7 +82,7 @@ def hook_forward(
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments],
     after: Callable[[nn.Module, Any, Any], Any],
 ) -> list[tuple[RemovableHandle, RemovableHandle]]:
-    """Call ``before`` ahead of every other hook of ``modules``, ``after`` behind every other one."""
+    """Call ``before`` before every other forward hook of ``modules``, and ``after`` after every other one."""
     return [
         (
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -97,7 +100,7 @@ def hook_error(module: nn.Module, left: Callable[..., None]) -> None:
 def hook_saving(
     modules: Iterable[nn.Module], after: Callable[..., None], before: Callable[..., None] | None = None
 ) -> list[RemovableHandle]:
-    """Call ``before`` ahead of, and ``after`` behind, what ``state_dict`` does with each module and all below it."""
+    """Call ``before`` before ``state_dict`` saves each module, and ``after`` when all modules below it are saved."""
     handles = []
     for module in modules:
         if before is not None:
@@ -109,7 +112,7 @@ def hook_saving(
 def hook_loading(
     modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]
 ) -> list[RemovableHandle]:
-    """Call ``before`` ahead of what ``load_state_dict`` does with each module, ``after`` behind that and all below."""
+    """Call ``before`` before ``load_state_dict`` loads each module, ``after`` when all modules below it are loaded."""
     handles = []
     for module in modules:
         handles.append(module.register_load_state_dict_pre_hook(before))
@@ -125,10 +128,10 @@ def hook_state_dict(
     before_load: Callable[..., None],
     after_load: Callable[..., None],
 ) -> None:
-    """Bracket ``state_dict`` and ``load_state_dict`` of each module that shows a managed parameter itself.
+    """Call functions before and after ``state_dict`` and ``load_state_dict`` of modules that show managed parameters.
 
-    The functions are called with ``owner`` first. The modules may be leaves, and ``owner`` knows the model around them,
-    so the hooks hold it weakly: a leaf that somebody keeps does not keep the model.
+    The first argument of each call is ``owner``. The hooks refer to it weakly, because it refers to the whole model: a
+    module that the user keeps must not keep the model alive.
     """
     for module in modules:
         hook_saving([module], _OwnedHook(after_save, owner), _OwnedHook(before_save, owner))
@@ -136,9 +139,9 @@ def hook_state_dict(
 
 
 class _OwnedHook:
-    """Calls a function with an object that it does not keep alive; does nothing when that is gone.
+    """Calls a function with an object that it does not keep alive, and does nothing once the object is freed.
 
-    A bound method would keep it alive, and takes none of the attributes with which torch marks hooks.
+    A bound method would keep the object alive, and torch could not set the attributes with which it marks hooks.
     """
 
     def __init__(self, function: Callable[..., None], owner: object) -> None:
@@ -151,7 +154,7 @@ class _OwnedHook:
             self._function(owner, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OwnedHook:
-        """Belong to the owner's copy. ``copy`` takes weak references as they are, so it is looked up in ``memo``."""
+        """Return a hook of the owner's copy, which comes from ``memo``: ``copy`` does not follow weak references."""
         owner = self._owner()
         copied = copy.copy(self)
         if owner is not None:
@@ -165,14 +168,15 @@ def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> 
 
 
 registrations = 0
-"""How often, up to now, a parameter or module was registered on a managed module by somebody else."""
+"""The number of parameters and modules that other code has registered on managed modules so far."""
 
 
 def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
-    """Count registrations on managed modules, which may add or tie parameters. Costs nothing per step.
+    """Count registrations on managed modules, which may add or tie parameters. It costs nothing per step.
 
-    A tensor that ``is_ours`` knows counts only where another one is: that ties two parameters. On a module that
-    overrides ``__setattr__`` it never counts, since we show shards and full parameters there by registering them.
+    A tensor for which ``is_ours`` returns True counts only if it replaces another one, which ties two parameters. It
+    never counts on a module that overrides ``__setattr__``, where we show shards and full parameters by registering
+    them.
     """
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
@@ -191,7 +195,7 @@ def carry_hooks(
     on_gradient: Iterable[Callable[[torch.Tensor], torch.Tensor | None]],
     after_accumulation: Iterable[Callable[[torch.Tensor], None]],
 ) -> None:
-    """Give ``tensor`` the hooks that were registered on the parameter it stands for."""
+    """Give ``tensor`` the hooks that were registered on the parameter that it represents."""
     for hook in after_accumulation:
         tensor.register_post_accumulate_grad_hook(hook)
     for gradient_hook in on_gradient if tensor.requires_grad else ():
@@ -199,21 +203,21 @@ def carry_hooks(
 
 
 def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
-    """Bracket ``step`` of every optimizer in the process, whenever it was built."""
+    """Call functions before and after ``step`` of every optimizer in the process, also of optimizers built later."""
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
 
 def hook_next_step(optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> RemovableHandle:
-    """Call ``before`` when the optimizer is about to step, behind all hooks there are; remove the handle afterwards."""
+    """Call ``before`` after all other pre-hooks of the next step. The caller removes the handle after the step."""
     return optimizer.register_step_pre_hook(lambda *unused: before())
 
 
-def settle_optimizer(optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
-    """Call ``settle`` first when the optimizer has stepped, and before its state is saved or replaced."""
-    put_first_after_step(optimizer, optimizer.register_step_post_hook(lambda *unused: settle()))
-    optimizer.register_state_dict_pre_hook(lambda *unused: settle())
-    optimizer.register_load_state_dict_pre_hook(lambda *unused: settle())
+def after_steps(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -> None:
+    """Call ``restore`` before all other hooks after a step, and before the optimizer's state is saved or replaced."""
+    put_first_after_step(optimizer, optimizer.register_step_post_hook(lambda *unused: restore()))
+    optimizer.register_state_dict_pre_hook(lambda *unused: restore())
+    optimizer.register_load_state_dict_pre_hook(lambda *unused: restore())
 
 
 def watch_inputs(
@@ -222,16 +226,18 @@ def watch_inputs(
     done: Callable[[], None],
     starting: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[Arguments, Inputs, Gate | None]:
-    """Return (``args``, ``kwargs``) with hooks for when backward has their gradients, and whether they have some.
+    """Return (``args``, ``kwargs``) with hooks on the inputs that require a gradient, the kind of hooks, and a gate.
 
-    Inputs inside plain objects (a cache that earlier layers have filled, say) cannot be replaced. The hooks on the
-    others then do nothing until the gate that is returned as well is opened, by someone who knows that the module did
-    not use the hidden ones.
+    ``done`` runs when the gradients of all these inputs are computed. A later backward through these gradients
+    (``create_graph=True``) calls ``starting`` first.
 
-    ``done`` runs when the gradients of all inputs that need one are computed; a later backward that enters by these
-    gradients (``create_graph=True``) calls ``starting`` first. A single such input becomes a view with a hook on its
-    node, so that the module may still change it in place; several go through one autograd function, which alone can
-    tell when the last is done, and so does one that a collective still fills.
+    A single such input becomes a view with a hook on its node, so that the module may still change it in place. Several
+    inputs go through one autograd function, because its backward runs only when all gradients are there. So does a
+    single input that a collective is still writing.
+
+    Inputs inside plain objects (such as a cache that earlier layers have filled) cannot be replaced. The hooks on the
+    other inputs then do nothing until the caller opens the gate, once it knows that the module does not use the hidden
+    inputs. Without hidden inputs the gate is None.
     """
     if not torch.is_grad_enabled():
         return (args, kwargs), Inputs.NONE_NEEDED, None
@@ -259,8 +265,8 @@ def watch_inputs(
     new = []
     if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
         view = needing[0].view_as(needing[0])
-        if view.grad_fn is not None:  # under torch.func its node is out of reach
-            view.grad_fn.register_prehook(lambda grads: _through(grads, done, starting))
+        if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
+            view.grad_fn.register_prehook(lambda grads: _finish(grads, done, starting))
             if args and args[0] is needing[0]:
                 return ((view, *args[1:]), kwargs), found, gate
             new = [view]
@@ -269,33 +275,36 @@ def watch_inputs(
     return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs), found, gate
 
 
-def _through(
+def _finish(
     grads: Iterable[torch.Tensor | None], done: Callable[[], None], starting: Callable[[torch.Tensor], None] | None
 ) -> None:
-    """Backward is through with inputs, which have these gradients."""
+    """Call ``done``, since backward has computed ``grads`` of all inputs, and watch them for a second backward."""
     if starting is not None:
         _watch_entry(grads, starting)
     done()
 
 
 def _watch_entry(grads: Iterable[torch.Tensor | None], starting: Callable[[torch.Tensor], None]) -> None:
-    """Call ``starting`` before the backward of this backward comes in where these gradients go out."""
+    """Call ``starting`` before a backward of this backward enters through ``grads``, gradients that it has computed."""
     for grad in grads if torch.is_grad_enabled() else ():
         if grad is not None and grad.requires_grad and not grad.is_leaf:
             grad.register_hook(starting)
 
 
 def watch_exit(grad: torch.Tensor, starting: Callable[[torch.Tensor], None]) -> None:
-    """``grad`` comes into a module; where the backward of this backward goes out there, watch it for a third one."""
+    """Watch for a third backward through the gradients that a second backward computes for ``grad``.
+
+    ``grad`` is a gradient of a module's output, so a backward of this backward leaves the module there.
+    """
     if grad.requires_grad and not grad.is_leaf:
         grad.register_hook(lambda outgoing: _watch_entry([outgoing], starting))
 
 
 class _InputsDone(torch.autograd.Function):
-    """Identity on several tensors whose backward runs once all their gradients are there.
+    """The identity on several tensors. Its backward runs when all their gradients are there.
 
-    A result that a collective still fills (what tensor parallelism hands on) is waited for: a compiled module takes
-    such an input for one that needs no gradient, and whatever made it would get none.
+    Forward waits for an input that a collective is still writing (from tensor parallelism): a compiled module would
+    treat it as an input that needs no gradient, and the modules before it would get none.
     """
 
     generate_vmap_rule = True
@@ -311,7 +320,7 @@ class _InputsDone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
-        _through(grads, *ctx.watchers)
+        _finish(grads, *ctx.watchers)
         return (None, *grads)
 
     @staticmethod
@@ -320,25 +329,28 @@ class _InputsDone(torch.autograd.Function):
 
 
 def is_made_since(node: Any, since: int) -> bool:
-    """Whether there is a ``node`` of autograd, and none older than the one with the number ``since``."""
+    """Return True if ``node`` is an autograd node that was made at or after the sequence number ``since``."""
     return node is not None and node_sequence_number(node) >= since
 
 
 def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> tuple[bool, Any]:
-    """(Whether ``output`` takes part in autograd, ``output``); ``starting`` runs before its backward enters the module.
+    """Call ``starting`` before backward enters the module through ``output``.
 
-    A hook on a view is lost when the view is changed in place afterwards: autograd then goes through its base. So the
-    base is watched too, if the module made it, that is if its node is not older than ``since``.
+    Return whether a tensor in ``output`` requires a gradient, and ``output``, with tensors replaced under
+    ``torch.func``.
 
-    Inside a transform of ``torch.func`` tensors have ``requires_grad`` False although a backward outside of it may
-    reach them; they are replaced by outputs of a node that calls ``starting`` in backward.
+    A hook on a view is lost if the view is changed in place afterwards, because autograd then goes through its base.
+    The base is therefore watched too if the module made it, that is, if its node is not older than ``since``.
+
+    Inside a transform of ``torch.func``, ``requires_grad`` is False although a backward outside of the transform may
+    reach the tensors. They are replaced by outputs of a node that calls ``starting`` in backward.
     """
     watched = False
     for tensor in find_tensors(output):
         if not tensor.requires_grad:
             continue
         watched = True
-        if tensor.is_leaf:  # nothing in the module computed it
+        if tensor.is_leaf:  # not computed by the module, so backward does not enter it here
             continue
         tensor.register_hook(starting)
         base = view_base(tensor)
@@ -355,7 +367,7 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
 
 
 class _BackwardStarts(torch.autograd.Function):
-    """Identity on a tensor, and on its tangent, whose backward tells first."""
+    """The identity on a tensor and on its tangent. Its backward calls ``starting`` first."""
 
     generate_vmap_rule = True
 

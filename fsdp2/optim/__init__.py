@@ -1,16 +1,16 @@
-"""Optimizers: from the top down; a file imports only what stands below it.
+"""Optimizer steps on shards and on full parameters. From the top down; a file imports only files below it.
 
-full_params  steps on full parameters, each by its owner
-full_state   the state of such steps
-exchange     what travels between holders and owners of parameters
-ownership    the parameters of one optimizer, their owners, and what this rank holds of them
-owners       owners balanced by cost
+full_params  steps on full parameters, each on the rank that owns it
+full_state   the optimizer state of such steps
+exchange     sends tensors between the holders and the owners of parameters
+ownership    the parameters of one optimizer, their owners, and the parts that this rank holds
+owners       balances owners by cost
 local_step   steps on local shards
-collecting   a group's tensors for a step, as torch's optimizer collects them
-proxies      plain parameters that stand for shards in optimizers that are not torch's own
+collecting   collects a group's tensors for a step, as torch's optimizer does
+proxies      plain parameters that replace shards during steps of optimizers that are not torch's own
 clip         gradient clipping
-grad_scaler  gradient scaling, and one verdict for all ranks
-prebuilt     optimizers that hold other tensors than the shards
-alike        shards and states that are cut the same way
-runs         lists of tensors regrouped for operators that read every element
+grad_scaler  gradient scaling with the same decision on every rank
+prebuilt     replaces parameters that an optimizer was given before they were sharded
+alike        local tensors of gradients and states, which must be sharded like their parameter
+runs         operators that read every element of a list of tensors
 """

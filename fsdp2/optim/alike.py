@@ -1,4 +1,4 @@
-"""Between DTensors and the plain tensors to compute with: a gradient and a state must be cut like their parameter."""
+"""Local tensors of gradients and optimizer states, which must be sharded like their parameter."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2.sharding.spec import arrived, dtensor_like, on_this_rank, placed_alike
 
-__all__ = ["agreeing_local", "local_state", "shown_state"]
+__all__ = ["local_gradient", "local_state", "shown_state"]
 
 
-def agreeing_local(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The plain gradient of the elements that ``param`` has here.
+def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of this rank's elements of ``param`` as a plain tensor.
 
-    A gradient that is placed otherwise (a partial sum, say) is redistributed: every rank of its mesh must ask for it.
+    A gradient with other placements (a partial sum, say) is redistributed, so every rank of its mesh must call this.
     """
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and not placed_alike(grad, param):
         grad = grad.redistribute(placements=param.placements)
@@ -24,10 +24,10 @@ def agreeing_local(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def local_state(value: Any, param: torch.Tensor, where: Callable[[], str]) -> Any:
-    """What a step on local tensors computes with in place of ``value``, a piece of the state of ``param``.
+    """Return the local tensor of ``value``, an entry of the state of ``param``, for a step on local tensors.
 
     Raises:
-        RuntimeError: it is placed otherwise than the parameter, or whole where the parameter is cut.
+        RuntimeError: The state is not sharded like its parameter.
     """
     if not isinstance(value, torch.Tensor) or not isinstance(param, DTensor):
         return on_this_rank(value)
@@ -48,7 +48,7 @@ def local_state(value: Any, param: torch.Tensor, where: Callable[[], str]) -> An
 
 
 def shown_state(value: Any, param: torch.Tensor) -> Any:
-    """``value``, made by a step on local tensors, as the optimizer must show it: a DTensor if cut like ``param``."""
+    """Return ``value``, made by a step on local tensors, as a DTensor if it has the shape of the local ``param``."""
     if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     return dtensor_like(param, value) if value.shape == on_this_rank(param).shape else value

@@ -1,13 +1,13 @@
-"""``clip_grad_norm_``: one norm over gradients on any mix of meshes, without an operator on a DTensor.
+"""``clip_grad_norm_`` computes one norm over gradients on any mix of meshes, without operators on DTensors.
 
-Every rank adds up what its own elements contribute (powers of norms, in float64), one number for each mesh, which is
-then summed over each dimension of the mesh that any of its parameters is cut over. What is the same on all ranks of
-such a dimension, because its parameter is not cut over it, is divided by the dimension's size beforehand. Which
-collectives there are depends on the parameters alone, never on which of them have gradients.
+Every rank adds up the contributions of its own elements (powers of norms, in float64) to one number for each mesh. The
+number is then summed over each mesh dimension that shards any parameter. A parameter that is not sharded over such a
+dimension contributes the same on all its ranks, so its contribution is first divided by the dimension's size. The
+collectives depend on the parameters alone, not on which of them have gradients.
 
-Parameters on smaller meshes are averaged over the largest in the end. That is right for copies: a norm layer on the
-data-parallel mesh alone, beside layers that tensor parallelism cut. Experts that only some data-parallel ranks have
-must be summed, so they are multiplied by the number of such sets of ranks beforehand (`_weights`).
+Finally the contributions of parameters on smaller meshes are averaged over the largest mesh. That is right for copies,
+such as a norm layer on the data-parallel mesh beside tensor-parallel layers. Experts on some of the data-parallel ranks
+must be summed instead, so their contribution is first multiplied by the number of such sets of ranks (`_weights`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
 __all__ = ["clip_grad_norm_"]
 
-# The mesh of a parameter, its dimensions that cut it, and whether it is a shard; (None, (), False) for a plain one.
+# The mesh of a parameter, the dimensions that shard it, and True for a managed shard; _PLAIN for a plain parameter.
 _Cut = tuple[DeviceMesh | None, tuple[int, ...], bool]
 _PLAIN: _Cut = (None, (), False)
 _Buckets = dict[tuple[torch.device, torch.dtype, _Cut], list[torch.Tensor]]
@@ -45,32 +45,39 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     pp_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Scale all gradients down to a total norm of ``max_norm`` if it is larger; return the norm before, on every rank.
+    """Scale all gradients in place if their total norm exceeds ``max_norm``; return the norm before scaling.
 
-    Each rank of a parameter's mesh must call this with that parameter, whether it has a gradient here or not; plain
-    parameters must be passed on all ranks or on none. A parameter that is sharded over fewer data-parallel ranks than
-    others is taken for an expert, which those other ranks do not have. If they have copies of it, and you sum their
-    gradients yourself, each copy counts. Gradients of plain tensors should be equal on all ranks; where they are not,
-    ranks use the mean of their powers and still agree. The norm of half-precision gradients is computed in float32.
+    Each rank of a parameter's mesh must call this with that parameter, with or without a gradient. Plain parameters
+    must be passed on all ranks or on none. A parameter that is sharded over fewer data-parallel ranks than others
+    counts as an expert, which the other ranks do not have. If they have copies of it, and you sum the copies' gradients
+    yourself, each copy counts. Gradients of plain tensors should be equal on all ranks. If they differ, all ranks use
+    the mean of their powers. The norm of half-precision gradients is computed in float32.
 
     Args:
         parameters: Sharded, replicated and plain parameters on any meshes, or a single one. A parameter that
-            ``fully_shard`` has replaced, as an optimizer built before it holds them, stands for its shard.
+            ``fully_shard`` has replaced (an optimizer built before may hold it) stands for its shard.
         max_norm: The largest norm that is not scaled down.
         norm_type: The order of the norm: a positive number or ``inf``.
-        error_if_nonfinite: Raise if the norm is NaN or infinite, before anything is scaled.
-        foreach: False computes with one gradient after the other; otherwise with whole lists at once.
-        pp_mesh: The 1D mesh of pipeline stages, each of which calls this with its own parameters; the norm is that of
+        error_if_nonfinite: Raise an error if the norm is NaN or infinite, before anything is scaled.
+        foreach: False computes with one gradient after the other, None or True with lists of gradients.
+        pp_mesh: The 1D mesh of pipeline stages. Each stage calls this with its own parameters, and the norm is that of
             all stages.
 
     Returns:
-        A plain 0-d tensor on the device of the first parameter, float64 if a parameter is, else float32.
+        A plain 0-d tensor on the device of the first parameter, the same on every rank: float64 if a parameter has that
+        dtype, else float32.
 
     Raises:
-        ValueError: ``norm_type`` is not positive or ``pp_mesh`` has more than one dimension.
+        ValueError: ``norm_type`` is not positive, or ``pp_mesh`` has more than one dimension.
         TypeError: ``parameters`` contains something other than tensors.
-        RuntimeError: with ``error_if_nonfinite``, on every rank: the norm is not finite; or a parameter is
-            unsharded, so that its reduced gradient is elsewhere.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank), or a parameter is
+            unsharded, so its reduced gradient is on its shard.
+
+    Example::
+
+        loss.backward()
+        norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
     """
     params = shards_of([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
     norm_type = _check(params, float(norm_type), pp_mesh)
@@ -116,7 +123,7 @@ def _check(params: list[Any], norm_type: float, pp_mesh: DeviceMesh | None) -> f
 
 
 def _cuts(params: list[torch.Tensor]) -> list[_Cut | None]:
-    """How each parameter is cut; None for one that is itself a partial sum and so is nowhere cut."""
+    """Return how each parameter is sharded; None for a parameter that is itself a partial sum."""
     keys = [(p.device_mesh, p.placements, is_managed_tensor(p)) if isinstance(p, DTensor) else None for p in params]
     found: dict[Any, _Cut | None] = {}
     for key in dict.fromkeys(keys):
@@ -131,11 +138,11 @@ def _cuts(params: list[torch.Tensor]) -> list[_Cut | None]:
 
 
 def _weights(params: list[torch.Tensor], cuts: list[_Cut | None]) -> dict[_Cut, float]:
-    """How many sets of ranks have a shard of their own where this rank has one, by how it is cut.
+    """Return the number of sets of data-parallel ranks that train parameters of their own, for each kind of shard.
 
-    Ranks that are data-parallel for any parameter have different data; a shard on some of these ranks alone, whose
-    gradients no other of them sums, is trained there alone. Beyond the data-parallel ranks of what tensor parallelism
-    cut there are copies.
+    Ranks that are data-parallel for any parameter have different data. A parameter that lies on some of these ranks
+    only is an expert: each such set of ranks trains its own. Beyond the data-parallel ranks of tensor-parallel
+    parameters, all ranks hold copies.
     """
     one_of_each = {cut: param for param, cut in zip(params, cuts) if cut is not None and cut[2]}
     ranks: dict[_Cut, frozenset[int]] = {}
@@ -155,7 +162,10 @@ def _weights(params: list[torch.Tensor], cuts: list[_Cut | None]) -> dict[_Cut, 
 
 
 def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buckets, _Buckets]:
-    """(What norms are taken of, what is to be scaled): plain tensors by device, dtype and how they are cut."""
+    """Return the tensors to take norms of, and the tensors to scale, by device, dtype and sharding.
+
+    They differ for a gradient that is not sharded like its parameter: its norm is that of the redistributed gradient.
+    """
     buckets: _Buckets = {}
     odd: list[tuple[torch.Tensor, torch.Tensor, _Cut]] = []
     for param, cut in zip(params, cuts):
@@ -164,7 +174,7 @@ def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buck
         local, sharded = on_this_rank(grad), isinstance(grad, DTensor)
         alike = placed_alike(grad, param) or not (sharded or isinstance(param, DTensor))
         if cut is None or not alike or type(local) is not torch.Tensor:
-            whole = _settle(grad, None if cut is None else param) if sharded else arrived(grad)
+            whole = _redistribute(grad, None if cut is None else param) if sharded else arrived(grad)
             odd.append((whole, arrived(local), cut or _PLAIN))
         elif local.numel():
             buckets.setdefault((local.device, local.dtype, cut), []).append(local)
@@ -177,14 +187,14 @@ def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buck
     return measured, scaled
 
 
-def _settle(grad: Any, param: torch.Tensor | None) -> torch.Tensor:
-    """A gradient placed otherwise than its parameter, placed like it: whole on every rank for None or a plain one."""
+def _redistribute(grad: Any, param: torch.Tensor | None) -> torch.Tensor:
+    """Return ``grad`` with the placements of ``param``, or whole on every rank for None or a plain parameter."""
     places = param.placements if isinstance(param, DTensor) else [Replicate()] * grad.device_mesh.ndim
     return arrived(on_this_rank(grad.redistribute(placements=places)))
 
 
 class _Powers:
-    """Norms as numbers that add up over tensors and ranks: their powers; for ``inf`` the largest counts."""
+    """Powers of norms, which add up over tensors and ranks; for ``inf`` the maximum is used instead of the sum."""
 
     def __init__(self, norm_type: float, foreach: bool | None, device: torch.device) -> None:
         self._order = norm_type
@@ -192,39 +202,39 @@ class _Powers:
         self._device = device
 
     def of(self, tensors: list[torch.Tensor], copies: float) -> torch.Tensor:
-        """What ``tensors`` (of one device and dtype) contribute, if as many ranks as ``copies`` contribute the same."""
+        """Return the power of ``tensors`` (of one device and dtype), divided by the number of ranks with ``copies``."""
         found = norms_of(tensors, self._order, at_once=self._foreach is not False).to(self._device, torch.float64)
         return found.max() if math.isinf(self._order) else found.pow(self._order).sum() / copies
 
     def zero(self) -> torch.Tensor:
-        """What nothing contributes."""
+        """Return the power of no tensors."""
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def combined(self, one: torch.Tensor, other: torch.Tensor, copies: int = 1) -> torch.Tensor:
-        """Both contributions, the other of which ``copies`` ranks contribute."""
+        """Return both powers combined; ``copies`` ranks contribute ``other``."""
         return torch.maximum(one, other) if math.isinf(self._order) else one + other / copies
 
     def reduced(self, value: torch.Tensor, axis: Axis, device_type: str) -> torch.Tensor:
-        """The contributions of all ranks of ``axis`` together."""
+        """Return the combined powers of all ranks of ``axis``."""
         value = value.to(device_type, copy=True)
         if not math.isinf(self._order):
             all_reduce(value, axis, average=False, async_op=False)
             return value.to(self._device)
-        # What a backend's maximum makes of NaN depends on the order of ranks, so it travels as a number.
+        # A backend's maximum may drop NaN, depending on the order of ranks, so a second number says if there is one.
         both = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().to(value.dtype)])
         all_reduce_max(both, axis)
         return torch.where(both[1] > 0, math.nan, both[0]).to(self._device)
 
     def norm(self, value: torch.Tensor) -> torch.Tensor:
-        """The norm whose power ``value`` is."""
+        """Return the norm with the power ``value``."""
         return value if math.isinf(self._order) else value.pow(1 / self._order)
 
 
 class _Meshes:
-    """The meshes to reduce over, in one order on all ranks, so that ranks never wait for each other in a circle.
+    """The meshes to reduce over, in one order on all ranks, so that ranks cannot wait for each other in a circle.
 
-    If there is more than one, or plain tensors, everything is averaged over the largest in the end: what should be
-    equal on its ranks then is, whoever has summed it up, and ranks agree also where it is not.
+    If there are several meshes or plain tensors, the total is averaged over the largest mesh at the end. This makes all
+    ranks agree, also when values that should be equal on all ranks are not.
     """
 
     def __init__(self, cuts: set[_Cut]) -> None:
@@ -243,16 +253,16 @@ class _Meshes:
 
     @property
     def averages(self) -> bool:
-        """Whether what lies on smaller meshes is averaged over the largest."""
+        """True if the contributions of smaller meshes are averaged over the largest."""
         return self._last is not None and len(self._dims) > 1
 
     def copies(self, cut: _Cut) -> int:
-        """How many of the ranks that are reduced over have the same of a parameter that is cut so."""
+        """Return the number of ranks in the reduction that hold the same elements of a parameter sharded as ``cut``."""
         mesh, dims, _ = cut
         return 1 if mesh is None else math.prod(mesh.size(dim) for dim in self._dims[mesh] if dim not in dims)
 
     def reduce(self, parts: dict[DeviceMesh | None, torch.Tensor], powers: _Powers) -> torch.Tensor:
-        """The contributions of all ranks of all meshes together, from this rank's to each mesh."""
+        """Return the combined powers of all ranks of all meshes; ``parts`` are this rank's powers by mesh."""
         total = parts.get(None, powers.zero())
         for mesh, dims in self._dims.items():
             part = parts.get(mesh, powers.zero())
@@ -265,7 +275,7 @@ class _Meshes:
 
 
 def _size_and_ranks(mesh: DeviceMesh) -> Any:
-    """The place of a mesh in the order: largest last, those of one dimension after others of that size."""
+    """Return a key that sorts meshes: the largest last, and of equal sizes the one with fewer dimensions last."""
     return mesh.size(), -mesh.ndim, listed_ranks(mesh), tuple(mesh.shape), str(mesh.mesh_dim_names)
 
 

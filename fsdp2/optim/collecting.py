@@ -1,7 +1,8 @@
-"""Collecting a group's tensors for a step again, once torch's optimizer has shown how it does that.
+"""Collect a group's tensors for a step the way torch's optimizer did in an earlier step.
 
-torch asks a parameter and its gradient a dozen things each time, and each costs several times more on a DTensor. The
-answers stay the same as long as the group has the same parameters, options and gradients to work with.
+torch checks a dozen properties of each parameter and gradient in every step, and each check costs several times more on
+a DTensor. The results stay the same as long as the group has the same parameters and options, and gradients for the
+same parameters.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["Collecting"]
 
-_PER_STEP = ("params", "lr")  # of a group's options: schedulers change lr, and collecting looks at its type alone
+_PER_STEP = (
+    "params",
+    "lr",
+)  # options that may change: schedulers change lr, and torch checks only its type while it collects
 
 
 @dataclass(frozen=True)
 class _Group:
-    """How the lists of one group were filled: state keys of the lists behind gradients (None: it stays empty)."""
+    """How torch filled the lists of one group. ``keys`` are the state keys of the lists after parameters and gradients.
+
+    A key is None if its list stays empty. ``found`` is the value that torch returned.
+    """
 
     params: list[torch.Tensor]
     used: list[bool]
@@ -30,13 +37,13 @@ class _Group:
 
 
 class Collecting:
-    """What is known of the groups of one optimizer."""
+    """Remembers how torch filled the lists of one optimizer's groups."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Group] = {}
 
     def again(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], lists: tuple[list[Any], ...]) -> Any:
-        """Fill ``lists`` as last time and return a pair of True and what torch returned then; else (False, None)."""
+        """Fill ``lists`` as torch did last time; return True and the value that torch returned, or (False, None)."""
         known, params = self._known.get(id(group["params"])), group["params"]
         if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
             return False, None
@@ -58,7 +65,7 @@ class Collecting:
     def learn(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], lists: tuple[list[Any], ...], found: Any
     ) -> None:
-        """Remember how torch has just filled ``lists``, if that can be found out and all parameters are DTensors."""
+        """Remember how torch has just filled ``lists``, if each list has one key and all parameters are DTensors."""
         params = group["params"]
         self._known.pop(id(params), None)
         if not lists[0] or not all(isinstance(param, DTensor) for param in params):
@@ -77,7 +84,7 @@ class Collecting:
 
 
 def _same_options(known: dict[str, Any], group: dict[str, Any]) -> bool:
-    """Whether a group has the options it had, none of which was a tensor."""
+    """Return True if the group has the same options as before, and none of them is a tensor."""
     now = {key: value for key, value in group.items() if key not in _PER_STEP}
     if any(isinstance(value, torch.Tensor) for value in (*now.values(), group.get("lr"))):
         return False

@@ -1,4 +1,4 @@
-"""One all-to-all that brings pieces of several tensors to their owners, or whole tensors back to their holders."""
+"""One all-to-all that sends pieces of several tensors to their owners, or whole tensors back to their holders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp2.sharding.packing import align
 
 __all__ = ["Arriving", "Layout"]
 
-_ALIGN_BYTES = 16  # so that pieces of any dtype can be viewed, and copied fast
+_ALIGN_BYTES = 16  # every dtype can be viewed at such an offset, and copies are fast
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Slot:
 
 
 class Layout:
-    """Where every piece lies in what this rank sends and receives; the same entries make matching ones on all ranks."""
+    """The places of all pieces in this rank's send and receive buffers; equal arguments match on all ranks."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Layout:
         *,
         to_owner: bool,
     ) -> None:
-        """``axis`` are the ranks of the routes; buffers are made on ``device``, which its backend serves."""
+        """``axis`` has the ranks of the routes; buffers are allocated on ``device``, which its backend supports."""
         self.routes, self.dtypes, self.axis, self.device = routes, dtypes, axis, device
-        self.own: list[tuple[int, Box]] = []  # pieces that stay here
+        self.own: list[tuple[int, Box]] = []  # pieces that stay on this rank
         sends: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
         receives: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
         for index, route in enumerate(routes):
@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def nbytes_sent(self) -> int:
-        """Bytes that this rank sends."""
+        """The bytes that this rank sends."""
         return sum(self.send_sizes)
 
     def start(self, sources: Sequence[torch.Tensor | None], origins: Sequence[Box]) -> Arriving:
@@ -94,7 +94,7 @@ class Layout:
 
 @dataclass
 class Arriving:
-    """Pieces on their way. ``sent`` is kept until they have left."""
+    """A running all-to-all. ``sent`` is referenced until it ends, since the collective reads it."""
 
     layout: Layout
     works: list[Work]
@@ -103,7 +103,7 @@ class Arriving:
     kept: list[tuple[int, Box, torch.Tensor]]
 
     def wait(self) -> list[tuple[int, Box, torch.Tensor]]:
-        """(Entry, box, values) of every piece that came, and of those that were here."""
+        """Wait; return (entry, box, values) of every piece that arrived and of those that stayed on this rank."""
         for work in self.works:
             work.wait()
         layout = self.layout
@@ -122,6 +122,6 @@ class Arriving:
 
 
 def _part(tensor: torch.Tensor | None, box: Box, origin: Box) -> torch.Tensor:
-    """The view of ``box`` in a tensor that is the part ``origin`` of the whole."""
+    """Return the view of ``box`` in ``tensor``, which is the part ``origin`` of the whole tensor."""
     assert tensor is not None
     return narrow(tensor, tuple((start - first, length) for (start, length), (first, _) in zip(box, origin)))

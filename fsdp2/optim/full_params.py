@@ -1,8 +1,8 @@
-"""``use_full_params``: an optimizer that needs whole matrices steps on them, each at one rank, its owner.
+"""``use_full_params`` lets an optimizer step on whole matrices, each on one rank, its owner.
 
-A step goes bucket by bucket. Pieces of gradients and parameters travel to the owners in one all-to-all; every owner
-runs the optimizer's own step on plain, whole tensors; pieces of the new values travel back in another one and are
-written into the shards. The next bucket travels while one is computed.
+A step goes bucket by bucket. One all-to-all sends the pieces of gradients and parameters to the owners. Every owner
+runs the optimizer's own step on plain, whole tensors. Another all-to-all sends pieces of the new values back, and they
+are written to the shards. The next bucket is sent while one is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.engine.param import lend_gradient, parameter_like
-from fsdp2.optim.alike import agreeing_local
+from fsdp2.optim.alike import local_gradient
 from fsdp2.optim.exchange import Arriving, Layout
 from fsdp2.optim.full_state import OwnedState, keep_owned, names_in, shown_at_holders
 from fsdp2.optim.owners import default_cost
@@ -40,24 +40,30 @@ def use_full_params(
     cost: Callable[[torch.Tensor], float] | None = None,
     bucket_mb: float = 64.0,
 ) -> optim.Optimizer:
-    """Let ``optimizer`` compute with whole parameters, each on the one rank that owns it, and return it.
+    """Let ``optimizer`` compute with whole parameters, each on the one rank that owns it, and return ``optimizer``.
 
-    For optimizers that need whole matrices: Muon, Shampoo, SOAP, Adafactor. Each parameter is updated independently, so
-    results are those of the same step on whole tensors in one process. Learning rates, parameter groups, hooks,
-    ``zero_grad`` and gradient scalers work as before. The owner holds a parameter's state; ``state_dict`` and
-    ``load_state_dict``, which all ranks must call, use the form that the state has on DTensors. Each step sends about
-    three times the shards' bytes; on an accelerator the host waits once. Plain parameters are stepped on every rank.
+    Use it for optimizers that need whole matrices: Muon, Shampoo, SOAP, Adafactor. Each parameter is updated
+    independently, so the results are those of the same step on whole tensors in one process. Learning rates, parameter
+    groups, hooks, ``zero_grad`` and gradient scalers work as before. The owner holds a parameter's state. All ranks
+    must call ``state_dict`` and ``load_state_dict``, which convert the state to and from DTensors. Each step sends
+    about three times the shards' bytes, and on an accelerator the host waits once. Plain parameters are stepped on
+    every rank.
 
     Args:
-        optimizer: Any that updates each parameter independently and whose ``step`` takes no closure.
-        cost: The cost of a parameter for its owner, a function of the (sharded) parameter; the same on all ranks.
-            Default: rows x columns x the smaller of the two.
+        optimizer: An optimizer that updates each parameter independently and whose ``step`` takes no closure.
+        cost: A function that returns the cost of a (sharded) parameter for its owner, the same on all ranks. Default:
+            rows x columns x the smaller of the two for matrices, else the number of elements.
         bucket_mb: MiB of gradients and parameters that an owner computes with at a time; one parameter may exceed it.
 
     Raises:
         TypeError: ``optimizer`` is not a torch.optim.Optimizer.
         ValueError: ``optimizer`` needs a closure or sparse gradients, or already steps on local shards; or
             ``bucket_mb`` is not positive.
+
+    Example::
+
+        fsdp2.fully_shard(model)
+        optimizer = fsdp2.use_full_params(torch.optim.Muon(matrices, lr=0.02))
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(
@@ -94,7 +100,7 @@ def _check_kind(optimizer: optim.Optimizer) -> None:
 
 @dataclass
 class _Bucket:
-    """Parameters that are computed at the same time, and how their tensors travel."""
+    """Parameters that are computed at the same time, and the layouts of the all-to-alls for them."""
 
     owned: list[Owned]
     inward: Layout  # gradients, then parameters
@@ -106,19 +112,21 @@ class _Bucket:
 
 
 class _FullParams:
-    """The owners of one optimizer's parameters, and its step."""
+    """The replaced step and state dicts of one optimizer."""
 
     def __init__(self, optimizer: optim.Optimizer, cost: Callable[[torch.Tensor], float], bucket_bytes: int) -> None:
         self._optimizer = optimizer
         self._cost, self._bucket_bytes = cost, bucket_bytes
         self._ownership = Ownership([], cost)
-        self._state = OwnedState(self._ownership)  # taken over from the optimizer when it is first asked for
+        self._state = OwnedState(self._ownership)  # replaced by the optimizer's own state at the first use
         self._proxies: dict[torch.Tensor, nn.Parameter] = {}
         self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
         self._load_as_torch = optimizer.load_state_dict
         self._save_as_torch = optimizer.state_dict
         kind = type(optimizer)
-        self._step_as_torch = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which run once a step
+        self._step_as_torch = getattr(
+            kind.step, "__wrapped__", kind.step
+        )  # without hooks: these run once a step, not once a bucket
 
     def take_over(self) -> None:
         """Replace the optimizer's ``step``, ``state_dict`` and ``load_state_dict``."""
@@ -132,11 +140,11 @@ class _FullParams:
 
     @torch.no_grad()
     def _step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """All buckets, in order.
+        """Send, compute and write all buckets in order.
 
         Raises:
-            RuntimeError: on every rank: some ranks have a gradient of a parameter and others none; or the optimizer
-                raised on some rank (which raises that error).
+            RuntimeError: Only some ranks have a gradient of a parameter, or the optimizer raised an error on another
+                rank. Every rank raises one.
         """
         if closure is not None:
             raise ValueError(
@@ -171,23 +179,23 @@ class _FullParams:
         self._state.stepped = True
 
     def _refresh(self) -> None:
-        """Follow parameters that were sharded, parameter groups that changed, and state that somebody set."""
-        repair(self._optimizer)  # a step has done so, but a state dict may be asked for first
+        """Take over newly sharded parameters, changed parameter groups, and state that the caller has replaced."""
+        repair(self._optimizer)  # a step has done so already, but a state dict may be requested before any step
         params = [p for group in self._optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
         optimizer, state = self._optimizer, self._optimizer.state
         if not self._ownership.is_of(params):
             if state is self._state:
-                state = shown_at_holders(state, self._ownership)  # others may own it from now on
+                state = shown_at_holders(state, self._ownership)  # other ranks may own it from now on
             self._ownership = Ownership(params, self._cost)
             self._buckets.clear()
         if state is not self._state:
             self._state = keep_owned(state, self._ownership)
-            optimizer.state = self._state  # type: ignore[assignment]  # any dictionary will do
+            optimizer.state = self._state  # type: ignore[assignment]  # torch needs no more than a dictionary
 
     def _agree_on_gradients(self) -> dict[RankSet, list[torch.dtype | None]]:
-        """Which parameters have a gradient, and of which dtype: the same on all ranks, as one small collective shows.
+        """Return the dtype of each parameter's gradient (None without one) after checking that all ranks have the same.
 
-        Sets of fewer ranks come first, so that all ranks hear of what is wrong in one of them before anything is sent.
+        Sets of fewer ranks come first, so that an error in one of them reaches all ranks before anything is sent.
         """
         found: dict[RankSet, list[torch.dtype | None]] = {}
         wrong = ""
@@ -219,12 +227,12 @@ class _FullParams:
 
     def _send(self, bucket: _Bucket) -> None:
         params = [owned.param for owned in bucket.owned]
-        grads = [None if p.grad is None else agreeing_local(p.grad, p) for p in params]
+        grads = [None if p.grad is None else local_gradient(p.grad, p) for p in params]
         here = [owned.here for owned in bucket.owned]
         bucket.arriving = bucket.inward.start([*grads, *map(on_this_rank, params)], [*here, *here])
 
     def _assemble(self, bucket: _Bucket) -> None:
-        """Wait for a bucket's pieces; whole gradients and parameters of what this rank owns."""
+        """Wait for a bucket's pieces, and assemble the gradients and parameters that this rank owns."""
         dtypes, count = bucket.inward.dtypes, len(bucket.owned)
         wholes = [
             owned.empty(dtype) if owned.mine else None for owned, dtype in zip((*bucket.owned, *bucket.owned), dtypes)
@@ -236,7 +244,10 @@ class _FullParams:
         bucket.grads, bucket.fulls = wholes[:count], wholes[count:]
 
     def _compute(self, bucket: _Bucket, groups: _Groups) -> Exception | None:
-        """The optimizer's own step on what this rank owns of ``bucket``; the error that it raised."""
+        """Run the optimizer's own step on this rank's parameters of ``bucket``; return the error that it raised.
+
+        The error is not raised here: the other ranks continue and would wait for this rank's collectives.
+        """
         lent: dict[torch.Tensor, torch.Tensor] = {}
         for owned, grad, full in zip(bucket.owned, bucket.grads, bucket.fulls):
             if full is not None:
@@ -252,7 +263,7 @@ class _FullParams:
                 returned.data = returned.data.new_empty(0)
 
     def _proxy(self, param: torch.Tensor) -> nn.Parameter:
-        """The plain parameter that the optimizer sees in place of ``param``, the same object in each step."""
+        """Return the plain parameter that replaces ``param`` in a step; it is the same object in every step."""
         if param not in self._proxies:
             self._proxies[param] = parameter_like(param, on_this_rank(param).new_empty(0))
         return self._proxies[param]
@@ -268,12 +279,10 @@ class _FullParams:
         bucket.leaving = None
 
     def _end_together(self, error: Exception | None, groups: _Groups) -> None:
-        """Raise on every rank if the optimizer raised on one; else let all ranks have what a group counted at some.
-
-        They also hear of the names of new state.
+        """Raise an error on every rank if the optimizer raised one on any; else exchange changed options and names.
 
         Raises:
-            RuntimeError: the optimizer raised elsewhere; the weights of other parameters are changed by then.
+            RuntimeError: The optimizer raised an error on another rank. Other parameters are already updated.
         """
         for ranks in reversed(self._ownership.sets):
             names = self._new_names(ranks)
@@ -296,7 +305,7 @@ class _FullParams:
             raise error
 
     def _new_names(self, ranks: RankSet) -> dict[int, list[Any]]:
-        """The names in the state of what this rank owns, by its index, where they changed: at a first step, mostly."""
+        """Return the names of state entries that changed, mostly at a first step, by the index of the parameter."""
         found = {i: names_in(self._state.get(owned.param)) for i, owned in enumerate(ranks.owned) if owned.mine}
         known = self._state.names
         return {i: names for i, names in found.items() if names != known.get(ranks.owned[i].param, [])}
@@ -333,7 +342,7 @@ def _plan_bucket(ranks: RankSet, used: list[tuple[Owned, torch.dtype]]) -> _Buck
 
 
 def _code(owned: Owned) -> int:
-    """Which gradient this rank has of a parameter: an index of ``_DTYPES``, or that it has none, or no piece at all."""
+    """Return the dtype of this rank's gradient as an index of ``_DTYPES``, or ``_NO_GRADIENT`` or ``_NOTHING_HERE``."""
     if owned.holds_nothing:
         return _NOTHING_HERE
     grad = owned.param.grad
@@ -341,18 +350,21 @@ def _code(owned: Owned) -> int:
 
 
 class _Groups:
-    """The parameter groups of an optimizer during one step, which calls the optimizer's own once for each bucket."""
+    """The parameter groups of an optimizer during one step, which runs the optimizer's own step for each bucket."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._params = [(group, group["params"]) for group in optimizer.param_groups]
-        # What a group counts or decays in a step must be counted once: each call begins with the same options.
+        # Counters and decays in a group's options must change once a step: each call begins with the same options.
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self.changed: dict[int, dict[str, Any]] = {}  # by the index of a group: options that a step has changed
+        self.changed: dict[int, dict[str, Any]] = {}  # options that the step has changed, by the index of the group
         self.plain = [p for _, params in self._params for p in params if not isinstance(p, DTensor)]
 
     def step(self, lent: dict[torch.Tensor, torch.Tensor], step: Callable[..., Any]) -> Exception | None:
-        """Call ``step`` with groups and state of ``lent`` alone, each seen as another tensor; the error it raised."""
+        """Call ``step`` with the groups and state of the parameters in ``lent``; return the error that it raised.
+
+        ``lent`` maps each parameter to the plain tensor that the step works on.
+        """
         if not lent:
             return None
         optimizer, kept, groups = self._optimizer, self._optimizer.state, self._optimizer.param_groups
@@ -374,7 +386,7 @@ class _Groups:
         return None
 
     def _seen(self, lent: dict[torch.Tensor, torch.Tensor]) -> list[dict[str, Any]]:
-        """The groups that have some of ``lent``, with these in place of their parameters."""
+        """Return the groups with parameters in ``lent``, which are replaced by their plain tensors."""
         found = []
         for (group, params), options in zip(self._params, self._options):
             seen = [lent[param] for param in params if param in lent]

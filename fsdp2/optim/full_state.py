@@ -1,4 +1,4 @@
-"""The state of an optimizer that steps on whole parameters: whole at the owner, as DTensors in state dicts."""
+"""The state of an optimizer that steps on whole parameters: whole on the owner, DTensors in state dicts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _BUCKET_BYTES = 64 << 20
 
 
 class OwnedState(dict):
-    """State of the parameters that this rank owns (plain, whole tensors), and of plain parameters.
+    """The state of plain parameters and of the parameters that this rank owns, as plain, whole tensors.
 
-    It is true as soon as any rank has state, so that ranks which own nothing decide as the others do. Of a parameter
-    that another rank owns it has the names of the state's entries alone.
+    It is true as soon as any rank has state, so that code which tests it does the same on ranks that own nothing. For a
+    parameter of another owner it has only the names of the state's entries.
     """
 
     def __init__(self, ownership: Ownership) -> None:
         super().__init__()
         self._ownership = ownership
         self.stepped = False
-        self.names: dict[Any, list[Any]] = {}  # by parameter, of all of them, as of the last step or loading
+        self.names: dict[Any, list[Any]] = {}  # of all parameters, as of the last step or loading
 
     def __bool__(self) -> bool:
         return self.stepped
@@ -50,7 +50,7 @@ class OwnedState(dict):
 class _Elsewhere(Mapping):
     """The state of a parameter that another rank owns: names without values.
 
-    torch.distributed.checkpoint.state_dict asks for the names, to find the values in a flattened state dict.
+    torch.distributed.checkpoint.state_dict needs the names to find the values in a flattened state dict.
     """
 
     def __init__(self, names: list[Any], shape: tuple[int, ...], owner: int) -> None:
@@ -78,7 +78,7 @@ class _Elsewhere(Mapping):
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor of an owner's state; ``value`` holds that of one element which is no part of a parameter's shape."""
+    """A description of a tensor in an owner's state. A single number has its ``value``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,10 +87,10 @@ class _Leaf:
 
 @torch.no_grad()
 def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultdict[Any, Any]:
-    """What the optimizer would have if it stepped on DTensors; every rank must call this.
+    """Return the state as if the optimizer had stepped on DTensors. Every rank must call this.
 
-    Tensors of a parameter's shape are cut like the parameter, single elements are plain, others are replicated. State
-    of parameters that ``ownership`` does not know (sharded since, say) has that form already.
+    Tensors of a parameter's shape are sharded like the parameter, single numbers are plain, others are replicated.
+    State of parameters without an owner (such as recently sharded ones) has this form already.
     """
     shown: defaultdict[Any, Any] = defaultdict(dict)
     shown.update({param: entry for param, entry in state.items() if ownership.owner_of(param) is None})
@@ -121,11 +121,11 @@ def _describe(entry: Any, owned: Owned) -> Any:
     return map_leaves(partial(leaf, None), entry)
 
 
-_Piece = tuple[int, int, Route, _Leaf]  # parameter, leaf, how it travels, what it is
+_Piece = tuple[int, int, Route, _Leaf]  # index of the parameter, index of the leaf, route, description
 
 
 def _pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[list[_Piece]]:
-    """All tensors that travel, in order, in bounded buckets."""
+    """Yield buckets of bounded size with all tensors to send, in order."""
     return _in_buckets(_sized_pieces(described, ranks))
 
 
@@ -142,7 +142,7 @@ _T = TypeVar("_T")
 
 
 def _in_buckets(entries: Iterable[tuple[_T, int]]) -> Iterator[list[_T]]:
-    """``entries``, given with their bytes, in lists of up to 64 MiB or of one."""
+    """Yield ``entries``, given with their bytes, in lists of up to 64 MiB or of one entry."""
     bucket: list[_T] = []
     total = 0
     for entry, nbytes in entries:
@@ -158,7 +158,7 @@ def _in_buckets(entries: Iterable[tuple[_T, int]]) -> Iterator[list[_T]]:
 def _receive(
     pieces: list[_Piece], state: Mapping[Any, Any], ranks: RankSet, found: dict[int, dict[int, torch.Tensor]]
 ) -> None:
-    """Bring ``pieces`` from their owners to ``found``, by parameter and leaf."""
+    """Receive ``pieces`` from their owners, and store them in ``found`` by parameter and leaf."""
     sources: list[torch.Tensor | None] = []
     targets: list[torch.Tensor | None] = []
     for i, k, way, leaf in pieces:
@@ -190,7 +190,7 @@ def _shown(leaf: Any, owned: Owned, tensor: torch.Tensor | None) -> Any:
 
 @torch.no_grad()
 def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
-    """``state`` as an optimizer on DTensors has it, whole at the owners; every rank must call this."""
+    """Return ``state``, an optimizer's state on DTensors, as whole tensors on the owners. Every rank must call this."""
     kept = OwnedState(ownership)
     kept.stepped = bool(state)
     kept.update({param: entry for param, entry in state.items() if ownership.owner_of(param) is None})
@@ -215,18 +215,18 @@ def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
                 else:
                     leaves[k] = leaf.full_tensor()
         for bucket in _in_buckets(cut):
-            _bring(bucket, ranks)
+            _send_to_owners(bucket, ranks)
         kept.update({owned.param: rebuild(leaves) for owned, leaves, rebuild in taken if owned.mine})
     return kept
 
 
 def names_in(entry: Any) -> list[Any]:
-    """The names in the state of one parameter."""
+    """Return the names in the state of one parameter."""
     return list(entry) if isinstance(entry, dict) else []
 
 
-def _bring(pieces: list[tuple[Owned, list[Any], int]], ranks: RankSet) -> None:
-    """Replace leaves that are cut like their parameters by whole ones at the owners, by None elsewhere."""
+def _send_to_owners(pieces: list[tuple[Owned, list[Any], int]], ranks: RankSet) -> None:
+    """Replace leaves that are sharded like their parameters by whole tensors on the owners, by None elsewhere."""
     dtypes = [leaves[k].dtype for _, leaves, k in pieces]
     layout = Layout([owned.route for owned, _, _ in pieces], dtypes, ranks.axis, ranks.device, to_owner=True)
     sources = [on_this_rank(leaves[k]) for _, leaves, k in pieces]

@@ -1,4 +1,4 @@
-"""Loss scaling whose verdict on infinite gradients is the same on every rank."""
+"""Loss scaling that makes the same decision about infinite gradients on every rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,26 @@ __all__ = ["ShardedGradScaler"]
 class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for sharded, replicated and plain parameters together.
 
-    torch's own decides by the first gradient alone whether to reduce the found infinities over ranks: if that is
-    replicated (a scalar, a NO_SHARD unit), each rank steps or skips on its own, and a rank without gradients makes the
-    others hang. Here each rank checks all its gradients, and one all-reduce over ``process_group`` (None: all ranks)
-    combines the results. Gradients of float16 parameters are unscaled, too.
+    torch's own scaler reduces the found infinities over ranks only if the first gradient is sharded. If that gradient
+    is replicated (a scalar, a NO_SHARD unit), each rank steps or skips on its own, and a rank without gradients makes
+    the others hang. This scaler checks all gradients on each rank, and one all-reduce over ``process_group`` (default:
+    all ranks) combines the results. It also unscales gradients of float16 parameters.
+
+    Args:
+        device: The type of device, "cuda" for example.
+        init_scale: The first scale.
+        backoff_factor: The factor for the scale after a step with infinite gradients.
+        growth_factor: The factor for the scale after ``growth_interval`` steps without any.
+        growth_interval: The number of steps between increases of the scale.
+        enabled: False makes all methods do nothing.
+        process_group: The ranks that must make the same decision.
+
+    Example::
+
+        scaler = fsdp2.ShardedGradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     def __init__(
@@ -48,8 +64,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale gradients in place; by device, whether any rank found one that is not finite (more than 0)."""
-        repair(optimizer)  # the step would: too late for gradients of shards that it does not hold yet
+        """Unscale gradients in place; return by device a number, above 0 if a gradient on any rank is not finite."""
+        repair(
+            optimizer
+        )  # the step does this too late: the optimizer must hold the shards whose gradients are unscaled
         grads: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -57,7 +75,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 if grad is None:
                     continue
                 values = on_this_rank(grad)
-                if values.is_sparse:  # of an ignored parameter; a copy of its values is only looked at
+                if (
+                    values.is_sparse
+                ):  # of an ignored parameter: unscaled here; a copy of its values is then only checked
                     values = values.mul_(inv_scale.to(values.device)).coalesce().values().clone()
                 grads.append(values)
         found = unscale(grads, found_inf, inv_scale)

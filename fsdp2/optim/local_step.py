@@ -1,8 +1,8 @@
-"""``use_local_shards``: an optimizer that treats every element by itself steps on plain local tensors.
+"""``use_local_shards`` lets an elementwise optimizer step on plain local tensors.
 
-An operator on DTensors costs several times one on plain tensors. torch's own optimizers collect a group's tensors in
-lists before they compute; the lists are where DTensors give way to their local tensors, and nowhere else: parameters,
-gradients and state that anybody else sees stay what they were. Other optimizers step on proxies (`proxies.py`).
+An operator on DTensors costs several times as much as one on plain tensors. torch's own optimizers collect a group's
+tensors in lists before they compute, and only in these lists are DTensors replaced by their local tensors. Parameters,
+gradients and state stay DTensors for all other code. Other optimizers step on proxies (`proxies.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import optim
 from fsdp2._torch.hooks import dynamo_is_tracing, outside_dynamo
 from fsdp2._torch.optimizers import around_init_group
 from fsdp2._torch.tensors import DTensorSpec, dtensor_specs, local_tensors
-from fsdp2.autograd.hooks import settle_optimizer
-from fsdp2.optim.alike import agreeing_local, local_state, shown_state
+from fsdp2.autograd.hooks import after_steps
+from fsdp2.optim.alike import local_gradient, local_state, shown_state
 from fsdp2.optim.collecting import Collecting
 from fsdp2.optim.proxies import step_on_proxies
 from fsdp2.sharding.spec import arrived, placed_alike
@@ -41,7 +41,7 @@ _ELEMENTWISE = {
     optim.SGD,
 }
 _ON_WHOLE = "Call fsdp2.use_full_params on it, which lets it step on whole parameters"
-_NOT_ELEMENTWISE = {  # why not, and what to do instead
+_NOT_ELEMENTWISE = {  # the reason and the remedy for errors
     optim.Adafactor: ("it averages over whole rows and columns of a parameter", _ON_WHOLE),
     optim.LBFGS: (
         "it takes products over all elements of all parameters",
@@ -60,21 +60,25 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
     """Let the steps of ``optimizer`` compute with plain local tensors instead of DTensors, and return it.
 
     Its ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` show DTensors as before, so schedulers,
-    hooks and checkpoints work unchanged. Results are those of the step on DTensors, bit for bit if the same
-    implementation runs; where neither ``foreach`` nor ``fused`` was chosen, torch takes its loop for DTensors and, on
+    hooks and checkpoints work unchanged. Results match those of the step on DTensors, bit for bit if the same
+    implementation runs. If you choose neither ``foreach`` nor ``fused``, torch uses a loop for DTensors but, on
     accelerators, ``foreach`` for plain tensors. Plain parameters may share a group with sharded ones. A step that
     torch.compile traces, or that is ``differentiable``, computes with DTensors as before.
 
     Args:
         optimizer: One of torch's elementwise optimizers: SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam,
             RMSprop, ASGD, Rprop.
-        elementwise: Declares that an optimizer of another class (also one derived from those) is elementwise: no
-            element's update depends on other elements or on the shape. Inside its ``step`` parameters, gradients and
+        elementwise: True declares that an optimizer of another class (also one derived from those) is elementwise: no
+            element's update depends on other elements or on the shape. Inside its ``step``, parameters, gradients and
             state are plain tensors. State tensors of a parameter's local shape, other than ``step``, become DTensors.
 
     Raises:
         TypeError: ``optimizer`` is not a torch.optim.Optimizer.
         ValueError: ``optimizer`` is not elementwise, or its class is unknown and ``elementwise`` is False.
+
+    Example::
+
+        optimizer = fsdp2.use_local_shards(torch.optim.AdamW(model.parameters(), lr=1e-3))
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(
@@ -108,7 +112,7 @@ def _step_on_local_lists(optimizer: optim.Optimizer) -> None:
     lists = _LocalLists(optimizer)
     around_init_group(optimizer, lists.collect)
     if isinstance(optimizer, optim.SGD):
-        settle_optimizer(optimizer, lists.settle)
+        after_steps(optimizer, lists.move_momentum)
 
 
 class _LocalLists:
@@ -117,7 +121,7 @@ class _LocalLists:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._collecting = Collecting()
-        # Specs that were found to agree, by group and list: comparing lists of the same objects takes no time.
+        # Specs that were found to agree, by group and list: comparing two lists of the same objects is fast.
         self._agreed: dict[tuple[int, int], tuple[list[DTensorSpec | None], list[DTensorSpec | None]]] = {}
         self._lent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
@@ -125,7 +129,7 @@ class _LocalLists:
         """Fill ``lists`` (parameters, gradients, then one for each kind of state) with a group's local tensors.
 
         Raises:
-            RuntimeError: a parameter's state is not cut like the parameter.
+            RuntimeError: The state of a parameter is not sharded like the parameter.
         """
         optimizer = self._optimizer()
         if optimizer is None or group.get("differentiable") or dynamo_is_tracing():
@@ -151,13 +155,13 @@ class _LocalLists:
                 continue
             if i == 1:
                 plain = [a is b is None for a, b in zip(specs, own)]
-                settled = all(map(operator.or_, plain, map(placed_alike, params, tensors)))
-                tensors[:] = [agreeing_local(grad, param) for grad, param in zip(tensors, params, strict=True)]
+                agree = all(map(operator.or_, plain, map(placed_alike, params, tensors)))
+                tensors[:] = [local_gradient(grad, param) for grad, param in zip(tensors, params, strict=True)]
             else:
                 names = [functools.partial(_name, group, param) for param in params]
                 tensors[:] = [local_state(*entry) for entry in zip(tensors, params, names, strict=True)]
-                settled = True
-            if settled:
+                agree = True
+            if agree:
                 self._agreed[key] = (specs, own)
         lists[1][:] = map(arrived, lists[1])
         shown, params[:] = list(params), local_tensors(params)
@@ -165,8 +169,8 @@ class _LocalLists:
             self._lent.append((list(params), shown))
 
     @outside_dynamo
-    def settle(self) -> None:
-        """Give what SGD has written into the state of local tensors to the parameters they belong to."""
+    def move_momentum(self) -> None:
+        """Move momentum that SGD has written into the state of local tensors to the state of their parameters."""
         optimizer, lent, self._lent = self._optimizer(), self._lent, []
         if optimizer is None:
             return
@@ -179,7 +183,7 @@ class _LocalLists:
 
 
 def _name(group: dict[str, Any], param: torch.Tensor) -> str:
-    """What to call a parameter of a group in an error."""
+    """Return the name of a parameter of a group for an error."""
     index = next(i for i, p in enumerate(group["params"]) if p is param)
     names = group.get("param_names")
     return f"parameter {index} of its group" if names is None else names[index]

@@ -1,7 +1,6 @@
-"""Who computes with each whole parameter: owners balanced by cost, and which box of it every rank holds.
+"""The owner of each whole parameter, balanced by cost, and the box of it that every rank holds.
 
-Everything here is arithmetic on shapes, meshes and placements, so that every rank comes to the same result without
-communication.
+This is arithmetic on shapes, meshes and placements, so every rank gets the same result without communication.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["Route", "assign_owners", "boxes_of", "default_cost", "mesh_ranks"]
 
 @dataclass(frozen=True)
 class Route:
-    """How one tensor of ``shape`` travels between its holders and its owner, among ranks counted from 0.
+    """The holders and the owner of one tensor of ``shape``, as indices into the ranks of its mesh.
 
     ``boxes`` are the parts that the ranks hold, in their order; ranks may hold copies, or nothing.
     """
@@ -37,12 +36,12 @@ class Route:
 
     @property
     def holders(self) -> list[int]:
-        """The ranks that hold some of it."""
+        """The ranks that hold a part."""
         return [rank for rank, box in enumerate(self.boxes) if numel(box)]
 
     @cached_property
     def senders(self) -> list[int]:
-        """The ranks whose parts make the whole, each part once: of equal parts the one nearest to the owner."""
+        """The ranks that send, one for each part: of several ranks with the same part, the one nearest to the owner."""
         nearest: dict[Box, int] = {}
         for rank in self.holders:
             known = nearest.get(self.boxes[rank])
@@ -51,20 +50,20 @@ class Route:
         return list(nearest.values())
 
     def everywhere(self, shape: Sequence[int]) -> Route:
-        """The route of a tensor of another shape that goes whole from the same owner to every rank."""
+        """Return the route of a tensor of another shape that the same owner sends whole to every rank."""
         return Route(tuple(shape), (whole(shape),) * len(self.boxes), self.owner)
 
 
 def mesh_ranks(param: DTensor) -> tuple[int, ...]:
-    """The global ranks that a parameter lies on, in ascending order."""
+    """Return the global ranks of a parameter's mesh, in ascending order."""
     return tuple(sorted(listed_ranks(param.device_mesh)))
 
 
 def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
-    """The part of ``param`` that each of ``mesh_ranks(param)`` holds.
+    """Return the part of ``param`` that each of ``mesh_ranks(param)`` holds.
 
     Raises:
-        NotImplementedError: parts are not boxes (a partial sum, or pieces that interleave).
+        NotImplementedError: The parts are not boxes (a partial sum, or pieces that interleave).
     """
     mesh, placements = param.device_mesh, param.placements
     known = all(isinstance(p, Replicate) or cut_dim(p) is not None for p in placements)
@@ -87,7 +86,7 @@ def _box(
     shape: tuple[int, ...], placements: Sequence[Placement], sizes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> Box:
     box = list(whole(shape))
-    # A strided dimension cuts what the others of its tensor dimension have cut before, wherever it stands in the mesh.
+    # A strided dimension is applied last: it cuts the pieces of the other mesh dimensions, wherever it is in the mesh.
     for i in sorted(range(len(sizes)), key=lambda i: type(placements[i]) is not Shard):
         if (dim := cut_dim(placements[i])) is not None:
             start, size = box[dim]
@@ -98,16 +97,17 @@ def _box(
 
 
 def default_cost(param: torch.Tensor) -> float:
-    """rows x columns x the smaller of the two for (batches of) matrices, the number of elements for anything else."""
+    """Return rows x columns x the smaller of the two for (batches of) matrices, else the number of elements."""
     if param.ndim < 2:
         return float(param.numel())
     return float(param.numel() * min(param.shape[-2:]))
 
 
 def assign_owners(params: Sequence[DTensor], cost: Callable[[torch.Tensor], float]) -> list[int]:
-    """The global rank that owns each parameter: the most expensive first, each to the least busy rank it lies on.
+    """Return the global rank that owns each parameter.
 
-    Parameters on more ranks come first: all of those on fewer know then what their own ranks are busy with.
+    The most expensive parameters are assigned first, each to the rank of its mesh with the least load. Parameters on
+    more ranks are assigned before those on fewer, whose ranks all know the load from them.
     """
     costs = [float(cost(param)) for param in params]
     ranks = [mesh_ranks(param) for param in params]

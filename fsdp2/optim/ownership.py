@@ -1,4 +1,4 @@
-"""The parameters of one optimizer by the ranks they lie on, each with its owner and what this rank holds of it."""
+"""The parameters of one optimizer by their ranks, each with its owner and the part that this rank holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Owned", "Ownership", "RankSet"]
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """One parameter: how it travels, and this rank among those of its ``route``."""
+    """One parameter, its route, and the index of this rank in the route."""
 
     param: Any
     route: Route
@@ -29,26 +29,26 @@ class Owned:
 
     @property
     def mine(self) -> bool:
-        """Whether this rank owns it."""
+        """True if this rank owns the parameter."""
         return self.route.owner == self.rank
 
     @property
     def here(self) -> Box:
-        """What this rank holds of it."""
+        """The box that this rank holds."""
         return self.route.boxes[self.rank]
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether this rank holds no element of it."""
+        """True if this rank holds no element."""
         return not numel(self.here)
 
     @property
     def whole(self) -> Box:
-        """The box of all of it."""
+        """The box of the whole parameter."""
         return whole(self.route.shape)
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the whole tensor, as the parameter lay before it was sharded."""
+        """Return memory for the whole tensor, with the strides of the parameter before it was sharded."""
         device = on_this_rank(self.param).device
         return torch.empty_strided(self.route.shape, self.param.stride(), dtype=dtype, device=device)
 
@@ -69,9 +69,10 @@ class RankSet:
     def buckets(
         self, used: Sequence[tuple[Owned, torch.dtype]], limit: int
     ) -> Iterator[list[tuple[Owned, torch.dtype]]]:
-        """``used`` parameters with the dtype of what travels beside them, up to ``limit`` bytes an owner and bucket.
+        """Yield buckets of ``used``, parameters with the dtypes of their gradients.
 
-        Every bucket has something to compute for each owner, as long as it has anything left.
+        A bucket has up to ``limit`` bytes for each owner, or one larger parameter. Every bucket has parameters of each
+        owner that has any left, so that all owners compute at the same time.
         """
         queues: dict[int, list[tuple[Owned, torch.dtype]]] = {}
         for entry in reversed(used):
@@ -90,7 +91,7 @@ class RankSet:
 
 
 class Ownership:
-    """Who owns which of ``params``, in sets of those that lie on the same ranks: the sets of most ranks first."""
+    """The owners of ``params``, in sets of parameters that lie on the same ranks: sets with more ranks first."""
 
     def __init__(self, params: list[DTensor], cost: Callable[[torch.Tensor], float]) -> None:
         self._params = params
@@ -106,11 +107,11 @@ class Ownership:
         self._owners: dict[Any, int] = dict(zip(params, owners))
 
     def is_of(self, params: list[DTensor]) -> bool:
-        """Whether these are the parameters, in this order."""
+        """Return True if the parameters are ``params``, in this order."""
         return len(params) == len(self._params) and all(map(_same, params, self._params))
 
     def owner_of(self, param: Any) -> int | None:
-        """The global rank that owns ``param``; None of another parameter."""
+        """Return the global rank that owns ``param``, or None if it is not one of the parameters."""
         return self._owners.get(param)
 
 
@@ -118,12 +119,12 @@ def _same(one: Any, other: Any) -> bool:
     return one is other
 
 
-# The process groups made for sets of ranks: by the default one, since they end with it, and by the ranks.
+# Process groups of sets of ranks, by the default process group, which they end with, and by the ranks.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def _axis(ranks: tuple[int, ...], device_type: str) -> Axis:
-    """The axis of exactly these ranks; every one of them must call this."""
+    """Return the axis of exactly these ranks. Every one of them must call this."""
     world = dist.group.WORLD
     assert world is not None
     if len(ranks) == world.size():

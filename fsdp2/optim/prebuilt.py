@@ -1,9 +1,9 @@
-"""Optimizers that hold other tensors than the shards: they get the shards, state included, before it matters.
+"""Replace tensors that an optimizer was given before they were sharded by the shards, with their state.
 
-A parameter object cannot become a DTensor, so an optimizer built before ``fully_shard`` would go on training a tensor
-that no module uses. So would an optimizer built while a module shows full parameters, as a root does after an
-evaluation, or inside ``summon_full_params``. Every such tensor is remembered, weakly, and replaced by its shard before
-the optimizer steps, zeroes gradients, is unscaled or loaded into.
+A parameter object cannot become a DTensor, so an optimizer built before ``fully_shard`` would continue to train a
+tensor that no module uses. So would an optimizer built while a module shows full parameters, after ``unshard()`` or
+inside ``summon_full_params``. Weak references to all such tensors are kept, and the optimizer gets the shards before it
+steps, zeroes gradients, unscales them or loads a state dict.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
 __all__ = ["STEPS_ON_WHOLE", "follow_parameters", "repair", "shards_of"]
 
-_SIZE = "_fsdp2_size"  # of an optimizer: how many parameters it had when it was last looked through
+_SIZE = "_fsdp2_size"  # attribute of an optimizer: its number of parameters when it was last searched
 STEPS_ON_WHOLE = "_fsdp2_full_params"
-"""An attribute of optimizers that step on whole parameters, for which state of any shape is right as it is."""
+"""An attribute of optimizers that step on whole parameters. Their state may have any shape."""
 _hooked = False
-# Gradients that originals had when they were replaced: of this rank's data alone, or written to the shard already.
+# Gradients that originals had when they were replaced: unreduced, or already written to the shard.
 _old_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original -> weak gradient
 
 
 def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) -> None:
-    """Remember which managed parameter took the place of each original."""
+    """Remember the managed parameter that replaces each original."""
     global _hooked
     if not _hooked:
         hook_optimizers(repair, note_optimizer_step)
@@ -57,10 +57,10 @@ def _remember(originals: Iterable[nn.Parameter], params: Iterable[FSDPParam]) ->
 
 @outside_dynamo
 def _follow_summoned(optimizer: torch.optim.Optimizer) -> None:
-    """Remember what ``optimizer`` was just given inside ``summon_full_params``.
+    """Remember the tensors that ``optimizer`` was just given inside ``summon_full_params``.
 
-    Only then can these tensors be recognized: after the block no module shows them. The optimizer keeps them for the
-    length of the block, where it may step on them.
+    They must be recognized now: after the block no module shows them. The optimizer holds them until the end of the
+    block, where it may step on them.
     """
     given = optimizer.param_groups[-1]["params"]
     summoned = [param for param in given if _is_summoned(param)]
@@ -72,12 +72,12 @@ def _follow_summoned(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_summoned(param: torch.Tensor) -> bool:
-    """Whether ``summon_full_params`` shows ``param`` at the moment; a shard would be a DTensor."""
+    """Return True if ``summon_full_params`` shows ``param``: it is then managed, not temporary, and not a DTensor."""
     return is_managed_tensor(param) and not is_temporary(param) and not isinstance(param, DTensor)
 
 
 def shards_of(params: list[Any]) -> list[Any]:
-    """``params``, with the shards in place of originals; what modules show at the moment stays."""
+    """Return ``params`` with originals replaced by their shards; tensors that modules show now stay."""
     if not originals_remembered():
         return params
     managed = (None if is_managed_tensor(param) else param_of(param) for param in params)
@@ -85,15 +85,15 @@ def shards_of(params: list[Any]) -> list[Any]:
 
 
 def repair(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Let ``optimizer`` hold the shards of parameters that it was given whole, with their state and gradients."""
+    """Replace whole parameters of ``optimizer`` by their shards, with their state and gradients."""
     size = sum(len(group["params"]) for group in optimizer.param_groups)
-    # Dynamo follows as far as this, so a compiled step breaks only where there is something to look for.
+    # Dynamo traces this test, so a compiled step has a graph break only if there is something to replace.
     if originals_remembered() or optimizer.__dict__.get(_SIZE) != size:
-        _look_through(optimizer, size)
+        _replace_originals(optimizer, size)
 
 
 @outside_dynamo
-def _look_through(optimizer: torch.optim.Optimizer, size: int) -> None:
+def _replace_originals(optimizer: torch.optim.Optimizer, size: int) -> None:
     optimizer.__dict__[_SIZE] = size
     for group in optimizer.param_groups:
         params = group["params"]
@@ -101,20 +101,20 @@ def _look_through(optimizer: torch.optim.Optimizer, size: int) -> None:
             managed = None if is_managed_tensor(param) and not is_temporary(param) else param_of(param)
             if managed is None or managed.sharded is None:
                 continue
-            if param in optimizer.state:  # first, since it may raise: the next step must not begin without this state
+            if param in optimizer.state:  # first: if this raises an error, the next step must still find the state
                 any_shape = STEPS_ON_WHOLE in optimizer.__dict__
                 optimizer.state[managed.sharded] = _cut_state(optimizer.state[param], param, managed, any_shape)
                 del optimizer.state[param]
-            if not is_temporary(param):  # what a full parameter has is still to be reduced
+            if not is_temporary(param):  # the gradient of a full parameter is not reduced yet
                 _carry_gradient(param, managed)
             params[i] = managed.sharded  # in place: LBFGS and schedulers keep the same list
 
 
 def _carry_gradient(original: torch.Tensor, managed: FSDPParam) -> None:
-    """Let the shard have the gradient that ``original`` was given since it was replaced, unless it has its own.
+    """Move a gradient that ``original`` was given after it was replaced to the shard, unless the shard has its own.
 
-    torch.distributed.checkpoint.state_dict makes an optimizer's state by a step with gradients of zero, which it gives
-    to the parameters that the optimizer holds before the step.
+    torch.distributed.checkpoint.state_dict creates an optimizer's state by a step with gradients of zero, which it sets
+    on the parameters that the optimizer holds before the step.
     """
     grad: Any = original.grad
     old = _old_gradients.get(original)
@@ -125,11 +125,11 @@ def _carry_gradient(original: torch.Tensor, managed: FSDPParam) -> None:
 
 
 def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam, any_shape: bool) -> dict[str, Any]:
-    """The optimizer's state of one parameter, tensors of the parameter's shape cut like the parameter itself.
+    """Return the optimizer's state of one parameter; tensors of the parameter's shape are sharded like it.
 
     Raises:
-        RuntimeError: a tensor in it has another shape and more than one element, so nobody knows how to cut it; not
-            with ``any_shape``, where it stays whole.
+        RuntimeError: A tensor has another shape and more than one element, so it is unknown how to shard it. With
+            ``any_shape`` it stays whole instead.
     """
     cut = {}
     for key, value in state.items():
@@ -150,13 +150,13 @@ def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam
 
 
 def _cut(value: Any, original: torch.Tensor, managed: FSDPParam) -> torch.Tensor:
-    """``value``, of the shape of the whole parameter, cut like its shard; loading may have cut it already."""
+    """Return ``value``, of the shape of the whole parameter, sharded like it; loading may have sharded it already."""
     spec = managed.spec
     if placed_alike(value, managed.sharded):
         return value  # type: ignore[no-any-return]  # it is a DTensor
     if placed_alike(value, original):
         local = on_this_rank(value)
-    else:  # placed in another way (replicated, say): every rank has it so, and every rank comes here
+    else:  # other placements (replicated, say), the same on every rank, so every rank runs this collective
         local = spec.of_plain(arrived(value.full_tensor()) if isinstance(value, DTensor) else value)
     local = spec.cut(local).detach().to(managed.local.device, copy=True)
     return spec.shard(local) if local.dtype == managed.dtype else spec.shard_as(local)

@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's own: while they step, plain parameters are proxies of their DTensors."""
+"""Replace DTensors by plain parameters, their proxies, during steps of optimizers that are not torch's own."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2.autograd.hooks import hook_next_step, settle_optimizer
+from fsdp2.autograd.hooks import after_steps, hook_next_step
 from fsdp2.autograd.trees import map_leaves
 from fsdp2.engine.param import lend_gradient, parameter_like
-from fsdp2.optim.alike import agreeing_local, local_state, shown_state
+from fsdp2.optim.alike import local_gradient, local_state, shown_state
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["step_on_proxies"]
 
 
 def step_on_proxies(optimizer: optim.Optimizer, unless: Callable[[], bool]) -> None:
-    """Let ``optimizer.step`` find plain parameters, gradients and state; hooks and closures find DTensors.
+    """Let ``optimizer.step`` compute with plain parameters, gradients and state; hooks and closures see DTensors.
 
-    Everything is put back also where the step raises. A step when ``unless()`` is as it was.
+    The DTensors are restored also if the step raises an error. If ``unless()`` returns True, the step is not changed.
     """
-    loan = _Loan(optimizer)
+    proxies = _Proxies(optimizer)
     whole_step = optimizer.step
-    settle_optimizer(optimizer, loan.end)
+    after_steps(optimizer, proxies.remove)
 
     @functools.wraps(whole_step)
     def step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if unless():
             return whole_step(*args, **kwargs)
         if args and callable(args[0]):
-            args = (loan.interrupted_by(args[0]), *args[1:])
+            args = (proxies.removed_for(args[0]), *args[1:])
         elif callable(kwargs.get("closure")):
-            kwargs["closure"] = loan.interrupted_by(kwargs["closure"])
-        handle = hook_next_step(optimizer, loan.begin)
+            kwargs["closure"] = proxies.removed_for(kwargs["closure"])
+        handle = hook_next_step(optimizer, proxies.insert)
         try:
             return whole_step(*args, **kwargs)
         finally:
             handle.remove()
-            loan.end()
+            proxies.remove()
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
 
 
-class _Loan:
-    """The proxies of one optimizer's parameters, and what they are put in place of while it steps."""
+class _Proxies:
+    """The proxies of one optimizer's parameters, and the values that they replace while it steps."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -58,22 +58,22 @@ class _Loan:
         self._state: Any = None
         self._shown: dict[int, DTensor] = {}
 
-    def interrupted_by(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, for which the optimizer has its DTensors back while it runs."""
+    def removed_for(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure``, wrapped so that the optimizer holds its DTensors while it runs."""
 
         @functools.wraps(closure)
         def run() -> Any:
-            lent = self._state is not None
-            self.end()
+            inserted = self._state is not None
+            self.remove()
             value = closure()
-            if lent:
-                self.begin()
+            if inserted:
+                self.insert()
             return value
 
         return run
 
-    def begin(self) -> None:
-        """Let the optimizer hold the proxies."""
+    def insert(self) -> None:
+        """Replace the optimizer's DTensors by proxies."""
         if self._state is not None:
             return
         optimizer, known = self._optimizer, self._proxies
@@ -88,7 +88,7 @@ class _Loan:
                 state[key] = entry
         gradients = []
         for param, (_, proxy) in self._proxies.items():
-            grad = None if param.grad is None else agreeing_local(param.grad, param)
+            grad = None if param.grad is None else local_gradient(param.grad, param)
             gradients.append((proxy, grad))
         for proxy, grad in gradients:
             lend_gradient(proxy, grad)
@@ -98,8 +98,8 @@ class _Loan:
             group["params"] = lent
         self._state, self._shown, optimizer.state = optimizer.state, shown, state
 
-    def end(self) -> None:
-        """Let the optimizer hold its DTensors again, with what the step has made of them."""
+    def remove(self) -> None:
+        """Restore the optimizer's DTensors, with the state that the step has written."""
         if self._state is None:
             return
         optimizer, lent_state, state = self._optimizer, self._optimizer.state, self._state
@@ -115,7 +115,7 @@ class _Loan:
         for key, entry in found.items():
             entry = self._show(entry, key) if key in self._proxies else entry
             if isinstance(state.get(key), dict) and isinstance(entry, dict):
-                entry = {**entry}  # it may be the very dictionary that is emptied
+                entry = {**entry}  # a copy: it may be the same dictionary, which is cleared next
                 state[key].clear()
                 state[key].update(entry)
             else:
@@ -135,7 +135,7 @@ class _Loan:
 
 
 def _proxy(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
-    """The local tensor of ``param`` and a plain parameter on the same memory, the one there was if it still is that."""
+    """Return the local tensor of ``param`` and a plain parameter on the same memory: ``known`` if it still fits."""
     local = on_this_rank(param)
     if known is not None and known[0] is local and known[1].requires_grad == param.requires_grad:
         return known
@@ -143,7 +143,7 @@ def _proxy(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple
 
 
 def _localize(entry: Any, param: Any, shown: dict[int, DTensor]) -> Any:
-    """``entry``, the state of ``param``, in local tensors; ``shown`` gets the DTensor of each by the local's id."""
+    """Return ``entry``, the state of ``param``, in local tensors; add the DTensor of each to ``shown`` by its id."""
 
     def localize(value: Any) -> Any:
         local = local_state(value, param, lambda: f"a parameter of shape {tuple(param.shape)}")

@@ -1,4 +1,4 @@
-"""Operators that read every element of a list of tensors: few calls, and no rounding that adds up."""
+"""Operators that read every element of a list of tensors, in few calls and without accumulating rounding errors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from fsdp2._torch.optimizers import check_finite_and_unscale, foreach_mul, forea
 
 __all__ = ["joined", "norms_of", "scale", "split_for_norms", "unscale"]
 
-# On a CPU torch sums a whole tensor in a handful of float32 lanes: a norm of 10 million elements is wrong in the fourth
-# digit, one of 64 Ki in the seventh. A call for that many costs no more than two percent.
+# On a CPU torch sums a whole tensor in a few float32 accumulators: a norm of 10 million elements is wrong in the fourth
+# digit, a norm of 64 Ki elements in the seventh. Calls of that size cost no more than two percent.
 _ELEMENTS = 1 << 16
 
 
 def joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same elements in fewer tensors: small neighbours in memory become one flat view of up to 64 Ki elements.
+    """Return the same elements in fewer tensors: small neighbours in memory become flat views of up to 64 Ki elements.
 
-    ``tensors`` have one dtype and one device, and none is empty. Only neighbours in the list are looked at: a group's
-    gradients lie there in the order of its parameters.
+    ``tensors`` have one dtype and one device, and none is empty. Only neighbours in the list are joined: the gradients
+    of a group are there in the order of its parameters.
     """
     found: list[torch.Tensor] = []
     run: list[torch.Tensor] = []
@@ -34,14 +34,14 @@ def joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _join(run: list[torch.Tensor], length: int) -> list[torch.Tensor]:
-    """One view of ``length`` elements, unless the tensors lie in several allocations that happen to be neighbours."""
+    """Return one view of ``length`` elements, or ``run`` if its tensors lie in different allocations."""
     if len(run) < 2 or run[0].untyped_storage().data_ptr() != run[-1].untyped_storage().data_ptr():
         return run
     return [run[0].as_strided((length,), (1,))]
 
 
 def split_for_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same elements, in pieces that norms are exact for: large dense tensors on a CPU are split."""
+    """Return the same elements with large dense tensors on a CPU split, so that norms are exact."""
     if tensors[0].device.type != "cpu":
         return tensors
     found: list[torch.Tensor] = []
@@ -54,7 +54,10 @@ def split_for_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def norms_of(tensors: list[torch.Tensor], order: float, *, at_once: bool) -> torch.Tensor:
-    """The norms of ``tensors`` (of one device and dtype) or of pieces of them, 1D; of half precision in float32."""
+    """Return a 1D tensor of the norms of ``tensors`` (of one device and dtype) or of pieces of them.
+
+    Norms of half precision are computed in float32.
+    """
     tensors = split_for_norms(tensors)
     dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
     if at_once:
@@ -63,7 +66,7 @@ def norms_of(tensors: list[torch.Tensor], order: float, *, at_once: bool) -> tor
 
 
 def scale(tensors: list[torch.Tensor], factor: torch.Tensor, *, at_once: bool) -> None:
-    """Multiply ``tensors``, which lie on one device, by ``factor``, a single number on any."""
+    """Multiply ``tensors``, which lie on one device, by ``factor``, a 0-d tensor on any device."""
     factor = factor.to(tensors[0].device)
     if at_once:
         foreach_mul(tensors, factor)
@@ -75,7 +78,7 @@ def scale(tensors: list[torch.Tensor], factor: torch.Tensor, *, at_once: bool) -
 def unscale(
     tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor
 ) -> dict[torch.device, torch.Tensor]:
-    """Multiply by ``factor`` in place; by device, 1.0 added to ``found_inf`` where an element is not finite."""
+    """Multiply by ``factor`` in place; return ``found_inf`` by device, set to 1.0 if an element is not finite."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,11 +1,11 @@
-"""Ranks that part ways are named: an observer of passes that compares them through the process group's store.
+"""Compare ranks, and name those that do something else. An observer of passes, which uses the process group's store.
 
-From the top down; a file imports only what stands below it.
+From the top down; a file imports only files below it.
 
-process  this process among those of its process group; checkpoints that it saves meanwhile
-monitor  the ranks under one root agree on what they communicate
-start    the comparison before the first forward
-steps    the steps of this rank, and those that all ranks know
-board    where ranks write to each other
-store    the keys they write to, in any kind of store
+process  this process in its process group; checkpoints that are saved at the same time
+monitor  compares the steps of the ranks under one root
+start    compares models and options before the first forward
+steps    the steps of this rank, and the steps that all ranks expect
+board    meetings of ranks, and errors that all ranks raise
+store    keys in any kind of store
 """

@@ -1,8 +1,10 @@
-"""What the ranks of one root write for each other into a store: to meet, and to find out and name who parted.
+"""Meetings of the ranks of one root in a store, and errors that all ranks raise.
 
-A meeting costs a rank three operations, whatever the number of ranks, and leaves no key behind. Nobody polls: a rank
-that waits for a meeting sleeps in the store. One that waits for long shows on the *board*, a single key, where it
-stands; those who wait as well, here or for a collective, compare that with what they did.
+A *meeting* returns when all ranks have come to it, and tells each of them if all came with the same steps. It costs a
+rank three operations of the store, for any number of ranks, and leaves no key behind. A rank does not poll while it
+waits: it sleeps in the store. A rank that waits for long writes its position and its steps to the *board*, a single
+key. Other ranks that wait, for a meeting or for a collective, compare the board with their own steps. The first rank
+that finds a difference collects what all ranks did and writes the error, which every rank then raises.
 """
 
 from __future__ import annotations
@@ -16,33 +18,33 @@ from typing import Any, Protocol
 
 from fsdp2.ranks.store import Keys, StoreEnded
 
-__all__ = ["Board", "Source"]
+__all__ = ["Board", "History"]
 
-_PATIENCE = (2.0, 30.0)  # seconds that one waits for a meeting before one looks why it takes long; then again
-_ANSWER_SECONDS = 4.0  # how long ranks that wait have to answer
-_EXPLAIN_SECONDS = 8.0  # how long a failed collective is held until it is known why
-_READ_SECONDS = 1.0  # for a key that was there a moment ago, and may have been deleted since
-_COUNT_BITS = 17  # of the number of ranks; above them is the sum of what they want
+_PATIENCE = (2.0, 30.0)  # seconds to wait for a meeting before the first look at the board, and between later ones
+_ANSWER_SECONDS = 4.0  # the time for waiting ranks to answer
+_EXPLAIN_SECONDS = 8.0  # the time to find the reason of a failed collective
+_READ_SECONDS = 1.0  # to read a key that was there a moment ago but may be deleted since
+_COUNT_BITS = 17  # for the number of ranks in a meeting's counter; the sum of the digests is above them
 _DIFFER = 1 << _COUNT_BITS
 
 
-class Source(Protocol):
-    """What this rank did, as other ranks compare it."""
+class History(Protocol):
+    """The steps of this rank, as other ranks compare them."""
 
     def position(self) -> tuple[int, int] | None:
-        """Where this rank stands: two numbers that grow; None if nowhere."""
+        """Return this rank's position, two numbers that grow (epoch, pass number), or None if it has none."""
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
-        """A number for each step taken at a position; None if this rank is not there yet, or it is long ago.
+        """Return a number for each step at a position, or None if this rank is not there yet or it is long ago.
 
-        What is ``shown`` to others may end with a step that this rank wants.
+        With ``shown`` the list is for other ranks, and may end with a step that this rank is about to take.
         """
 
     def text(self, epoch: int, number: int, index: int) -> str:
-        """One of these steps in words; empty if it was not taken."""
+        """Return one of these steps in words, or "" if this rank has not taken it."""
 
     def refuse(self, texts: dict[int, str]) -> str:
-        """The error, given what each rank did."""
+        """Return the error text, given the step of each rank in words."""
 
 
 def _digest(want: str) -> int:
@@ -50,9 +52,9 @@ def _digest(want: str) -> int:
 
 
 class Board:
-    """What the ranks of one root write for each other below ``keys``.
+    """The meetings and the board of the ranks of one root, in the keys below ``keys``.
 
-    Several threads may come here at once: one that waits for a collective looks at the boards of all roots.
+    Several threads may use it at once: a thread that waits for a collective looks at the boards of all roots.
     """
 
     def __init__(self, keys: Keys, rank: int, ranks: tuple[int, ...], patience: float = 1800.0) -> None:
@@ -60,26 +62,26 @@ class Board:
         self.failure: str | None = None
         self._keys = keys
         self._patience = patience
-        self._lock = RLock()  # for what follows; nobody waits for a meeting with it
-        self._shown = ""  # what this rank wrote on the board
+        self._lock = RLock()  # for the attributes below; not held while a thread waits for a meeting
+        self._shown = ""  # the value that this rank wrote on the board
         self._answered = False
 
     # ---- meeting ----
 
-    def meet(self, epoch: int, want: str, source: Source, last: Callable[[], str] | None = None) -> str | None:
-        """Wait for all ranks; None if they want different things, else "", or what ``last`` returned on the last rank.
+    def meet(self, epoch: int, want: str, history: History, last: Callable[[], str] | None = None) -> str | None:
+        """Wait for all ranks. Return None if ``want`` differs, else "" or the result of ``last`` on the last rank.
 
         Raises:
-            RuntimeError: some rank failed, ended, or did not come.
+            RuntimeError: A rank failed, ended, or did not come in time.
         """
         self.check()
         try:
-            return self._meet(epoch, want, source, last)
+            return self._meet(epoch, want, history, last)
         except StoreEnded as error:
-            self.failure = str(error)  # the pass that comes next cannot meet anybody, either
+            self.failure = str(error)  # later passes cannot meet, either
             raise
 
-    def _meet(self, epoch: int, want: str, source: Source, last: Callable[[], str] | None) -> str | None:
+    def _meet(self, epoch: int, want: str, history: History, last: Callable[[], str] | None) -> str | None:
         keys, ranks, mine = self._keys, len(self.ranks), _digest(want) << _COUNT_BITS | 1
         total = keys.add(f"meet/{epoch}", mine)
         if total % _DIFFER == ranks:
@@ -90,7 +92,7 @@ class Board:
                 keys.set(f"chosen/{epoch}", outcome)
             left = keys.add(f"go/{epoch}", 1 if same else 1 + _DIFFER)
         else:
-            same = self._wait_for(f"go/{epoch}", source) < _DIFFER
+            same = self._wait_for(f"go/{epoch}", history) < _DIFFER
             outcome = keys.get(f"chosen/{epoch}") if last is not None and same else ""
             left = keys.add(f"go/{epoch}", 1)
         if left % _DIFFER != ranks:
@@ -98,12 +100,12 @@ class Board:
         else:
             if last is not None:
                 keys.delete(f"chosen/{epoch}")
-            # At the end: while this key is there, a process that hosts the store stays.
+            # Delete this key last: a process that hosts the store does not end while it is there.
             keys.delete(f"go/{epoch}")
             keys.note(None)
         return outcome if same else None
 
-    def _wait_for(self, key: str, source: Source) -> int:
+    def _wait_for(self, key: str, history: History) -> int:
         end, seconds = time.monotonic() + self._patience, _PATIENCE[0]
         try:
             while (value := self._keys.get_within(key, seconds)) is None:
@@ -113,7 +115,8 @@ class Board:
                         "that did not come. Expected: every rank comes within this time; see what the other ranks "
                         "print, or pass a longer timeout to init_process_group"
                     )
-                self.look(source, shows=True)
+                # The meeting takes long: show the other ranks where this one is, and compare with them.
+                self.look(history, shows=True)
                 if (ended := self._ended()) and not self._keys.has(key):
                     self.fail(ended)
                 seconds = _PATIENCE[1]
@@ -122,14 +125,14 @@ class Board:
             self.leave()
 
     def _ended(self) -> str:
-        """What a rank that ended wrote; empty if none did."""
-        # Whoever is the last to read of a failure deletes this key.
+        """Return the text of a rank that ended, or "" if none did."""
+        # The last rank that reads a failure deletes this key, so it may be gone after the test.
         return self._keys.get_within("ended", _READ_SECONDS) or "" if self._keys.has("ended") else ""
 
-    def choose(self, epoch: int, want: str, source: Source, choose: Callable[[dict[int, Any]], Any]) -> Any:
-        """What ``choose`` makes of all different wants (JSON values), each by a rank that has it, on all ranks.
+    def choose(self, epoch: int, want: str, history: History, choose: Callable[[dict[int, Any]], Any]) -> Any:
+        """Meet, and return on all ranks the result of ``choose`` for the different wants (JSON values) by rank.
 
-        Each different want is written once, so this costs a rank no more where there are more of them.
+        Equal wants are written once, so the cost does not grow with the number of ranks.
         """
         keys, digest = self._keys, _digest(want)
         if keys.add(f"want/{epoch}/{digest}", 1) == 1:
@@ -142,19 +145,19 @@ class Board:
                 keys.delete(key)
             return json.dumps(choose({rank: json.loads(want) for _, rank, want in wants}))
 
-        return json.loads(self.meet(epoch, "", source, last) or "null")
+        return json.loads(self.meet(epoch, "", history, last) or "null")
 
     # ---- failing together ----
 
     def check(self) -> None:
-        """Raise RuntimeError if some rank has failed."""
+        """Raise RuntimeError if any rank has failed."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
     def fail(self, text: str, epoch: int | None = None) -> None:
-        """Raise RuntimeError here, and on every other rank as soon as it looks; the first text counts.
+        """Raise RuntimeError on this rank, and on every other rank when it looks at the board; the first text counts.
 
-        Those who wait for the meeting ``epoch`` look at once.
+        Ranks that wait for the meeting ``epoch`` look immediately.
         """
         self.check()
         wanted, seen = json.dumps({"failure": text, "epoch": epoch}), ""
@@ -167,88 +170,92 @@ class Board:
                 self._keys.add(f"go/{epoch}", _DIFFER)
             self._read(got, None)
 
-    def settle(self, source: Source) -> None:
-        """Raise RuntimeError with what each rank did, where a meeting found that they differ."""
+    def raise_difference(self, history: History) -> None:
+        """Raise RuntimeError with the steps of each rank, after a meeting whose ranks differ."""
         end = time.monotonic() + _ANSWER_SECONDS + _EXPLAIN_SECONDS
         while time.monotonic() < end:
-            self.look(source, shows=True)
+            self.look(history, shows=True)
             time.sleep(0.02)
-        self.fail(source.refuse({}))
+        self.fail(history.refuse({}))
 
-    def look(self, source: Source, *, shows: bool) -> None:
-        """Compare what is on the board, and if this rank ``shows`` itself, let others compare what it did.
+    def look(self, history: History, *, shows: bool) -> None:
+        """Compare the board with this rank's steps; if it ``shows`` itself, write its steps for other ranks to compare.
 
         Raises:
-            RuntimeError: some rank failed, or they parted.
+            RuntimeError: A rank failed, or ranks differ.
         """
         with self._lock:
             self.check()
-            self._look(source, shows)
+            self._look(history, shows)
 
-    def _look(self, source: Source, shows: bool) -> None:
-        position, mine = source.position(), ""
+    def _look(self, history: History, shows: bool) -> None:
+        position, mine = history.position(), ""
         if position is None or not shows:
             got = self._keys.get_within("board", _READ_SECONDS) or "" if self._keys.has("board") else ""
         else:
-            mine = json.dumps({"rank": self.rank, "at": position, "steps": source.digests(*position, shown=True) or []})
+            mine = json.dumps(
+                {"rank": self.rank, "at": position, "steps": history.digests(*position, shown=True) or []}
+            )
             got = self._keys.compare_set("board", self._shown, mine)
-            if self._shown and got in ("", self._shown) and got != mine:  # the key is gone, and not this rank's doing
+            if self._shown and got in ("", self._shown) and got != mine:  # another rank has deleted the key
                 got = self._keys.compare_set("board", "", mine)
             if got == mine:
                 self._shown = mine
                 return
         self._shown = ""
         if got:
-            self._read(got, source, mine)
+            self._read(got, history, mine)
 
-    def _read(self, value: str, source: Source | None, mine: str = "") -> None:
+    def _read(self, value: str, history: History | None, mine: str = "") -> None:
         entry = json.loads(value)
         if "failure" in entry:
             self._fail_with(entry["failure"], entry["epoch"])
-        elif source is None:
+        elif history is None:
             return
         elif "parted" in entry:
-            self._answer(entry, source)
+            self._answer(entry, history)
         else:
-            self._compare(value, entry, source, mine)
+            self._compare(value, entry, history, mine)
 
-    def _compare(self, value: str, entry: dict[str, Any], source: Source, mine: str) -> None:
+    def _compare(self, value: str, entry: dict[str, Any], history: History, mine: str) -> None:
         (epoch, number), theirs = entry["at"], entry["steps"]
-        ours = source.digests(epoch, number)
+        ours = history.digests(epoch, number)
         differs = () if ours is None else (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
         index = next(iter(differs), None)
         if index is not None:
-            self._part(value, {"parted": [epoch, number, index], "epoch": epoch, "by": self.rank}, source)
+            self._announce_difference(
+                value, {"parted": [epoch, number, index], "epoch": epoch, "by": self.rank}, history
+            )
         elif mine and (ours is None or len(ours) < len(theirs)):
-            # The board is for the one that is furthest behind: all others can compare what it did.
+            # The rank that is furthest behind shows its steps: all others can compare them.
             if self._keys.compare_set("board", value, mine) == mine:
                 self._shown = mine
 
-    def _part(self, value: str, entry: dict[str, Any], source: Source) -> None:
+    def _announce_difference(self, value: str, entry: dict[str, Any], history: History) -> None:
         wanted = json.dumps(entry)
         got = self._keys.compare_set("board", value, wanted)
         if got == wanted:
-            self._keys.add(f"go/{entry['epoch']}", _DIFFER)  # whoever waits for a meeting looks now
+            self._keys.add(f"go/{entry['epoch']}", _DIFFER)  # wakes ranks that wait for a meeting, and these look
         if got:
-            self._read(got, source)
+            self._read(got, history)
 
-    def _answer(self, entry: dict[str, Any], source: Source) -> None:
-        """Write what this rank did where ranks parted; the one that found out collects what all did."""
+    def _answer(self, entry: dict[str, Any], history: History) -> None:
+        """Write this rank's step where ranks differ. The rank that found the difference collects the steps of all."""
         if not self._answered:
             self._answered = True
             at = entry["parted"]
-            self._keys.set(f"did/{self.rank}", source.text(*at) if at else "is here")
+            self._keys.set(f"did/{self.rank}", history.text(*at) if at else "is here")
         if entry["by"] != self.rank:
             return
         end, texts = time.monotonic() + _ANSWER_SECONDS, {}
         for rank in self.ranks:
             key, seconds = f"did/{rank}", end - time.monotonic()
-            # Also when the time is over: this rank may have answered while another was waited for.
+            # Read it also after the time limit: this rank may have answered during the wait for another.
             text = self._keys.get_within(key, seconds) if seconds > 0 or self._keys.has(key) else None
             if text is not None:
                 texts[rank] = text
         if entry["parted"]:
-            self.fail(source.refuse({rank: text for rank, text in texts.items() if text}), entry["epoch"])
+            self.fail(history.refuse({rank: text for rank, text in texts.items() if text}), entry["epoch"])
         silent = ", ".join(str(rank) for rank in self.ranks if rank not in texts)
         if silent:
             self.fail(
@@ -258,7 +265,7 @@ class Board:
             )
 
     def _fail_with(self, text: str, epoch: int | None) -> None:
-        """Take note of the failure; the last rank to do so removes all keys of it."""
+        """Record the failure and raise it; the last rank that does so deletes all its keys."""
         if self.failure is None:
             self.failure = text
             if self._answered:
@@ -271,31 +278,31 @@ class Board:
         self.check()
 
     def leave(self) -> None:
-        """This rank waits no more."""
+        """Remove this rank's steps from the board, because it waits no longer."""
         with self._lock:
             shown, self._shown = self._shown, ""
             try:
                 if shown and not self._keys.compare_set("board", shown, ""):
                     self._keys.delete("board")
             except StoreEnded:
-                pass  # nobody can see the board, and this rank has what it waited for, or a better error
+                pass  # no rank can read the board any more; this rank has what it waited for, or a better error
 
-    def explain(self, source: Source) -> None:
-        """Raise RuntimeError if it can be found out why a collective failed."""
+    def explain(self, history: History) -> None:
+        """Raise RuntimeError with the reason of a failed collective, if one is found in time."""
         end = time.monotonic() + _EXPLAIN_SECONDS
         called = False
         while time.monotonic() < end:
-            self.look(source, shows=True)
+            self.look(history, shows=True)
             if ended := self._ended():
                 self.fail(ended)
             time.sleep(0.1)
             if not called and time.monotonic() > end - _EXPLAIN_SECONDS + 1:
                 called = True
-                epoch, _ = source.position() or (0, 0)
+                epoch, _ = history.position() or (0, 0)
                 with self._lock:
-                    self._part(self._shown, {"parted": None, "epoch": epoch, "by": self.rank}, source)
+                    self._announce_difference(self._shown, {"parted": None, "epoch": epoch, "by": self.rank}, history)
         self.leave()
 
     def end(self, text: str) -> None:
-        """This process ends: nobody shall wait for it."""
+        """Tell other ranks that this process ends, so that they do not wait for it."""
         self._keys.compare_set("ended", "", text)

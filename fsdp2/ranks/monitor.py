@@ -1,13 +1,13 @@
-"""The ranks under one root agree on what they communicate, before a collective that not all of them start can hang.
+"""Compare the steps of the ranks under one root, so that a collective that not all ranks start cannot hang.
 
-A pass like a known one costs a comparison per step and no word. A rank that is about to leave the known way meets the
-others first; so either all ranks do what they know of each other, or the one that does not asks before its collective
-starts. From the second step of this kind on a pass is *open*: it goes on without asking, and its steps are compared
-when it ends, before anybody uses the gradients. Where the host waits for collectives and open passes part, the wait
-itself finds out (``ranks/board.py``).
+A pass that follows a known way costs one comparison per step and no communication. A rank that is about to leave the
+way meets the others before it starts its collective. So all ranks either do what the others expect, or have met. After
+one such deviation a pass is *open*: it continues without meetings, and the ranks compare its steps when it ends, before
+an optimizer uses the gradients. If open passes differ and the host waits for collectives, the ranks find the difference
+while they wait (``ranks/board.py``).
 
-Units with ``set_reduce_scatter_unused_params`` are the exception: other ranks take part in them without using them, so
-where they are, each step off the known way is chosen by all ranks.
+Units with ``set_reduce_scatter_unused_params`` are an exception: ranks take part in them without using them. With such
+units, all ranks together choose each step that leaves the way.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from fsdp2.ranks.steps import StepLog
 
 __all__ = ["RankMonitor"]
 
-_DEVIATIONS = 1  # that a pass asks about before it is open
+_DEVIATIONS = 1  # the number of deviations that a pass meets about before it is open
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
 _FORWARDS = ("forward", "evaluation")
 _Job = Callable[[], None]
 
 
 class RankMonitor:
-    """The observer of one root on one rank, and what other ranks see of it.
+    """The observer of the passes of one root on one rank, and the history that other ranks compare.
 
-    ``run`` runs what waits for other ranks: at once, or in the background where the host must not wait. ``conflict``
-    says why no pass may start now, if so.
+    ``run`` runs a function that waits for other ranks: immediately, or in the background if the host must not wait.
+    ``conflict`` returns the reason why no pass may start now, or "".
     """
 
     def __init__(
@@ -51,42 +51,42 @@ class RankMonitor:
         self._root = root
         self._run = run
         self._conflict = conflict
-        self._nested = 0
-        self._to_begin: PassKind | None = None  # a pass that has taken no step so far
-        self._setters: dict[str, None] = {}  # that changed options since the ranks compared these
-        self._places: dict[Any, int] = {}  # of the groups in the last forward
-        self._needed_in_backward: set[Any] = set()  # groups that some backward gathered, though ranks may skip them
-        if not self._electing:
+        self._nested = 0  # passes inside the running one
+        self._to_begin: PassKind | None = None  # a pass that has not taken a step yet
+        self._setters: dict[str, None] = {}  # setters that have changed options since the ranks compared them
+        self._places: dict[Any, int] = {}  # the order of the groups in the last forward
+        self._needed_in_backward: set[Any] = set()  # groups that ranks may skip and that a backward has gathered
+        if not self._may_skip:
             self.log.first_kind = PassKind("forward")
 
     @property
-    def _electing(self) -> bool:
-        """Whether ranks may skip units that others use, so that they have to choose."""
+    def _may_skip(self) -> bool:
+        """True if ranks may skip units that others use: all ranks then choose each step that leaves the way."""
         return any(group.options.reduce_unused for group in self._root.groups)
 
     # ---- passes ----
 
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
-        """A pass starts. Its first step begins it: one without steps concerns no other rank."""
+        """Note that a pass starts. For other ranks it begins with its first step: a pass without steps is local."""
         self.board.check()
         log = self.log
         if conflict := self._conflict(self._root):
             self.board.fail(f"rank {self.board.rank}: {conflict}", log.epoch)
-        if (log.kind or self._to_begin) and not outermost:
+        if (log.kind or self._to_begin) and not outermost:  # its steps count as those of the pass around it
             self._nested += 1
             return
-        if log.kind:
+        if log.kind:  # an outermost pass starts, so the last one was aborted by an error
             self.abandon()
         self._to_begin = kind
-        if self._electing:  # others may take a step in it that this rank has to join
+        if self._may_skip:  # other ranks may take steps in it that this rank has to join
             self._begin(kind, None)
 
     def _begin(self, kind: PassKind, first: Step | None) -> None:
-        """A pass takes its ``first`` step, if that is known; where the ranks do not all expect the pass, they meet."""
+        """Begin a pass for all ranks; its ``first`` step is given if known. Meet unless all ranks expect the pass."""
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
-        if self._electing and not all(map(log.has_gather, self._without_place(kind))):
+        if self._may_skip and not all(map(log.has_gather, self._without_place(kind))):
             log.forget_way()
         if not known:
             self._meet(first, begins=True)
@@ -96,8 +96,8 @@ class RankMonitor:
         """Return the groups that any rank may gather in a pass of ``kind``, unless a known pass gathers them.
 
         These are groups that some ranks may skip: in a forward all of them, in a backward those that a forward before
-        it gathered, if they train or were gathered in a backward before. As long as no rank has used one of them its
-        place is not known, and a rank may come to it before any step.
+        it gathered, if they train or an earlier backward gathered them. Until a rank has used such a group, its place
+        in the pass is unknown, and a rank may come to it before any step.
         """
         found = []
         for number, group in enumerate(self._root.groups):
@@ -113,19 +113,19 @@ class RankMonitor:
         return found
 
     def _guess(self, kind: PassKind) -> list[Step] | None:
-        """What the first pass of a kind probably does: it gathers one group after the other in the model's order."""
-        if kind.name not in _FORWARDS or self.log.knows(kind) or self._electing:
+        """Return the probable steps of the first pass of a kind: a gather of each group in the model's order."""
+        if kind.name not in _FORWARDS or self.log.knows(kind) or self._may_skip:
             return None
         groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
         return [*(Step("gather", group, group.store.formats_digest) for group in groups), END]
 
     def end(self) -> None:
-        """The pass is over; if it was open, the ranks compare it."""
+        """Note that the pass is over. If it was open, the ranks meet and compare its steps."""
         log = self.log
         if self._nested:
             self._nested -= 1
         elif log.kind:
-            if log.open and not self._electing:
+            if log.open and not self._may_skip:
                 self._meet()
             if log.kind.name == "forward":
                 self._places = {step.group: i for i, step in enumerate(log.steps)}
@@ -135,45 +135,45 @@ class RankMonitor:
             log.end()
 
     def joins_before_end(self, can_join: CanJoin) -> Step | None:
-        """The next step that the others are expected to take before this pass ends, if this rank can join it."""
+        """Return the next step that other ranks take before this pass ends, if this rank can join it."""
         expected = self.log.expected
-        if expected is None or expected == END or not can_join(expected, self.log.decided is None):
+        if expected is None or expected == END or not can_join(expected, not self.log.chosen):
             return None
         return expected
 
     def suspend(self) -> None:
-        """What comes now is not compared; a pass that was aborted before it is over."""
+        """End a pass that was aborted before: the pass that starts now is not compared."""
         self.abandon()
 
     def abandon(self) -> None:
-        """The pass was aborted (recovery)."""
+        """End a pass that was aborted (recovery)."""
         if self.log.kind:
             self.log.abandon()
         self._nested, self._to_begin = 0, None
 
     def forget(self, setter: str) -> None:
-        """Compare options when the next pass starts, and agree anew on the steps of each kind of pass."""
+        """Compare options at the start of the next pass, and learn the steps of each kind of pass again."""
         self._setters[setter] = None
         self.log.forget()
 
     # ---- steps ----
 
     def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
-        """Decide whether to take ``step`` now, or first another one that the others take and this rank can join.
+        """Decide whether to take ``step`` now, or first another step that other ranks take and this rank can join.
 
-        An ``optional`` step that others come to later is left until then.
+        An ``optional`` step that other ranks take later is postponed until then.
 
         Raises:
-            RuntimeError: on every rank: they do not all come to this step, and cannot.
+            RuntimeError: Not all ranks can take this step. Every rank raises it.
         """
         log = self.log
-        if self._nested and step == END:  # the pass around it goes on
+        if self._nested and step == END:  # the end of an inner pass is no step of the pass around it
             return Answer.TAKE
-        if log.follow(step):
+        if log.follow(step):  # almost every step returns here
             return Answer.TAKE
         if self._to_begin is not None:
             kind = self._to_begin
-            if step == END and not log.expects_steps(kind):
+            if step == END and not log.expects_steps(kind):  # a pass without steps, which other ranks do not expect
                 self._to_begin = None
                 return Answer.TAKE
             self._begin(kind, step)
@@ -183,21 +183,16 @@ class RankMonitor:
             return Answer.TAKE
         while (expected := log.expected) != step:
             if expected is not None:
-                planned = log.decided is None
-                if can_join(expected, planned):
+                if can_join(expected, not log.chosen):
                     return expected
-                if (
-                    optional
-                    and (planned or step.kind == "gather")
-                    and (log.decided is not None or log.expects_later(step))
-                ):
+                if optional and (step.kind == "gather" if log.chosen else log.expects_later(step)):
                     return Answer.LATER
-                if log.decided is not None:
+                if log.chosen:  # the other ranks take a step that this rank can neither take nor join
                     did = {self.board.ranks[0]: self._did(log.kind, expected), -1: self._did(log.kind, step)}
                     self.board.fail(self.refuse(did), log.epoch)
-            if self._electing:
-                log.decide(self._choose(step, optional and step.kind == "gather"))
-            elif log.open:
+            if self._may_skip:  # choose, and look again at the step that is expected then
+                log.choose(self._choose(step, optional and step.kind == "gather"))
+            elif log.open:  # compared at the end of the pass
                 break
             else:
                 self._deviate(step)
@@ -206,75 +201,78 @@ class RankMonitor:
         return Answer.TAKE
 
     def _deviate(self, step: Step) -> None:
-        """Leave the known way with ``step``, as all ranks do."""
+        """Meet, and leave the way with ``step`` together with all ranks."""
         log = self.log
         rest = [one for one in (log.expected, *log.rest) if one is not None and one.group is not step.group]
-        if step.part:  # what an extension sends is known once it ran; units that are alike send alike
+        if step.part:  # the sizes that an extension sends are known only now; similar units send the same
             rest = [Step(one.kind, one.group, step.part) if _alike(one.group, step.group) else one for one in rest]
         self._meet(step)
         log.deviate(step, rest if log.guessed and log.deviations < _DEVIATIONS else None)
 
     def _meet(self, step: Step | None = None, *, begins: bool = False) -> None:
-        """All ranks are here, and took the same steps in this pass, and want ``step``; or all of them raise."""
+        """Meet. Raise an error on all ranks unless all took the same steps in this pass and want ``step`` next."""
         log, board = self.log, self.board
-        epoch, stand = log.epoch, _Stand(self, step, options=begins and bool(self._setters))
+        epoch, state = log.epoch, _StateAtMeeting(self, step, options=begins and bool(self._setters))
 
         def meet() -> None:
-            if board.meet(epoch, str(stand.steps), stand) is None:
-                board.settle(stand)
+            if board.meet(epoch, str(state.steps), state) is None:
+                board.raise_difference(state)
 
-        meet() if self._electing else self._run(meet)
+        # With units that ranks may skip, the next step depends on the other ranks, so the host has to wait.
+        meet() if self._may_skip else self._run(meet)
         log.met()
 
     def _choose(self, step: Step, prefetch: bool) -> Step:
-        """What all ranks do next, each of which wants some ``step``, or could do without it where it is a prefetch."""
+        """Return the next step of all ranks. This rank wants ``step``, but can wait with it if it is a ``prefetch``."""
         log = self.log
         groups: Sequence[Member] = self._root.groups
-        stand = _Stand(self, step, compares=False)
+        state = _StateAtMeeting(self, step, compares=False)
         want: dict[str, Any] = {"step": [step.kind, None, []]}
         if step.group is not None:
             number = groups.index(step.group)
-            # Where ranks wait for each other's units, they go on with the first of them.
+            # If ranks want different units that some may skip, all take the first of them: this is its order.
             want = {"step": [step.kind, number, list(step.part)], "order": self._order(log.kind, step)}
             want["optional"], want["prefetch"] = step.group.options.reduce_unused, prefetch
-        chosen = self.board.choose(log.epoch, json.dumps(want), stand, _choose)
-        if chosen is None:
-            stand.compares = True
-            self.board.settle(stand)
+        chosen = self.board.choose(log.epoch, json.dumps(want), state, _choose)
+        if chosen is None:  # no step suits all ranks: raise an error that compares the wanted steps, too
+            state.compares = True
+            self.board.raise_difference(state)
         log.met()
         kind, number, part = chosen
         return Step(kind, None if number is None else groups[number], tuple(part))
 
     def _order(self, kind: PassKind | None, step: Step) -> int:
-        """Smaller for what comes earlier in a pass: a forward goes from first to last, a backward back."""
+        """Return a number that grows along the pass: in the order of groups in a forward, in reverse in a backward."""
         groups: Sequence[Member] = self._root.groups
         number = -1 if step.group is None else groups.index(step.group)
         backward = kind is not None and kind.name == "backward"
         return -self._places.get(step.group, number) if backward else number
 
-    # ---- what other ranks see ----
+    # ---- the history for other ranks ----
 
     def position(self) -> tuple[int, int]:
-        """Where this rank stands."""
+        """Return this rank's position."""
         return self.log.position
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
-        """A number for the kind of the pass at a position and for each of its steps."""
+        """Return a number for the kind of the pass at a position and for each of its steps."""
         found = self.log.find(epoch, number)
-        return None if found is None else self._digests(found[0], self._facts(*found))
+        return None if found is None else self._digests(found[0], self._with_kept(*found))
 
-    def _facts(self, kind: PassKind | None, steps: list[Step]) -> list[Step]:
-        """What ranks compare of a pass: the units that it finds gathered, as if that were steps, and its steps.
+    def _with_kept(self, kind: PassKind | None, steps: Sequence[Step]) -> list[Step]:
+        """Return the steps that ranks compare: one for each unit that is gathered at the start, and those of the pass.
 
-        A rank whose forward skipped the unit that backward begins with comes to another backward than the others. These
-        know theirs and go on without a meeting, while it waits for one, so this difference is all there is to see.
+        If one rank's forward skips the unit that backward begins with, its backward is of another kind. The other ranks
+        know their kind and continue, while this rank waits for a meeting. The units that were gathered at the start are
+        then the only difference that the ranks can find.
         """
         kept = () if kind is None else kind.kept
         return [*(Step("keep", self._root.groups[number]) for number in kept), *steps]
 
-    def _digests(self, kind: object, steps: list[Step]) -> list[int]:
-        # By their unit and what they hold: one rank may have a group more, for parameters that were added there alone.
-        # Not by full names: experts are often named by a number that only their rank has.
+    def _digests(self, kind: object, steps: Sequence[Step]) -> list[int]:
+        # Groups are identified by their unit and parameters, not by number: a rank may have another group for
+        # parameters that were added on it alone. And not by full names: those of experts often contain a number that
+        # only their rank has.
         groups = {
             group: (number, [param.name.rpartition(".")[2] for param in group.params])
             for number, state in enumerate(self._root.all_states)
@@ -284,15 +282,15 @@ class RankMonitor:
         return [zlib.crc32(repr(one).encode()) for one in (str(kind), *numbers)]
 
     def text(self, epoch: int, number: int, index: int) -> str:
-        """One of these in words; empty if this rank has not come to it."""
+        """Return one of these in words, or "" if this rank has not taken it."""
         kind, steps = self.log.find(epoch, number) or (None, [])
         if not index:
             return "" if kind is None else str(kind)
-        steps = self._facts(kind, steps)
+        steps = self._with_kept(kind, steps)
         return self._did(kind, steps[index - 1]) if index <= len(steps) else ""
 
     def _did(self, kind: PassKind | None, step: Step) -> str:
-        """One step, for ``refuse`` on another rank."""
+        """Return a step as JSON, for ``refuse`` on another rank."""
         group, text = step.group, self._text(kind, step)
         if group is None:
             return json.dumps(_Did(text))
@@ -302,7 +300,7 @@ class RankMonitor:
     def _text(self, kind: object, step: Step) -> str:
         group = step.group
         if group is None:
-            return f"the end of {kind}"  # a kind of pass, in words
+            return f"the end of {kind}"
         text = f"{step.kind} {group.name or 'the root'!r} in {kind}"
         if step.kind == "keep":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
@@ -319,7 +317,7 @@ class RankMonitor:
         return f"{text} ({group.params[0].name}{', ...' if len(group.params) > 1 else ''})" if several else text
 
     def refuse(self, texts: dict[int, str]) -> str:
-        """The error where ranks parted."""
+        """Return the error text where ranks differ."""
         did = {rank: _Did(*json.loads(text)) if text.startswith("[") else text for rank, text in texts.items()}
         by_text: dict[str, list[int]] = {}
         for rank, one in did.items():
@@ -332,21 +330,21 @@ class RankMonitor:
 
 
 class _Did(NamedTuple):
-    """A step of one rank: in words, and with which unit (None at the end of a pass)."""
+    """A step of one rank in words, and the name of its unit (None for the end of a pass)."""
 
     text: str
     unit: str | None = None
-    order: tuple[bool, int] = (False, 0)  # gathers before reductions, as they are prefetched; then as in the pass
+    order: tuple[bool, int] = (False, 0)  # gathers, which are prefetched, before reductions; then as in the pass
     may_skip: bool = False  # the unit has set_reduce_scatter_unused_params(True)
 
 
 def _skipping(did: list[_Did | str]) -> str:
-    """What else is expected where some of the ranks skip a unit, given what each rank did; a str is no step."""
+    """Return the remedy if some ranks skip a unit, given the step of each rank; a str is not a step."""
     steps = [one for one in did if isinstance(one, _Did)]
     units = [one for one in steps if one.unit is not None]
     if not units or len(steps) < len(did) or len({one.unit for one in steps}) == 1:
         return ""
-    first = min(units, key=lambda one: one.order)  # a rank that is further on has skipped it
+    first = min(units, key=lambda one: one.order)  # ranks that are further on have skipped this unit
     name = repr(first.unit) if first.unit else "the root"
     if first.may_skip:
         return f"; some ranks may skip {name}, but all must meet the units that they use in the same order"
@@ -357,43 +355,43 @@ def _skipping(did: list[_Did | str]) -> str:
 
 
 def _in_python(name: str) -> str:
-    """The module of a unit as Python finds it in the root; the first one where the unit has several."""
+    """Return a Python expression for the module of a unit below ``model``; for the first one of several."""
     text = "model"
     for part in name.split(", ")[0].split(".") if name else ():
         text += f"[{part}]" if part.isdigit() else f".{part}"
     return text
 
 
-class _Stand:
-    """Where one rank stood when it came to a meeting, and which step it wants; the host may have gone on since."""
+class _StateAtMeeting:
+    """The history of a rank when it came to a meeting, with the step that it wants. The host may continue meanwhile."""
 
     def __init__(
         self, monitor: RankMonitor, step: Step | None, *, compares: bool = True, options: bool = False
     ) -> None:
-        """``options`` changed: then the pass that begins is another one than elsewhere, and they are compared, too."""
+        """With ``options``, the options of all units are compared, too, because setters have changed some."""
         log = monitor.log
         self._monitor = monitor
         self._at = log.position
-        self._kind, self._taken = log.kind, monitor._facts(log.kind, log.steps)
+        self._kind, self._taken = log.kind, monitor._with_kept(log.kind, log.steps)
         self._wanted = [] if step is None else [step]
-        self.compares = compares  # with what others want; else only with what they did
+        self.compares = compares  # True: also the wanted step, not only the steps that were taken
         self._options: list[Line] = options_of(monitor._root) if options else []
         self._title = f"{self._kind} after {', '.join(sorted(monitor._setters))}" if options else str(self._kind)
         self.steps = monitor._digests(self._title, [*self._taken, *self._wanted])
         self.steps += [zlib.crc32(line.compared.encode()) for line in self._options]
 
     def position(self) -> tuple[int, int]:
-        """Where the rank stands."""
+        """Return the rank's position."""
         return self._at
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
-        """Those of the monitor, with the wanted step."""
+        """Return the digests of the monitor, with the wanted step."""
         if (epoch, number) != self._at:
             return self._monitor.digests(epoch, number)
         return self.steps if shown or self.compares else self.steps[: len(self._taken) + 1]
 
     def text(self, epoch: int, number: int, index: int) -> str:
-        """The same in words."""
+        """Return one of these in words."""
         if (epoch, number) != self._at:
             return self._monitor.text(epoch, number, index)
         texts = [self._title, *(self._monitor._did(self._kind, step) for step in (*self._taken, *self._wanted))]
@@ -401,12 +399,12 @@ class _Stand:
         return texts[index] if index < len(texts) else ""
 
     def refuse(self, texts: dict[int, str]) -> str:
-        """The error where ranks parted."""
+        """Return the error text where ranks differ."""
         return self._monitor.refuse(texts)
 
 
 def _alike(one: Member | None, other: Member | None) -> bool:
-    """Whether two groups hold parameters of the same shapes and dtypes, and have extensions."""
+    """Return True if two groups have extensions, and parameters of the same shapes and dtypes."""
     if one is None or other is None or one.store.extensions is None:
         return False
     signatures = [[(param.spec.layout.shape, param.dtype) for param in group.params] for group in (one, other)]
@@ -414,13 +412,13 @@ def _alike(one: Member | None, other: Member | None) -> bool:
 
 
 def _choose(wants: dict[int, Any]) -> Any:
-    """The one of the ranks' ``wants`` that all of them can do; None if there is none."""
+    """Return the step of the ranks' ``wants`` that all of them can take, or None if there is none."""
     if len(wants) == 1:
         return next(iter(wants.values()))["step"]
     optional = [want for want in wants.values() if want.get("optional")]
     if optional:
         return min(optional, key=lambda want: want["order"])["step"]
-    # Where some ranks skip a unit, others prefetch another one there: it can wait for the one step that others need.
+    # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for the step that others need.
     needed = [want for want in wants.values() if not want.get("prefetch")]
     same = bool(needed) and all(want["step"] == needed[0]["step"] for want in needed)
     return needed[0]["step"] if same else None

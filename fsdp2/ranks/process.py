@@ -1,4 +1,4 @@
-"""This process among those of its process group: where its ranks write to each other, and what ends with it."""
+"""This process in its default process group: its boards, its background thread, and its end."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = ["monitor_ranks", "set_rank_checks"]
 
 logger = logging.getLogger("fsdp2")
 
-_READERS_SECONDS = 5.0  # how long a process that ends waits for ranks that have not read what it told them
-_LOOK_SECONDS = 2.0  # how often a rank whose host never waits looks whether others have parted from it
+_READERS_SECONDS = 5.0  # the time that a process waits at its end for ranks that have not read its last message
+_LOOK_SECONDS = 2.0  # the interval between looks at the board on a rank whose host never waits for collectives
 _SAVING = (
     "torch.distributed.checkpoint.async_save is still saving on a process group that the model trains on, and its "
     "collectives could be matched with those of the step. Expected: a gloo group of its own, made once on all ranks "
@@ -45,56 +45,60 @@ _enabled = True
 
 
 def set_rank_checks(enabled: bool) -> None:
-    """Switch the comparison of ranks on (the default) or off, in the same way on all ranks, before the first forward.
+    """Switch the comparison of ranks on (the default) or off. Call it on all ranks before the first forward.
 
-    It costs three operations of the process group's store per rank when a model first runs and when all ranks deviate
-    from earlier iterations, and nothing in a repeated iteration (with NCCL, whose collectives the host does not wait
-    for, one look at the store every two seconds). Without it a rank that skips a unit makes the others hang until the
-    process group's timeout or mixes up their data, different models are not detected, and
-    ``set_reduce_scatter_unused_params`` does not let a rank reduce zeros for units that it skips.
+    The comparison costs three operations of the process group's store per rank when a model first runs and when all
+    ranks deviate from earlier iterations. It costs nothing in a repeated iteration, except one look at the store every
+    two seconds with NCCL, whose collectives the host does not wait for.
+
+    Without the comparison, a rank that skips a unit makes the others hang until the process group's timeout or mixes up
+    their data. Different models are not detected. ``set_reduce_scatter_unused_params`` does not let a rank skip a unit.
+
+    Args:
+        enabled: True compares ranks, False does not.
     """
     global _enabled
     _enabled = enabled
 
 
 class _Process:
-    """What one default process group has to do with ranks that compare themselves. Several threads may come here."""
+    """The monitors and boards of one default process group. Several threads may use it."""
 
     def __init__(self, world: dist.ProcessGroup, connections: Connections) -> None:
         self.rank = dist.get_rank()
         self._world = weakref.ref(world)
         self._connections = connections
-        # By the names of the groups that a root communicates on, not by its ranks: threads that train on groups of the
-        # same ranks come here in another order on each rank.
+        # Keyed by the names of a root's process groups, not by ranks: threads that train on groups of the same ranks
+        # may make their boards in another order on each rank.
         self._incarnations: dict[tuple[str, ...], str] = {}
         self._roots: Counter[tuple[str, ...]] = Counter()
-        self._lock = Lock()  # for what follows; never held while this process waits for another one
+        self._lock = Lock()  # for the attributes below; never held while this process waits for another one
         self._monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: Thread | None = None
-        # Not atexit: processes that multiprocessing started end without it. In a fork of this process it does nothing.
+        # Not atexit, which processes of multiprocessing skip. In a fork of this process Finalize does nothing.
         self.ends = Finalize(None, self.leave, exitpriority=0)
 
     @property
     def monitors(self) -> list[RankMonitor]:
-        """Those of all roots that are alive."""
+        """The monitors of all existing roots."""
         with self._lock:
             return list(self._monitors)
 
     def watch(self, monitor: RankMonitor) -> None:
-        """Compare the ranks under its root wherever this process waits, as long as it is alive."""
+        """Compare the ranks of this monitor whenever the process waits, as long as the monitor exists."""
         with self._lock:
             self._monitors.add(monitor)
 
     def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> Board:
-        """A board for the next root on the process groups of ``mesh``, in the same order on all of its ``ranks``.
+        """Return a board for the next root on the process groups of ``mesh``, the same on all of its ``ranks``.
 
-        Its keys belong to one incarnation of the job: torchrun keeps its store when it restarts the processes.
+        Its keys contain the incarnation of the job, because torchrun keeps the store when it restarts the processes.
         """
         axes = [(axis, axis.group) for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
         names = tuple(group.group_name for _, group in axes)
         if names not in self._incarnations:
-            # Only what the process group itself carries is sure not to be left by an earlier one.
+            # A random number from the process group itself: a key in the store could be that of an earlier incarnation.
             number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=mesh.device)
             try:
                 with without_modes():
@@ -106,12 +110,12 @@ class _Process:
             self._incarnations[names] = f"fsdp2/{int(number):x}"
         self._roots[names] += 1
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
-        # Not the timeout of the store, which the caller may have made for another purpose, and with less patience.
+        # Not the timeout of the store, which the user may have made shorter for another purpose.
         patience = max(group_timeout(group, mesh.device) for _, group in axes)
         return Board(keys, self.rank, ranks, patience.total_seconds())
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which waits for other ranks, in the background."""
+        """Run ``job``, which waits for other ranks, in the background thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = Thread(target=self._work, name="fsdp2-ranks", daemon=True)
@@ -124,7 +128,7 @@ class _Process:
                 return
             try:
                 self._next(turn)
-            except RuntimeError as error:  # the main thread raises it when it comes to the next pass, if it does
+            except RuntimeError as error:  # the main thread raises it in its next pass, if there is one
                 logger.error("rank %d: %s", self.rank, error)
 
     def _next(self, turn: int) -> None:
@@ -136,15 +140,15 @@ class _Process:
                 monitor = monitors[turn % len(monitors)]
                 try:
                     monitor.board.look(monitor, shows=False)
-                except StoreEnded as error:  # perhaps the job is over there; who needs the store is told so
+                except StoreEnded as error:  # the host of the store may have finished; a meeting would raise an error
                     logger.debug("rank %d: %s", self.rank, error)
         else:
             job()
 
     def leave(self) -> None:
-        """Let ranks that wait for this process know that it ended, and with which exception if there is one.
+        """Tell ranks that wait for this process that it ends, with its exception if there is one.
 
-        Ranks that have still to read why a job failed, or that a meeting is over, may need the store of this process.
+        Then wait for ranks that have not yet read a failure or the end of a meeting: this process may host the store.
         """
         error = getattr(sys, "last_value", None)
         text = f"rank {self.rank} ended{'' if error is None else f' with {type(error).__name__}: {error}'}"
@@ -154,15 +158,15 @@ class _Process:
                     monitor.board.end(text)
             self._connections.wait_for_readers(_READERS_SECONDS)
         except RuntimeError:
-            return  # whoever hosts the store ended first
+            return  # the process that hosts the store ended first
 
 
 _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Process | None] = weakref.WeakKeyDictionary()
-_lock = Lock()  # for these
+_lock = Lock()  # for _processes
 
 
 def _this_process() -> _Process | None:
-    """This process in the default process group; None where there is nobody to compare with."""
+    """Return this process in the default process group, or None if there are no ranks to compare."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1:
         return None
@@ -171,7 +175,7 @@ def _this_process() -> _Process | None:
         return None
     with _lock:
         if world not in _processes:
-            for process in _processes.values():  # of a process group that is gone
+            for process in _processes.values():  # of a process group that was destroyed
                 if process is not None:
                     process.ends.cancel()
             _processes[world] = _make_process(world)
@@ -193,17 +197,17 @@ def _make_process(world: dist.ProcessGroup) -> _Process | None:
 
 
 def monitor_ranks(root: RootContext, kind: PassKind, error: RuntimeError | None) -> RankMonitor | None:
-    """The monitor of the ranks under ``root``, once they have the same units; None where there is one process.
+    """Compare the units of ``root`` on all ranks, and return the monitor; None if there is only one process.
 
     Raises:
-        RuntimeError: on every rank: parameters or options differ, or some rank comes with an ``error``.
+        RuntimeError: Parameters or options differ, or a rank passes an ``error``. Every rank raises it.
     """
     process, groups = _this_process() if _enabled else None, root.groups
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.mesh.size(), default=None)
     if process is None or mesh is None or mesh.mesh.size() == 1:
         return None
     ranks = tuple(listed_ranks(mesh.mesh))
-    # What lies on a smaller mesh (experts) is another thing elsewhere, in number, shape and values.
+    # Groups on a smaller mesh (experts) may differ between ranks in number, shape and values.
     shared = [group for group in groups if set(listed_ranks(group.mesh.mesh)) == set(ranks)]
     board = process.board(ranks, mesh)
     met = compare(board, root, shared, kind, error)
@@ -227,7 +231,7 @@ class _Waits:
         for monitor in _monitors():
             try:
                 monitor.board.look(monitor, shows=True)
-            except StoreEnded as error:  # the collective may be the last one, and end all the same
+            except StoreEnded as error:  # this may be the last collective, which still completes
                 logger.debug("rank %d: %s", monitor.board.rank, error)
 
     def waited(self) -> None:
@@ -253,9 +257,9 @@ observe_waits(_Waits())
 
 
 def _conflicting_save(root: RootContext[Any]) -> str:
-    """Why no pass may start under ``root`` while a thread saves a checkpoint; empty if one may.
+    """Return an error text if a thread saves a checkpoint on a process group of ``root``, else "".
 
-    The collectives of two threads would pair on a process group that both use.
+    The collectives of the save and of a pass could be matched with each other.
     """
     for save in async_saves():
         if save.get("no_dist") or not save.get("use_collectives", True):

@@ -1,4 +1,4 @@
-"""Do all ranks have the same units and options, and did they start from the same values? Before the first forward."""
+"""Before the first forward, compare the units, options and initial values of all ranks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fsdp2.ranks.board import Board
 
 __all__ = ["Line", "compare", "options_of"]
 
-_PLAN, _VALUES = 1, 2  # the meetings that follow where the first one, 0, finds a difference
+_PLAN, _VALUES = 1, 2  # the meetings after the first one, 0, if that finds a difference
 
 
 class Line(NamedTuple):
-    """One thing that must be alike on all ranks: what is compared, and how an error shows it."""
+    """A property that must be the same on all ranks: the text to compare, and the text to show in an error."""
 
     compared: str
     text: str
 
 
 def options_of(root: RootContext[Any]) -> list[Line]:
-    """What each unit of ``root`` was asked for that decides what is sent, or when, and shows in no step by name."""
+    """Return the options of each unit of ``root`` that influence communication and are not part of a step."""
     numbers = {state: number for number, state in enumerate(root.all_states)}
     lines = []
     for state, number in numbers.items():
         options = list(dict.fromkeys(group.options.describe_alike() for group in state.groups))
         compared, shown = [str(number), *options], [text for text in options if text]
         for when, ahead in (("forward", state.forward_prefetch), ("backward", state.backward_prefetch)):
-            # By number: experts are often named by one that only their rank has.
+            # By number, not by name: names of experts often contain a number that only their rank has.
             compared.append(str([numbers.get(other) for other in ahead]))
             if ahead:
                 names = ", ".join(repr(other.name) for other in ahead)
@@ -44,12 +44,12 @@ def options_of(root: RootContext[Any]) -> list[Line]:
 def compare(
     board: Board, root: RootContext[Any], shared: list[FSDPParamGroup], kind: PassKind, error: RuntimeError | None
 ) -> int:
-    """Compare the units of ``root``, whose groups ``shared`` all ranks have, when a pass of ``kind`` is the first.
+    """Compare the units of ``root`` at the first pass, of ``kind``; all ranks have the groups ``shared``.
 
-    Returns how often the ranks met; warns where only values differ.
+    Warn if only initial values differ. Return the number of meetings.
 
     Raises:
-        RuntimeError: on every rank: parameters or options differ, or some rank comes with an ``error``.
+        RuntimeError: Parameters or options differ, or a rank passes an ``error``. Every rank raises it.
     """
     if error is not None:
         text = str(error)
@@ -68,9 +68,9 @@ def compare(
     seen = zlib.crc32(repr(values).encode())
     if board.meet(0, f"{plan.digests(0, 0)} {seen}", plan) is not None:
         return 1
-    board.look(plan, shows=False)  # it may have ended because a rank failed
+    board.look(plan, shows=False)  # the meeting may have ended because a rank failed
     if board.meet(_PLAN, str(plan.digests(0, 0)), plan) is None:
-        board.settle(plan)
+        board.raise_difference(plan)
     want = json.dumps(values)
     text = board.choose(_VALUES, want, plan, _other_values)
     if text and board.rank == board.ranks[0]:
@@ -79,25 +79,25 @@ def compare(
 
 
 class _Plan:
-    """What one rank was given."""
+    """The units and options of one rank, as the history that other ranks compare."""
 
     def __init__(self, lines: list[Line]) -> None:
         self._lines = [*lines, Line("", "nothing more")]
 
     def position(self) -> tuple[int, int]:
-        """Nobody did anything yet."""
+        """Return the position before all steps."""
         return 0, 0
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int]:
-        """A number for each line."""
+        """Return a number for each line."""
         return [zlib.crc32(line.compared.encode()) for line in self._lines]
 
     def text(self, epoch: int, number: int, index: int) -> str:
-        """One line."""
+        """Return one line."""
         return self._lines[index].text
 
     def refuse(self, texts: dict[int, str]) -> str:
-        """The error, given one line of each rank."""
+        """Return the error text, given one line of each rank."""
         first = min(texts, default=0)
         other = next((rank for rank in sorted(texts) if texts[rank] != texts[first]), None)
         where = "" if other is None else f": rank {other}: {texts[other]}, rank {first}: {texts[first]}"
@@ -128,10 +128,10 @@ def _describe(group: FSDPParamGroup) -> list[Line]:
 
 
 def _other_values(values: dict[int, Any]) -> str | None:
-    """The warning, given the name of a parameter of each group and its first values, of one rank for all like it."""
+    """Return the warning, or None. ``values`` has, for each rank with different ones, names and first values."""
     first = min(values)
     for name, ours in values[first]:
-        # By name: a rank that has changed a shard since has no values to show for it.
+        # By name: a rank that has changed a shard since fully_shard has no entry for it.
         others = {rank: dict(theirs).get(name, ours) for rank, theirs in sorted(values.items())}
         differing = [rank for rank, theirs in others.items() if _shown(theirs) != _shown(ours)]
         if differing:

@@ -1,62 +1,100 @@
-"""The steps of this rank's passes, and those that all ranks know: plain bookkeeping, no communication, no tensors.
+"""The steps of this rank's passes, and the steps that all ranks expect: bookkeeping without communication or tensors.
 
-As long as every pass takes the steps that the last one took in its place (after the same kinds of passes), all ranks do
-the same without a word. A step on which a pass leaves them must be agreed on first; it may lead onto another known
-way. Otherwise the pass is *open*: its steps are compared when it ends.
+A *way* is the list of steps of one pass, and a *place* is the kind of a pass after the kinds of the passes before it.
+As long as every pass takes the way that the last pass in its place took, all ranks do the same without communication. A
+pass that leaves its way must first agree on the step with all ranks. It then follows another known way that begins with
+the same steps. If there is none, the pass is *open*: its steps are compared when it ends.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from fsdp2.engine.steps import END, PassKind, Step
 
 __all__ = ["StepLog"]
 
-_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)  # so many say what comes next, the longest that is known; 32: 16 micro-batches
+_PASSES_BEFORE = (
+    32,
+    16,
+    8,
+    4,
+    2,
+    1,
+)  # numbers of passes that make a place, the longest known first; 32: 16 micro-batches
 _MOST_PLACES = 4096  # known at a time: loops without a pattern make ever new ones
 _WAYS = 16  # remembered for each kind of pass
 _REMEMBERED = 64  # passes
 
-Way = list[Step]
+Way = Sequence[Step]
 Place = tuple[PassKind, ...]
-"""The kinds of the passes before, and the own."""
+"""The kinds of the passes before, and the kind of the pass itself."""
+
+
+# ---- what all ranks expect of the running pass: one of four values ----
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The ``way`` of an earlier pass."""
+
+    way: Way
+
+
+@dataclass(frozen=True)
+class _Guessed:
+    """A ``way`` that no pass has taken: the first of its kind, or what is left of a known way after a deviation."""
+
+    way: Way
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """One ``step`` that all ranks have chosen as the next. Nothing is expected after it."""
+
+    step: Step
+    way: Way = ()
+
+
+@dataclass(frozen=True)
+class _Open:
+    """Nothing."""
+
+    way: Way = ()
 
 
 class StepLog:
-    """What this rank did under one root, and what all ranks expect it to do next."""
+    """The steps that this rank took under one root, and the steps that all ranks expect it to take next."""
 
     def __init__(self) -> None:
-        self.kind: PassKind | None = None  # of the pass that runs; None between passes
-        self.steps: Way = []  # of the pass that runs
-        self.deviations = 0  # in the pass that runs
-        self.open = False  # the pass that runs takes steps that are compared at its end
-        self.epoch = 0  # how often the ranks have met
-        self.first_kind: PassKind | None = None  # that all ranks begin with, if they know
-        self._number = -1  # passes since the ranks met, the running one being 0
+        self.kind: PassKind | None = None  # of the running pass; None between passes
+        self.steps: list[Step] = []  # of the running pass
+        self.deviations = 0  # of the running pass
+        self.epoch = 0  # the number of meetings of the ranks so far
+        self.first_kind: PassKind | None = None  # the kind of the first pass, if all ranks expect one
+        self._expects: _Known | _Guessed | _Chosen | _Open = _Open()  # of the running pass
+        self._number = -1  # passes since the last meeting; the pass that runs during a meeting is 0
         self._before: Place = ()  # empty at the start, and after a pass was aborted
-        self._next: dict[Place, PassKind] = {}  # kinds, after these
+        self._next: dict[Place, PassKind] = {}  # the kind that follows these
         self._known: dict[Place, Way] = {}
         self._ways: dict[PassKind, deque[Way]] = {}  # by kind, the latest first
-        self._keys: list[Place] = []  # of the pass that runs
-        self._way: Way | None = None  # the expected steps of the pass that runs
-        self.guessed = False  # these come from no earlier pass
-        self.decided: Step | None = None  # all ranks chose it as the next one; what follows is not known
+        self._keys: list[Place] = []  # of the running pass
         self._past: deque[tuple[int, int, PassKind | None, Way]] = deque(maxlen=_REMEMBERED)
 
     # ---- passes ----
 
     def follows(self, kind: PassKind) -> bool:
-        """Whether all ranks expect a pass of ``kind`` now."""
+        """Return True if all ranks expect a pass of ``kind`` now."""
         if self.kind:
             return False
         known = (self._next[place] for place in self._lately() if place in self._next)
         return next(known, None if self._before else self.first_kind) == kind
 
     def expects_steps(self, kind: PassKind) -> bool:
-        """Whether all ranks expect a pass of ``kind`` now that takes a step."""
+        """Return True if all ranks expect a pass of ``kind`` now, and expect it to take a step."""
         way = next((self._known[place] for place in self._places_of(kind) if place in self._known), None)
         return self.follows(kind) and way is not None and way != [END]
 
@@ -64,15 +102,15 @@ class StepLog:
         return [*((*before, kind) for before in self._lately()), (kind,)]
 
     def knows(self, kind: PassKind) -> bool:
-        """Whether there was a pass of ``kind``."""
+        """Return True if there was a pass of ``kind``."""
         return kind in self._ways
 
     def _lately(self) -> list[Place]:
         return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
 
     def begin(self, kind: PassKind, guess: Way | None = None) -> None:
-        """A pass starts, as all ranks know; ``guess`` is what they expect of it where there was none of its kind."""
-        if len(self._next) > _MOST_PLACES:
+        """Start a pass, which all ranks do now; ``guess`` is the expected way if there was none in this place."""
+        if len(self._next) > _MOST_PLACES:  # forget all: the next iterations are compared again, and learned anew
             self._next.clear()
             self._known.clear()
         self.first_kind = None
@@ -80,19 +118,17 @@ class StepLog:
         self._next.update(dict.fromkeys(self._lately(), kind))
         self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]
         self.kind, self.steps, self.deviations = kind, [], 0
-        self._way = next((self._known[place] for place in self._keys if place in self._known), None)
-        self.guessed = self._way is None
-        self._way = guess if self.guessed else self._way
-        self.open = self._way is None
+        known = next((self._known[place] for place in self._keys if place in self._known), None)
+        self._expect(known, guess)
         self._number += 1
         self._remember()
 
     def end(self) -> None:
-        """The pass is over, as all ranks know."""
+        """End the pass, which all ranks do now."""
         assert self.kind is not None
         ways = self._ways.setdefault(self.kind, deque(maxlen=_WAYS))
-        # Equal ways share one list, so that an iteration that is repeated costs no memory.
-        known = self._way if self._way == self.steps else next((way for way in ways if way == self.steps), None)
+        # Equal ways share one list, so that a repeated iteration takes no memory.
+        known = next((way for way in (self._expects.way, *ways) if way == self.steps), None)
         if known is None:
             known = self.steps
             ways.appendleft(known)
@@ -101,81 +137,100 @@ class StepLog:
         self._leave()
 
     def abandon(self) -> None:
-        """The pass was aborted, on this rank at least."""
+        """End a pass that was aborted, on this rank at least."""
         self._leave()
         self._before = ()
 
     def _leave(self) -> None:
-        self.kind, self._way, self.steps, self.open, self.decided = None, None, [], False, None
+        self.kind, self.steps, self._expects = None, [], _Open()
 
     def forget(self) -> None:
-        """What the next pass of each kind will do is not known; the one that runs goes on as it is."""
+        """Forget all known ways. The running pass continues on its own."""
         self._known.clear()
         self._ways.clear()
 
     # ---- steps ----
 
-    def has_gather(self, group: object) -> bool:
-        """Whether the expected steps of the running pass gather ``group``."""
-        return self._way is not None and any(step.kind == "gather" and step.group is group for step in self._way)
+    @property
+    def open(self) -> bool:
+        """True if nothing is expected of the running pass: its steps are compared when it ends."""
+        return isinstance(self._expects, _Open)
 
     @property
-    def rest(self) -> Way:
-        """What is expected after the next step."""
-        return [] if self._way is None else self._way[len(self.steps) + 1 :]
+    def guessed(self) -> bool:
+        """True if the expected steps are not those of an earlier pass."""
+        return isinstance(self._expects, _Guessed)
+
+    @property
+    def chosen(self) -> bool:
+        """True if all ranks have chosen the next step, which this rank has not taken yet."""
+        return isinstance(self._expects, _Chosen)
 
     @property
     def expected(self) -> Step | None:
-        """The next step, if all ranks know it."""
-        if self.decided is not None:
-            return self.decided
-        position, way = len(self.steps), self._way
-        return way[position] if way is not None and position < len(way) else None
+        """The next step, if all ranks expect one."""
+        if isinstance(self._expects, _Chosen):
+            return self._expects.step
+        position, way = len(self.steps), self._expects.way
+        return way[position] if position < len(way) else None
+
+    @property
+    def rest(self) -> Way:
+        """The steps that are expected after the next one."""
+        return list(self._expects.way[len(self.steps) + 1 :])
+
+    def has_gather(self, group: object) -> bool:
+        """Return True if the expected steps of the running pass gather ``group``."""
+        return any(step.kind == "gather" and step.group is group for step in self._expects.way)
 
     def expects_later(self, step: Step) -> bool:
-        """Whether the running pass will come to ``step``, but not now, as an earlier one did."""
-        if self._way is None or self.guessed:
+        """Return True if the running pass is on a known way that comes to ``step``, but not next."""
+        if not isinstance(self._expects, _Known):
             return False
-        return step in itertools.islice(self._way, len(self.steps) + 1, None)
+        return step in itertools.islice(self._expects.way, len(self.steps) + 1, None)
 
     def follow(self, step: Step) -> bool:
-        """Take ``step`` if it is expected; whether it was. Every step of every pass comes here."""
-        way, steps = self._way, self.steps
+        """Take ``step`` and return True if the way has it next, else return False. It is called for every step."""
+        way, steps = self._expects.way, self.steps
         position = len(steps)
-        if way is None or position >= len(way) or way[position] != step:
+        if position >= len(way) or way[position] != step:
             return False
         steps.append(step)
         return True
 
     def forget_way(self) -> None:
-        """No step of the running pass is known, although passes like it were taken before."""
-        self._way, self.open = None, True
+        """Expect no step of the running pass, although passes like it were taken before."""
+        self._expects = _Open()
 
     def take(self, step: Step) -> None:
-        """Take ``step``, which is expected, or anything in an open pass."""
-        self.decided = None
+        """Take ``step``, which is expected, or any step in an open pass."""
+        if isinstance(self._expects, _Chosen):
+            self._expects = _Open()
         self.steps.append(step)
 
-    def decide(self, step: Step) -> None:
-        """All ranks know that ``step`` is next, and none what follows."""
-        self.decided, self._way = step, None
+    def choose(self, step: Step) -> None:
+        """Expect ``step`` next, which all ranks have chosen, and nothing after it."""
+        self._expects = _Chosen(step)
 
     def deviate(self, step: Step, guess: Way | None = None) -> None:
-        """All ranks know that ``step`` is next; they go on as in a known pass that came here, or by ``guess``."""
+        """Take ``step``, on which all ranks have agreed. Then follow a known way that begins so, or else ``guess``."""
         self.deviations += 1
         done = [*self.steps, step]
         ways: Iterable[Way] = [] if self.kind is None else self._ways.get(self.kind, [])
-        self._way = next((way for way in ways if way[: len(done)] == done), None)
-        self.guessed = self._way is None
-        if self.guessed and guess is not None:
-            self._way = [*done, *guess]
-        self.open = self._way is None
+        known = next((way for way in ways if way[: len(done)] == done), None)
+        self._expect(known, None if guess is None else [*done, *guess])
         self.steps.append(step)
+
+    def _expect(self, known: Way | None, guess: Way | None) -> None:
+        if known is not None:
+            self._expects = _Known(known)
+        else:
+            self._expects = _Open() if guess is None else _Guessed(guess)
 
     # ---- for other ranks to see ----
 
     def met(self) -> None:
-        """The ranks have met: what they do is numbered from here."""
+        """Note a meeting of all ranks: passes are numbered from here."""
         self.epoch += 1
         self._number = 0 if self.kind else -1
         if self.kind:
@@ -186,10 +241,10 @@ class StepLog:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The latest pass: (how often the ranks have met, passes since then)."""
+        """The position of the latest pass: the number of meetings, and of passes since the last meeting."""
         return self.epoch, self._number
 
     def find(self, epoch: int, number: int) -> tuple[PassKind | None, Way] | None:
-        """The kind and the steps of the pass at a position; None if this rank is not there yet, or it is long ago."""
+        """Return the kind and the steps of the pass at a position, or None if it has not begun or is long ago."""
         passes = reversed(list(self._past))
         return next((one[2:] for one in passes if one[:2] == (epoch, number)), None)

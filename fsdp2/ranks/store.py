@@ -1,4 +1,4 @@
-"""The store of a process group, of whatever kind, as ranks use it to write to each other."""
+"""The store of a process group, of any kind, through which ranks write to each other."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ __all__ = ["Connections", "Keys", "StoreEnded"]
 
 
 class StoreEnded(RuntimeError):
-    """The process that hosts the store ended."""
+    """The process that hosts the store has ended."""
 
 
 class Connections:
-    """A connection to ``store`` for each thread.
-
-    A thread that waits for a key blocks its connection for all others until the key is there or the time is over.
-    """
+    """A connection to ``store`` for each thread: one that waits for a key blocks its connection for all others."""
 
     def __init__(self, store: dist.Store) -> None:
         self._own = threading.local()
         self._unread: dict[str, str] = {}
         self.clones = True
         try:
-            # Not the store itself: where this process hosts it, its port is free when the process group is destroyed.
+            # Not the store itself: if this process hosts it, its port must be free after destroy_process_group().
             self._store: Any = store.clone()  # type: ignore[attr-defined]  # not in the stubs
         except (AttributeError, NotImplementedError, RuntimeError):
-            self._store, self.clones = store, False  # written in Python: it looks after its connections itself
+            self._store, self.clones = store, False  # written in Python: it manages its connections itself
         self._own.store = self._store
 
     @property
@@ -42,8 +39,8 @@ class Connections:
 
     @property
     def lacks(self) -> str:
-        """The operation that the store does not have although ranks need it to compare themselves; empty if none."""
-        if self.clones:  # it is one of torch's own stores, which have all of them
+        """The name of an operation that the comparison of ranks needs and the store lacks, or ""."""
+        if self.clones:  # torch's own stores have all operations
             return ""
         probe = f"fsdp2/probe/{dist.get_rank()}"
         operations = {"compare_set": (probe, "", "here"), "check": ([probe],), "delete_key": (probe,)}
@@ -55,16 +52,16 @@ class Connections:
         return ""
 
     def note(self, prefix: str, path: str | None) -> None:
-        """The last thing that this rank told the ranks which share ``prefix``: ``path`` is there until all know it."""
+        """Note the last message to the ranks that share ``prefix``: the key ``path`` exists until all have read it."""
         if path is None:
             self._unread.pop(prefix, None)
         else:
             self._unread[prefix] = path
 
     def wait_for_readers(self, seconds: float) -> None:
-        """Wait until other ranks know what this one told them last, but no longer than so many seconds.
+        """Wait until other ranks have read this rank's last messages, but no longer than so many seconds.
 
-        This process may host the store, which they would lose before they have read it.
+        This process may host the store, which ends with it.
         """
         end = time.monotonic() + seconds
         for path in list(self._unread.values()):
@@ -73,7 +70,7 @@ class Connections:
 
 
 class Keys:
-    """The keys below ``prefix/name``. Each method raises StoreEnded where the process that hosts the store ended."""
+    """The keys below ``prefix/name``. Each method raises StoreEnded if the process that hosts the store has ended."""
 
     def __init__(self, connections: Connections, prefix: str, name: str) -> None:
         self._connections = connections
@@ -86,31 +83,31 @@ class Keys:
             raise _ended(error) from error
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 if the key is not there; the sum."""
+        """Add ``amount`` to a number, which is 0 if the key does not exist; return the sum."""
         return self._do("add", key, amount)
 
     def set(self, key: str, value: str) -> None:
-        """Write."""
+        """Write a key."""
         self._do("set", key, value)
 
     def get(self, key: str) -> str:
-        """Read a key that is there."""
+        """Read a key that exists."""
         return self._do("get", key).decode()
 
     def compare_set(self, key: str, expected: str, wanted: str) -> str:
-        """Write if the value is the expected one, "" standing for none; the value after it."""
+        """Write ``wanted`` if the value is ``expected`` ("" for no value); return the value after this."""
         return self._do("compare_set", key, expected, wanted).decode()
 
     def delete(self, key: str) -> None:
-        """Delete."""
+        """Delete a key."""
         self._do("delete_key", key)
 
     def note(self, key: str | None) -> None:
-        """All ranks that meet by these keys know what this rank told them last when ``key`` is gone; None: they do."""
+        """Note that all ranks have read this rank's last message when ``key`` is deleted; None: they have read it."""
         self._connections.note(self._group, None if key is None else f"{self._prefix}/{key}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there."""
+        """Return True if the key exists."""
         store = self._connections.own
         try:
             return store.check([f"{self._prefix}/{key}"])
@@ -118,9 +115,9 @@ class Keys:
             raise _ended(error) from error
 
     def get_within(self, key: str, seconds: float) -> str | None:
-        """Read a key as soon as it is there; None if it does not come within so many seconds."""
+        """Wait for a key and read it; return None if it does not exist within so many seconds."""
         store, path = self._connections.own, f"{self._prefix}/{key}"
-        limit = timedelta(seconds=max(seconds, 0.001))  # 0 would be no limit
+        limit = timedelta(seconds=max(seconds, 0.001))  # 0 would mean no limit
         began = time.monotonic()
         try:
             if self._connections.clones:
@@ -131,8 +128,8 @@ class Keys:
         except dist.DistNetworkError as error:
             raise _ended(error) from error
         except Exception:
-            # The end of the time is a DistStoreError in a TCP store, a plain RuntimeError in a file, and any exception
-            # in a store that is written in Python. An error that comes sooner is something else.
+            # A timeout is a DistStoreError in a TCP store, a plain RuntimeError in a file store, and any exception in a
+            # store that is written in Python. An earlier error has another cause.
             if time.monotonic() - began < seconds / 2:
                 raise
             return None

@@ -84,16 +84,16 @@ def test_who_leaves_all_known_ways_is_on_an_open_one_or_guesses(guess: list[Step
     log.begin(FORWARD)
     assert log.follow(A)
     log.deviate(C, guess)
-    assert log.open is (guess is None) and log.guessed and log.follow(D) is (guess is not None)
+    assert log.open is (guess is None) and log.guessed is not log.open and log.follow(D) is log.guessed
 
 
-def test_a_step_that_was_decided_is_next_and_the_last_known() -> None:
+def test_a_step_that_was_chosen_is_next_and_the_last_expected() -> None:
     log = learned(*ITERATION)
     log.begin(FORWARD)
-    log.decide(D)
-    assert log.expected == D and log.rest == []
+    log.choose(D)
+    assert log.chosen and log.expected == D and log.rest == []
     log.take(D)
-    assert log.expected is None and log.steps == [D]
+    assert not log.chosen and log.expected is None and log.steps == [D]
 
 
 def test_places_in_a_loop_are_told_apart_by_what_came_before() -> None:

@@ -1,8 +1,8 @@
-"""WHERE bytes live: integers and placements. From the top down; a file imports only what stands below it.
+"""WHERE bytes live: integers and placements. From the top down; a file imports only files below it.
 
-boxes    parts of tensors: which of them this rank holds, and how blocks fill buckets
-spec     how one parameter is cut, as a DTensor
-mesh     the axes that parameters are cut over and copied along
-packing  how many tensors lie in one buffer
-layout   which elements of a tensor each rank holds
+boxes    boxes of tensors: the box that this rank holds, and blocks in buckets
+spec     the cut of one parameter, and its DTensors
+mesh     the axes that parameters are cut over and replicated along
+packing  the places of several tensors in one buffer
+layout   the elements of a tensor that each rank holds
 """

@@ -1,4 +1,4 @@
-"""Boxes of tensors: which of them this rank holds, what two have in common, and how blocks are packed into buckets."""
+"""Boxes of tensors: the box that this rank holds, intersections of boxes, and blocks packed into buckets."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ __all__ = [
 ]
 
 Box = tuple[tuple[int, int], ...]
-"""(start, length) of each dimension."""
+"""The (start, length) of each dimension."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that travels: its shape and its dtype on the way."""
+    """The shape of a tensor to send, and the dtype in which it is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Part:
-    """A block of entry ``index`` and where it starts in its bucket; ``last`` ends the entry."""
+    """A block of entry ``index`` and its offset in the bucket; ``last`` marks the last block of the entry."""
 
     index: int
     box: Box
@@ -61,7 +61,7 @@ class Part:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box of everything."""
+    """Return the box of a whole tensor of ``shape``."""
     return tuple((0, size) for size in shape)
 
 
@@ -71,7 +71,7 @@ def numel(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the box of what is in both, None if that is nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     both = []
     for (start_a, length_a), (start_b, length_b) in zip(a, b):
         start = max(start_a, start_b)
@@ -83,17 +83,17 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """``box`` as seen from the start of ``outer``."""
+    """Return ``box`` relative to the start of ``outer``."""
     return tuple((start - origin, length) for (start, length), (origin, _) in zip(box, outer))
 
 
 def beyond(box: Box, outer: Box) -> Box:
-    """``box``, given from the start of ``outer``, as seen from where ``outer`` is: the reverse of ``within``."""
+    """Return the absolute position of ``box``, given relative to ``outer``: the inverse of ``within``."""
     return tuple((start + origin, length) for (start, length), (origin, _) in zip(box, outer))
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of ``tensor`` in ``box``, a view."""
+    """Return a view of the part of ``tensor`` in ``box``."""
     for dim, (start, length) in enumerate(box):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
@@ -101,14 +101,14 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def copy_common(source: torch.Tensor, at: Box, target: torch.Tensor, to: Box) -> None:
-    """Copy what ``source``, which is the box ``at`` of a tensor, and ``target``, the box ``to``, have in common."""
+    """Copy the elements in both boxes from ``source``, the box ``at`` of a tensor, to ``target``, the box ``to``."""
     common = intersect(at, to)
     if common is not None:
         narrow(target, within(common, to)).copy_(narrow(source, within(common, at)))
 
 
 def box_of(spec: ShardedSpec, name: str) -> Box:
-    """Return the box that this rank holds of a managed parameter, or of anything cut like it."""
+    """Return the box that this rank holds of a parameter with this spec."""
     layout, meta = spec.layout, None if spec.full is None else spec.full.tensor_meta
     if spec.full is None or meta is None:
         box = whole(layout.shape)
@@ -124,7 +124,7 @@ def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[P
     """Return the box that this rank holds of a DTensor of ``shape``.
 
     Raises:
-        NotImplementedError: that is no box, or this rank is not on the mesh.
+        NotImplementedError: The part is not a box, or this rank is not on the mesh.
     """
     here, box = mesh.get_coordinate(), list(whole(shape))
     for i, placement in enumerate(placements):
@@ -142,7 +142,7 @@ def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[P
 
 
 def blocks(box: Box, limit: int) -> Iterator[Box]:
-    """``box`` in pieces of up to ``limit`` elements that follow each other in row-major order, each without gaps."""
+    """Yield ``box`` in pieces of up to ``limit`` elements, in row-major order, each of them contiguous in ``box``."""
     total = numel(box)
     if total == 0:
         return
@@ -162,7 +162,7 @@ def blocks(box: Box, limit: int) -> Iterator[Box]:
 
 
 def buckets(entries: Sequence[Entry], limit: int) -> Iterator[list[Part]]:
-    """Return all blocks of ``entries``, in order, in buckets of up to ``limit`` bytes (16 at least)."""
+    """Yield all blocks of ``entries``, in order, in buckets of up to ``limit`` bytes (at least 16)."""
     parts: list[Part] = []
     used = 0
     for index, entry in enumerate(entries):

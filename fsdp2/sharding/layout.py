@@ -1,4 +1,4 @@
-"""Which elements of a tensor each rank holds when one dimension is cut: integers only, no tensors, no ranks asked."""
+"""The elements of a tensor that each rank holds when one dimension is cut: arithmetic without tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """The number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @cached_property
@@ -47,19 +47,20 @@ class ShardLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """Indices of the cut dimension that the first rank holds (every other holds as many or fewer)."""
+        """The number of indices of the cut dimension that the first rank holds; other ranks hold as many or fewer."""
         return 0 if self.dim is None else -(-self.shape[self.dim] // self.ranks)
 
     @cached_property
     def slot_numel(self) -> int:
-        """Elements that every rank sends, in its *slot*: as many as the first, largest piece has; others are padded."""
+        """The number of elements in a *slot*, which every rank sends: the largest piece. Smaller pieces are padded."""
         return self.numel if self.dim is None else math.prod(self.shard_shape(0))
 
     @cached_property
     def rank_major(self) -> bool:
-        """Whether the slots of all ranks, one behind the other, are the full tensor's memory, followed by padding.
+        """True if the slots of all ranks in order are the full tensor's memory, followed by padding.
 
-        Then an all-gather can write straight into the parameter, and a gradient is a reduce-scatter's input as it is.
+        An all-gather can then write directly into the parameter, and a gradient is the input of a reduce-scatter
+        without a copy.
         """
         if self.dim is None or self.ranks == 1:
             return True
@@ -68,21 +69,21 @@ class ShardLayout:
 
     @cached_property
     def full_storage_numel(self) -> int:
-        """Elements the full tensor's memory must have room for, the padding of a rank-major gather included."""
+        """The number of elements in the full tensor's memory, including the padding of a rank-major gather."""
         return max(self.numel, self.ranks * self.slot_numel) if self.rank_major else self.numel
 
     @cached_property
     def even(self) -> bool:
-        """Return whether every rank holds the same number of elements."""
+        """True if every rank holds the same number of elements."""
         return self.dim is not None and self.chunk * self.ranks == self.shape[self.dim]
 
     @property
     def padding_numel(self) -> int:
-        """Elements gathered in excess of the tensor's own."""
+        """The number of elements gathered beyond the tensor's own."""
         return self.ranks * self.slot_numel - self.numel
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """(start, length) of ``rank``'s piece on the cut dimension."""
+        """Return (start, length) of ``rank``'s piece in the cut dimension."""
         assert self.dim is not None
         size = self.shape[self.dim]
         start = min(rank * self.chunk, size)

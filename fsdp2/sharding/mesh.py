@@ -1,4 +1,4 @@
-"""The ranks a parameter is spread over: one shard axis, one replicate axis, each of size 1 where it is absent."""
+"""The ranks of a parameter: one shard axis and one replicate axis. An absent axis has size 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp2.policies import DataParallelMeshDims
 __all__ = ["Axis", "DataParallelMesh", "default_mesh", "listed_ranks", "regroup", "simulated_backend"]
 
 
-# A group sorts its ranks unless this says otherwise; gradients cut for one order must not be sent in another.
+# new_group sorts the ranks by default. Gradients are cut for the order of the mesh, so the group must keep it.
 _IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 
 
@@ -28,14 +28,14 @@ _NCCL = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
 
 
 def listed_ranks(mesh: DeviceMesh) -> list[int]:
-    """Return the ranks of ``mesh`` in the order of its elements, also where a mode makes fake tensors of everything."""
+    """Return the ranks of ``mesh`` in the order of its elements. This works under FakeTensorMode too."""
     with without_dispatch():
         return mesh.mesh.flatten().tolist()
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh dimension as communication sees it: process group, size, this process's rank in it, backend name."""
+    """One mesh dimension for communication: its process group, size, this process's rank, and the backend's name."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -47,7 +47,7 @@ class Axis:
         """Return the axis of dimension ``dim`` of ``mesh``.
 
         Raises:
-            ValueError: the dimension has no process group (any more).
+            ValueError: The dimension has no process group, or its group was destroyed.
         """
         try:
             group = mesh.get_group(dim)
@@ -60,21 +60,21 @@ class Axis:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, device_type: str) -> Axis:
-        """Return the axis of ``group`` for tensors on that kind of device."""
+        """Return the axis of ``group`` for tensors on devices of that type."""
         return cls(group, group.size(), group.rank(), _backend(group, device_type))
 
     @property
     def is_nccl(self) -> bool:
-        """Return whether it is NCCL that communicates; torch 2.15 has it under several names."""
+        """True if the backend is NCCL, which has several names in torch 2.15."""
         return self.backend in _NCCL
 
     @property
     def coalesces(self) -> bool:
-        """Return whether several gathers are one launch; gloo runs them beside each other instead."""
+        """True if the backend runs several gathers in one launch; gloo runs them concurrently instead."""
         return self.backend != "gloo"
 
     def with_own_group(self) -> Axis:
-        """Return the same ranks, in the same order, with a process group of their own; all of them must call it."""
+        """Return an axis of the same ranks, in the same order, with a new process group. All of them must call this."""
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
         group = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce_scatter", **_IN_ORDER)
@@ -86,7 +86,7 @@ _simulated: list[str] = []
 
 @contextmanager
 def simulated_backend(name: str) -> Iterator[None]:
-    """Treat process groups that send nothing as if their backend were ``name`` in the block."""
+    """Treat fake process groups, which send nothing, as if their backend were ``name`` inside a ``with`` block."""
     _simulated.append(name)
     try:
         yield
@@ -95,7 +95,7 @@ def simulated_backend(name: str) -> Iterator[None]:
 
 
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the backend that serves ``device_type``: the configuration reads "gloo" or "cpu:gloo,cuda:nccl"."""
+    """Return the backend for ``device_type`` from the configuration, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     if _simulated:
         return _simulated[-1]
     config = dist.get_backend_config(group)
@@ -110,9 +110,9 @@ _ABSENT = Axis(None, 1, 0, "none")
 class DataParallelMesh:
     """The mesh of one call: parameters are cut over ``shard``, gradients summed over ``shard`` and ``replicate``.
 
-    ``mesh`` has the data-parallel dimensions alone: (shard), (replicate, shard) or (replicate); both dimensions may be
-    one replicate axis. ``spmd`` is the mesh that parameters already lie on, and ``dims`` names its data-parallel
-    dimensions, where the caller said so.
+    ``mesh`` has only the data-parallel dimensions: (shard), (replicate, shard) or (replicate). Two dimensions may be
+    one replicate axis. With ``dp_mesh_dims``, ``spmd`` is the mesh that parameters already lie on, and ``dims`` names
+    its data-parallel dimensions.
     """
 
     mesh: DeviceMesh
@@ -123,12 +123,12 @@ class DataParallelMesh:
     dims: DataParallelMeshDims | None = None
 
     def __post_init__(self) -> None:
-        """Refuse copies whose ranks hold different pieces: their gradients would be summed crosswise.
+        """Check that replicas hold the same pieces: otherwise gradients of different pieces would be summed.
 
-        A shard that lies elsewhere on the mesh than in its process group, by which it is cut, is warned about.
+        Warn if a rank's place on the mesh differs from its rank in the process group, which determines its piece.
 
         Raises:
-            ValueError: the process groups of the shard axis sort ranks that the mesh lists in another order.
+            ValueError: The process groups of the shard axis sort ranks that the mesh lists in another order.
         """
         group, place = self.shard.group, self.mesh.get_coordinate()
         if group is not None and place is not None and place[-1] != group.rank():
@@ -153,14 +153,14 @@ class DataParallelMesh:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMesh:
-        """Read ``mesh``: 1D shards; 2D replicates over its first dimension and shards over its second.
+        """Return the data-parallel mesh for ``mesh``: 1D shards; 2D replicates over dimension 0 and shards over 1.
 
-        With ``dims``, ``mesh`` is the mesh parameters lie on and ``dims`` names its data-parallel dimensions.
+        With ``dims``, parameters already lie on ``mesh``, and ``dims`` names its data-parallel dimensions.
 
         Raises:
-            TypeError: ``mesh`` is no DeviceMesh.
-            ValueError: ``mesh`` has more than two dimensions, this rank is not in it, ``dims`` names what it lacks, or
-                copies would hold different pieces.
+            TypeError: ``mesh`` is not a DeviceMesh.
+            ValueError: ``mesh`` has more than two dimensions, this rank is not in it, ``dims`` has names that it
+                lacks, or replicas would hold different pieces.
             AssertionError: ``mesh`` is 2D without dimension names (torch's contract).
         """
         if not isinstance(mesh, DeviceMesh):
@@ -202,9 +202,9 @@ class DataParallelMesh:
         return cls(dp_mesh, shard, replicate, _device_of(mesh), mesh, dims)
 
     def replicated(self) -> DataParallelMesh:
-        """Return the same ranks without a shard axis: each keeps parameters whole, and gradients are all-reduced.
+        """Return the same ranks without a shard axis: parameters are whole on each, and gradients are all-reduced.
 
-        Every rank of the mesh must call it: ranks along two dimensions get a process group.
+        Every rank of the mesh must call it, because a 2D mesh gets a new process group.
         """
         if self.shard.group is None:
             return self
@@ -219,7 +219,7 @@ class DataParallelMesh:
 
     @property
     def first(self) -> Axis:
-        """The axis that gradients travel over first: the shard axis, or the replicate axis where there is none."""
+        """The axis that gradients are reduced over first: the shard axis, or the replicate axis if there is none."""
         return self.replicate if self.shard.group is None else self.shard
 
     @property
@@ -231,22 +231,22 @@ class DataParallelMesh:
 
     @property
     def shard_process_group(self) -> dist.ProcessGroup | None:
-        """The group of the shard axis, by torch's name."""
+        """The process group of the shard axis (torch's name)."""
         return self.shard.group
 
     @property
     def shard_mesh_size(self) -> int:
-        """The number of ranks that parameters are cut over, by torch's name."""
+        """The number of ranks that parameters are cut over (torch's name)."""
         return self.shard.size
 
     @property
     def shard_mesh_rank(self) -> int:
-        """This process's rank among them, by torch's name."""
+        """This process's rank on the shard axis (torch's name)."""
         return self.shard.rank
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1D mesh that parameters are cut over (what all-gather extensions receive)."""
+        """The 1D mesh that parameters are cut over, which all-gather extensions receive."""
         if self.mesh.ndim == 1:
             return self.mesh
         assert self.mesh.mesh_dim_names is not None
@@ -273,9 +273,9 @@ _default_meshes: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDic
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a 1D mesh over all ranks, the same one for each default process group.
+    """Return a 1D mesh over all ranks, the same object for each default process group.
 
-    The default process group is made where there is none, as torch does.
+    Initialize the default process group if there is none, as torch does.
     """
     if not dist.is_initialized():
         dist.init_process_group()
@@ -287,10 +287,10 @@ def default_mesh() -> DeviceMesh:
 
 
 def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
-    """Return ``mesh`` with its first ``dims`` dimensions split into (rest, ``size``), neighbours of the last together.
+    """Return ``mesh`` with its first ``dims`` dimensions reshaped to (rest, ``size``): subgroups of neighbours.
 
-    Its process groups are made once per mesh and size; every rank of ``mesh`` must call it. A rank's place among its
-    neighbours is its rank in their group, which follows the order of ``mesh`` only where ``mesh`` preserves it.
+    Its process groups are made once per mesh and size; every rank of ``mesh`` must call this. A rank's place among its
+    neighbours is its rank in their process group, which follows the order of ``mesh`` only if ``mesh`` preserves it.
     """
     cache = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
     if (dims, size) not in cache:

@@ -1,9 +1,9 @@
-"""Where each parameter of a group lies in its buffers, and which gradients travel together: arithmetic on bytes.
+"""Plan the place of each parameter in a group's buffers, and the chunks of gradients: arithmetic on bytes.
 
-Three buffers belong to a group. The *shard* buffer holds this rank's pieces in their own dtypes. The *wire* buffer
-holds the same pieces as sent; where nothing is cast it is the shard buffer itself. The *full* buffer holds the gathered
-parameters, each contiguous. In the shard and wire buffers, pieces that are gathered straight into their place (*direct*
-ones) come first; the small rest (*packed* ones) follows without gaps, so that it is sent without a copy as well.
+A group has three buffers. The *shard* buffer holds this rank's pieces in their own dtypes. The *wire* buffer holds the
+same pieces as they are sent; if nothing is cast, it is the shard buffer itself. The *full* buffer holds the gathered
+parameters, each of them contiguous. In the shard and wire buffers, pieces that are gathered directly into their place
+(*direct* ones) come first. The small rest (*packed* ones) follows without gaps, so it is sent without a copy, too.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ __all__ = [
     "reduced_in_place",
 ]
 
-# NCCL and vectorised kernels want addresses and sizes that are multiples of this, and every dtype can be viewed there.
+# NCCL and vectorized kernels need addresses and sizes that are multiples of this; it is aligned for every dtype.
 ALIGN_BYTES = 16
 # cuBLASLt chooses its kernels by the alignment of their operands, up to this many bytes.
 _FULL_ALIGN_BYTES = 256
 # For a parameter of this size or more, a collective of its own costs less than the copy that it saves.
 _DIRECT_BYTES = 1 << 20
-# NCCL spreads the collectives of one launch over its channels. More than this many queue up, and one that sends less
-# than this from a rank costs latency alone.
+# NCCL distributes the collectives of one launch over its channels. With more than _COALESCED they queue, and one that
+# sends fewer than _DIRECT_BYTES_PER_RANK from a rank is bound by latency.
 _COALESCED = 16
 _DIRECT_BYTES_PER_RANK = 32 << 10
 # A block's scale is a float32.
 _SCALE_BYTES = 4
-# Where the host waits for collectives, a unit's gradients leave in this many chunks at most. Each costs latency in
-# proportion to the ranks, so on more than 64 ranks there are fewer: a quarter on twice as many ranks, and a single one
-# from four times as many on.
+# Where the host waits for collectives, a unit's gradients are sent in at most _CHUNKS chunks. The latency of each grows
+# with the number of ranks, so there are fewer on more than _CHUNKED_RANKS: a quarter on twice as many ranks, and a
+# single one on four times as many.
 _CHUNKS, _CHUNKED_RANKS = 8, 64
-# On streams every chunk is host work, and the communicator pays its latency, about 5 us for each rank, before it goes
-# on to the next gather. So there are fewer chunks. A chunk has so many times ``chunk_bytes`` for each rank: with 2 MiB
-# it travels longer than it waits to start, at 300 GB/s. Up to two on 64 ranks may be so small, and others have 12 MiB.
+# On streams every chunk costs host work, and it delays the next gather by its latency, about 5 us for each rank, so
+# there are fewer chunks. A chunk has at least _LEAST_BYTES_PER_RANK times ``chunk_bytes`` for each rank: sending 2 MiB
+# at 300 GB/s takes longer than the latency. On 64 ranks at most two chunks may be that small (_STREAMED_RANKS / 64);
+# further ones need _BYTES_PER_RANK times ``chunk_bytes``.
 _STREAMED_CHUNKS, _STREAMED_RANKS, _AT_ONCE_RANKS = 4, 128, 256
 _LEAST_BYTES_PER_RANK, _BYTES_PER_RANK = 2, 12
 
 
 @dataclass(frozen=True)
 class TransferSizes:
-    """The sizes from which on parameters and gradients are sent in another way.
+    """The sizes in bytes that decide how parameters and gradients are sent.
 
-    A parameter of ``direct_param_bytes`` (full, as sent) or more in a group of ``direct_group_bytes`` or more is
-    gathered by a collective of its own; where such collectives are one launch, its gradient is reduced from where it
-    lies. Gradients are reduced in chunks of about an eighth of the group, or a larger part on streams and on many
-    ranks, but of at least ``chunk_bytes``. Chunks of ``exchange_bytes`` or more are sent to each rank directly and
-    summed there in float32. None chooses what suits the backend and the number of ranks.
+    A parameter of at least ``direct_param_bytes`` (full, as sent) in a group of at least ``direct_group_bytes`` is
+    gathered by a collective of its own. If the backend runs such collectives in one launch, its gradient is reduced
+    without a copy. Gradients are reduced in chunks of about an eighth of the group, or of a larger part on streams and
+    on many ranks, but of at least ``chunk_bytes``. Chunks of at least ``exchange_bytes`` are sent to each rank directly
+    and summed there in float32. None stands for a default that depends on the backend and the number of ranks.
     """
 
     direct_param_bytes: int | None = None
@@ -75,7 +76,7 @@ class TransferSizes:
         """Return those of ``values`` that are not None.
 
         Raises:
-            ValueError: one is no number of bytes.
+            ValueError: A value is not a number of bytes.
         """
         found = {name: value for name, value in values.items() if value is not None}
         for name, value in found.items():
@@ -105,9 +106,9 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter as a plan sees it: its layout, its own dtype, its dtype as sent, whether it must be packed.
+    """One parameter of a plan: its layout, its own dtype, its dtype as sent, and whether it must be packed.
 
-    With a ``form`` it is sent encoded, and packed; decoded it has the wire dtype.
+    With a ``form`` it is packed and sent encoded; it has the wire dtype after decoding.
     """
 
     layout: ShardLayout
@@ -118,13 +119,13 @@ class Item:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full parameter as sent."""
+        """The bytes of the full parameter as sent."""
         return self.layout.numel * self.wire_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class CastRun:
-    """Neighbouring items of equal dtypes, cast or encoded at once: where they start in the shard and wire buffers."""
+    """Neighbouring items of equal dtypes that are cast or encoded at once, and their start in both buffers."""
 
     dtype: torch.dtype
     wire_dtype: torch.dtype
@@ -134,12 +135,12 @@ class CastRun:
     form: BlockFormat | None = None
 
     def wire_bytes(self, numel: int) -> int:
-        """Return the bytes that ``numel`` of its elements take as sent, without scales."""
+        """Return the bytes of ``numel`` elements as sent, without scales."""
         return numel * self.wire_dtype.itemsize if self.form is None else self.form.payload_bytes(numel)
 
     @property
     def wire_end(self) -> int:
-        """Where it ends in the wire buffer."""
+        """The end of the run in the wire buffer."""
         nbytes = self.wire_bytes(self.numel) if self.form is None else self.form.nbytes(self.numel)
         return self.wire_offset + nbytes
 
@@ -160,16 +161,16 @@ class FlatPlan:
 
     @property
     def casts(self) -> bool:
-        """Whether anything is sent in another form than it is kept in, so that a wire buffer is needed."""
+        """True if any item is cast or encoded, so that a wire buffer is needed."""
         return any(run.dtype != run.wire_dtype or run.form is not None for run in self.runs)
 
     def run_of(self, i: int) -> CastRun:
-        """Return the run that item ``i`` is part of."""
+        """Return the run that contains item ``i``."""
         return [run for run in self.runs if run.shard_offset <= self.shard_offset[i]][-1]
 
     @property
     def packed_start(self) -> int:
-        """Where the packed run starts in the wire buffer; it goes to the buffer's end."""
+        """The start of the packed items in the wire buffer; they go to its end."""
         return self.wire_offset[self.packed[0]] if self.packed else self.wire_bytes
 
 
@@ -187,7 +188,7 @@ def _slot_numel(item: Item) -> int:
 
 
 def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
-    """Return which parameters get a collective of their own. On a single rank nothing is sent: all that can do."""
+    """Return the indices of parameters with a collective of their own; on a single rank, of all that could have one."""
 
     def movable(item: Item) -> bool:
         layout = item.layout
@@ -208,7 +209,7 @@ def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced
 
 
 def _least_direct_bytes(sizes: TransferSizes, ranks: int, *, coalesced: bool) -> int:
-    """Bytes from which on a parameter gets a collective of its own."""
+    """Return the smallest size of a parameter that gets a collective of its own."""
     if sizes.direct_param_bytes is not None:
         return sizes.direct_param_bytes
     return max(_DIRECT_BYTES, ranks * _DIRECT_BYTES_PER_RANK if coalesced else 0)
@@ -217,10 +218,10 @@ def _least_direct_bytes(sizes: TransferSizes, ranks: int, *, coalesced: bool) ->
 def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = False) -> FlatPlan:
     """Lay out a group's parameters in its shard, wire and full buffers.
 
-    ``coalesced``: the backend runs the collectives of a gather as one launch, so there are to be few, and none small.
+    With ``coalesced``, the backend runs the collectives of a gather in one launch: few and large ones are best.
     """
     direct = _gathered_in_place(items, sizes, coalesced=coalesced)
-    # An empty parameter takes no part: there is nothing to send and nothing to allocate.
+    # Empty parameters are left out: they have nothing to send and nothing to allocate.
     packed = [i for i in range(len(items)) if i not in set(direct) and items[i].layout.numel]
 
     def key(item: Item | CastRun) -> tuple[torch.dtype, torch.dtype, BlockFormat | None]:
@@ -231,8 +232,8 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     def place_of(i: int) -> int:
         return keys[key(items[i])]
 
-    # Direct items in one order of dtypes, packed ones in the reverse: where both meet the dtype is the same, so that
-    # direct and packed items of it are cast in one run.
+    # Direct items are sorted by dtype, packed ones in reverse: the last direct and the first packed items have the same
+    # dtype and are cast in one run.
     empty = [i for i in range(len(items)) if i not in set(direct) and not items[i].layout.numel]
     order = sorted(direct + empty, key=place_of) + sorted(packed, key=lambda i: -place_of(i))
     shard_offset, wire_offset, full_offset = [0] * len(items), [0] * len(items), [0] * len(items)
@@ -266,8 +267,10 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Chunks of gradients as indices: ``streamed`` ones leave as soon as they are finished, in this order, then the
-    ``rest`` when the group is done.
+    """Chunks of gradients, as indices.
+
+    ``streamed`` chunks are sent in this order, each as soon as its gradients are finished. The ``rest`` is sent when
+    the gradients of the whole group are finished.
     """
 
     streamed: tuple[tuple[int, ...], ...]
@@ -280,7 +283,7 @@ class ChunkPlan:
 
 
 def _number_of_chunks(nbytes: int, ranks: int, sizes: TransferSizes, *, streams: bool) -> int:
-    """Return how many chunks a unit of ``nbytes`` leaves in at most."""
+    """Return the largest number of chunks for a unit of ``nbytes``."""
     if not streams:
         return min(_CHUNKS, max(_CHUNKS * _CHUNKED_RANKS**2 // ranks**2, 1))
     if ranks >= _AT_ONCE_RANKS:
@@ -299,7 +302,7 @@ def plan_chunks(
     *,
     streams: bool = False,
 ) -> ChunkPlan:
-    """Plan which gradients are reduced together over ``ranks`` ranks, as indices into ``keys``.
+    """Plan chunks of gradients that are reduced together over ``ranks`` ranks, as indices into ``keys``.
 
     A chunk is an equal part of these gradients, or of ``unit_bytes`` if that is more; its size follows from the ranks
     and from whether collectives run on ``streams``.
@@ -313,7 +316,7 @@ def plan_chunks(
     # A little less than an equal part: two equal matrices are two halves, whatever small gradients lie beside them.
     share = largest * 9 // (10 * chunks) if streams else largest // chunks
     chunk_bytes = max(share, sizes.chunk_bytes)
-    # One chunk is best left to the end of the unit, where its small gradients are finished as well.
+    # With one chunk, send it at the end of the unit, together with the small gradients.
     at_once = streams and chunks == 1
     large = [] if at_once else [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
     rest = [i for i in range(len(keys)) if i not in set(large)]
@@ -333,10 +336,10 @@ def plan_chunks(
 
 
 def reduced_in_place(layouts: Sequence[ShardLayout], itemsize: int, sizes: TransferSizes) -> tuple[int, ...]:
-    """Choose the gradients that are a reduce-scatter's input as they are, of elements of ``itemsize`` bytes.
+    """Choose gradients that are the input of a reduce-scatter without a copy, of elements of ``itemsize`` bytes.
 
-    They are cut along their slowest dimension into equal pieces, so their memory is one row for each rank. Only few
-    large ones are worth it: each is a collective of its own in the one launch.
+    They are cut along their slowest dimension into equal pieces, so their memory has one row for each rank. Only a few
+    large ones are chosen, because each is a collective of its own in the one launch.
     """
     if not layouts or layouts[0].ranks == 1:
         return ()
@@ -351,13 +354,14 @@ def reduced_in_place(layouts: Sequence[ShardLayout], itemsize: int, sizes: Trans
 
 
 class RowPlan:
-    """The layout of one chunk of gradients for sending: one row per rank, each gradient's slot behind the other's.
+    """The layout of one chunk of gradients for sending: one row per rank, with a slot for each gradient.
 
-    ``offsets`` are where they start, ``numel`` is a row's length, both in elements. ``chunk_cat``: one kernel can pack
-    them all, because every layout cuts the slowest dimension. Rows end with zeros up to a multiple of ``pad_to``.
+    ``offsets`` are the starts of the slots, and ``numel`` is the length of a row, both in elements. ``chunk_cat`` is
+    True if one kernel can pack all gradients, because every layout cuts the slowest dimension. Rows are padded with
+    zeros to a multiple of ``pad_to``.
 
-    Gradients that are reduced ``in_place`` come first. The others are ``packed`` behind them: ``rest`` is how these lie
-    in a row of their own, which begins at ``rest_offset``.
+    Gradients that are reduced ``in_place`` come first. The others are ``packed`` behind them, from ``rest_offset`` on,
+    and ``rest`` is their layout in a row of their own.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], pad_to: int = 1, in_place: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The DTensor that shows a shard, and the one that shows a full parameter that was a DTensor before sharding."""
+"""The cut of one parameter: the DTensor of its shard, and the DTensor of the full parameter if it had been one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ["ShardedSpec", "arrived", "cut_dim", "dense_strides", "dtensor_like",
 
 
 def on_this_rank(tensor: Any) -> Any:
-    """Return the part of ``tensor`` on this rank: the very tensor that a DTensor holds, any other itself."""
+    """Return the local tensor of a DTensor (the same object, without a copy), or any other tensor unchanged."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_like(shard: Any, local: torch.Tensor) -> DTensor:
-    """Return the DTensor whose part on this rank is ``local``, placed like ``shard``, in the dtype of ``local``."""
+    """Return a DTensor with the placements of ``shard``, and with the local tensor ``local`` and its dtype."""
     return dtensor_from_local(local, _with_dtype(dtensor_spec(shard), local.dtype))
 
 
 def placed_alike(one: Any, other: Any) -> bool:
-    """Return whether both are DTensors, with the same elements on each rank; their dtypes may differ."""
+    """Return True if both are DTensors with the same elements on each rank; their dtypes may differ."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return False
     mine, theirs = dtensor_spec(one), dtensor_spec(other)
@@ -49,17 +49,17 @@ def placed_alike(one: Any, other: Any) -> bool:
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, waited for where a collective of tensor parallelism still fills it."""
+    """Return ``tensor`` after waiting for a collective of tensor parallelism that may still write it."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def cut_dim(placement: Placement) -> int | None:
-    """Return the dimension that ``placement`` cuts, be it into pieces that interleave; None if it cuts none."""
+    """Return the dimension that ``placement`` cuts, also for strided shards, or None if it cuts none."""
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of ``tensor`` without gaps or overlap, in the same order of dimensions."""
+    """Return strides for the shape and the memory order of ``tensor``, without gaps or overlap."""
     shape, stride = tensor.shape, tensor.stride()
     order = range(tensor.ndim) if tensor.is_contiguous() else sorted(range(tensor.ndim), key=lambda d: -stride[d])
     dense, step = [0] * tensor.ndim, 1
@@ -71,12 +71,12 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShardedSpec:
-    """One parameter cut over a mesh.
+    """The cut of one parameter over a mesh.
 
-    ``layout`` cuts what this process computes with: the parameter, or its local tensor where tensor parallelism made
-    it a DTensor. ``rank`` says which piece is ours, ``dtensor`` how the shard presents itself, and ``full`` how the
-    full parameter does (None: as a plain tensor). ``dp_dims`` are the dimensions of ``full``'s mesh that gradients are
-    summed over by us and by nobody else.
+    ``layout`` cuts the tensor that this process computes with: the parameter, or its local tensor if tensor parallelism
+    made it a DTensor. ``rank`` is the index of this process's piece. ``dtensor`` is the DTensor spec of the shard, and
+    ``full`` that of the full parameter (None for a plain tensor). ``dp_dims`` are the dimensions of the mesh of
+    ``full`` over which fsdp2 sums gradients, and tensor parallelism does not.
     """
 
     layout: ShardLayout
@@ -87,11 +87,11 @@ class ShardedSpec:
 
     @classmethod
     def of(cls, param: torch.Tensor, placement: Shard | None, mesh: DataParallelMesh, name: str) -> ShardedSpec:
-        """Cut ``param`` as ``placement`` says (default: the first dimension).
+        """Return the cut of ``param`` along the dimension of ``placement`` (default: the first).
 
         Raises:
-            AssertionError: the placement is not a ``Shard`` or its dimension does not exist (torch's contract).
-            ValueError: with ``dp_mesh_dims``, ``param`` does not lie on the mesh as it must.
+            AssertionError: The placement is not a ``Shard``, or its dimension does not exist (torch's contract).
+            ValueError: ``dp_mesh_dims`` is used, and ``param`` is not placed on the mesh as required.
         """
         is_dtensor = isinstance(param, DTensor)
         local = on_this_rank(param)
@@ -118,7 +118,7 @@ class ShardedSpec:
 
     @classmethod
     def of_shard(cls, shard: DTensor, mesh: DataParallelMesh) -> ShardedSpec | None:
-        """Return how ``shard`` is cut over ``mesh`` already; None if it is not, or in another way than ours."""
+        """Return the cut of a DTensor that is already sharded over ``mesh`` as fsdp2 does it, or None for any other."""
         placed = dtensor_spec(shard)
         dim = next((p.dim for p in placed.placements if isinstance(p, Shard)), None)
         own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
@@ -129,9 +129,9 @@ class ShardedSpec:
 
     @staticmethod
     def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
-        """Return the placement of ``param`` that pads least, the same on every rank; None for a scalar."""
+        """Return the placement of ``param`` with the least padding, the same on every rank; None for a scalar."""
         local, shape = param, list(param.shape)
-        if isinstance(param, DTensor):  # whose local tensors may differ in size: the first rank's counts
+        if isinstance(param, DTensor):  # local tensors may differ in size: use the size on the first rank
             local = local_tensor(param)
             for i, placement in enumerate(param.placements):
                 if (dim := cut_dim(placement)) is not None:
@@ -151,18 +151,18 @@ class ShardedSpec:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of this rank's piece."""
+        """The number of elements of this rank's piece."""
         return self.layout.shard_numel(self.rank)
 
     @property
     def sums_elsewhere(self) -> bool:
-        """Whether tensor parallelism replicates the parameter, so that its gradient may arrive as a partial sum."""
+        """True if tensor parallelism replicates the parameter, so that its gradient may be a partial sum."""
         if self.full is None:
             return False
         return any(p.is_replicate() for i, p in enumerate(self.full.placements) if i not in self.dp_dims)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of ``full`` (no DTensor), a view."""
+        """Return a view of this rank's piece of ``full``, a plain tensor."""
         if self.layout.dim is None:
             return full
         if type(full) not in (torch.Tensor, torch.nn.Parameter):  # quantized weights can be split, but not narrowed
@@ -172,37 +172,37 @@ class ShardedSpec:
         return full.narrow(self.layout.dim, *self.layout.bounds(self.rank))
 
     def shard(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor whose local piece is ``local`` (the tensor itself, no view of it)."""
+        """Return the DTensor with the local tensor ``local`` (the same object, not a view)."""
         return dtensor_from_local(local, self.dtensor)
 
     def shard_as(self, local: torch.Tensor) -> DTensor:
-        """Like ``shard``, for a piece of another dtype than the parameter's."""
+        """Return the DTensor of ``local``, which may have another dtype than the parameter."""
         return dtensor_from_local(local, _with_dtype(self.dtensor, local.dtype))
 
     @staticmethod
     def shards_as(specs: Sequence[ShardedSpec], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
-        """``shard_as`` of each; one pass in Python over what may be thousands."""
+        """Call ``shard_as`` for each pair, fast for thousands of them."""
         placed = [spec.dtensor for spec in specs]
         if any([spec.tensor_meta.dtype != local.dtype for spec, local in zip(placed, locals_)]):  # type: ignore[union-attr]  # a shard's has one
             placed = [_with_dtype(spec, local.dtype) for spec, local in zip(placed, locals_)]
         return [dtensor_from_local(local, spec) for local, spec in zip(locals_, placed)]
 
     def wrap_full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` as forward must see it: a DTensor again where the original was one."""
+        """Return the full parameter for forward: ``tensor``, or a DTensor of it if the original was one."""
         if self.full is None:
             return tensor
         return dtensor_from_local(tensor, _with_dtype(self.full, tensor.dtype))
 
     def of_plain(self, plain: torch.Tensor) -> torch.Tensor:
-        """Return the part of ``plain``, a whole plain tensor, that this rank computes with; communicates nothing."""
+        """Return the part of a whole plain tensor that this rank computes with, without communication."""
         if self.full is None:
             return plain
         return local_tensor(distribute_tensor(plain.detach(), self.full.mesh, self.full.placements, src_data_rank=None))
 
     def unwrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the plain gradient of the local full tensor, once tensor parallelism's own sums are done.
+        """Return the local tensor of a full parameter's gradient, after the sums of tensor parallelism.
 
-        Dimensions that fsdp2 sums over stay as they are: a partial gradient there is what reduction expects.
+        Dimensions that fsdp2 sums over are left as they are: the reduction expects partial gradients there.
         """
         if self.full is None or not isinstance(grad, DTensor):
             return grad
@@ -228,7 +228,7 @@ class ShardedSpec:
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """``spec`` for values of ``dtype``, the same object where it is that already."""
+    """Return ``spec`` with ``dtype``; the same object if it has that dtype already."""
     meta = spec.tensor_meta
     if meta is None or meta.dtype == dtype:
         return spec
@@ -236,14 +236,14 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def _dp_placement(role: str, dim: int | None, factor: int) -> Placement:
-    """Return how a data-parallel dimension places a parameter that others cut ``factor`` times along ``dim`` before."""
+    """Return the placement for a data-parallel dimension, after others cut the parameter ``factor`` times."""
     if role == "replicate" or dim is None:
         return Replicate()
     return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
 
 
 def _on_spmd_mesh(layout: ShardLayout, full: DTensorSpec, mesh: DataParallelMesh, name: str) -> ShardedSpec:
-    """Return the spec of a parameter that already lies on the mesh whose data-parallel dimensions the caller named."""
+    """Return the cut of a parameter that already lies on the mesh of ``dp_mesh_dims``."""
     assert mesh.dims is not None and mesh.spmd is not None
     names = mesh.spmd.mesh_dim_names or ()
     if full.mesh is not mesh.spmd and full.mesh != mesh.spmd:
@@ -272,7 +272,7 @@ def _on_spmd_mesh(layout: ShardLayout, full: DTensorSpec, mesh: DataParallelMesh
 
 
 def _flatten_shard_dims(spec: DTensorSpec, mesh: DataParallelMesh, names: tuple[str, ...]) -> DTensorSpec:
-    """Several shard dimensions become one in the shard's DTensor, so that it is cut once along its dimension."""
+    """Return ``spec`` with several shard dimensions flattened to one, so that the shard is cut once."""
     assert mesh.dims is not None and mesh.spmd is not None
     shard, replicate = set(mesh.dims.shard_names), set(mesh.dims.replicate_names)
     parts: list[DeviceMesh] = []

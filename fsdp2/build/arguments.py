@@ -1,4 +1,4 @@
-"""What a policy gives a unit of its own: our arguments by name, FSDP1's translated, the others refused."""
+"""Arguments that a policy gives one unit: those of fully_shard, FSDP1's (translated), or an error."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _REFUSED = {
 
 
 def merge_arguments(call: dict[str, Any], own: dict[str, Any], name: str) -> dict[str, Any]:
-    """The arguments of ``fully_shard`` for the unit ``name``: the call's, with ``own`` in their place.
+    """Return the arguments of ``fully_shard`` for the unit ``name``: those of the call, overridden by ``own``.
 
-    What is ignored or replicated is added to the call's. A strategy in ``own`` also replaces the call's
+    Ignored and replicated parameters are added to those of the call. A strategy in ``own`` also overrides the call's
     ``reshard_after_forward``.
 
     Raises:
-        TypeError: ``own`` names an argument that does not exist here; the text says what to do instead.
+        TypeError: ``own`` has an argument that fully_shard lacks; the text gives the alternative.
     """
     own = _translate(own, f"policy: {name}", call)
     if "strategy" in own:
@@ -44,7 +44,7 @@ def merge_arguments(call: dict[str, Any], own: dict[str, Any], name: str) -> dic
 
 
 def _translate(own: dict[str, Any], where: str, known: dict[str, Any]) -> dict[str, Any]:
-    """``own`` in the names of ``known``."""
+    """Return ``own`` with FSDP1's names and values translated to those of ``known``."""
     found: dict[str, Any] = {}
     for key, value in own.items():
         if key in known:

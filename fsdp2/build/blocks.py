@@ -1,14 +1,14 @@
 """``policy="auto"``: the repeated blocks of a model.
 
-A block is a member of an ``nn.ModuleList`` or ``nn.Sequential`` in which its class occurs more than once, with
-parameters. The outermost ones are taken: what repeats inside a block (an MLP's layers, experts) belongs to it. Only a
-plain Sequential is looked into when it holds blocks itself, because it always calls all of them in turn. Blocks are
-modules with parts of their own; single layers count where nothing larger repeats.
+A block is a member of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and whose class occurs there more
+than once. Only the outermost blocks are taken: repeated modules inside a block (an MLP's layers, experts) belong to the
+block. A plain Sequential that contains blocks is not a block itself, because it always calls all of them in turn.
+Blocks have submodules with parameters; single layers count only if nothing larger repeats.
 
-Everything else stays with the root: embedding, final norm and head. Their weights are the ones that a model reads
-without calling the module (a tied head, a loss computed in pieces from ``head.weight``), which needs a unit whose
-forward runs around all of them; and backward needs the head first, so the root keeps it from forward to backward. Lists
-of experts outside a block stay, too: ranks may call different ones, and a gather waits for every rank.
+Everything else stays with the root: embedding, final norm and head. A model may read their weights without calling the
+module (a tied head, a loss computed in pieces from ``head.weight``), and only the root's forward runs around all such
+uses. Backward also needs the head first, and the root keeps it from forward to backward. Lists of experts outside a
+block stay with the root too: ranks may call different experts, and a gather waits for every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["repeated_blocks"]
 
 
 def repeated_blocks(root: nn.Module, ignored: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """The blocks below ``root`` in the order of ``named_modules``, those sharded already included."""
+    """Return the blocks below ``root`` in the order of ``named_modules``, including blocks that are already sharded."""
     found: list[nn.Module] = []
     visited = {root, *ignored}
 
@@ -45,7 +45,7 @@ def repeated_blocks(root: nn.Module, ignored: Collection[nn.Module] = ()) -> lis
 
 
 def _repeated(module: nn.Module) -> set[type[nn.Module]]:
-    """The classes that occur more than once among the members of a list or sequence."""
+    """Return the classes that occur more than once among the members of a ModuleList or Sequential."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return set()
     kinds = Counter(type(child) for child in module.children() if has_parameters(child))
@@ -53,7 +53,7 @@ def _repeated(module: nn.Module) -> set[type[nn.Module]]:
 
 
 def _is_sequence_of_blocks(child: nn.Module) -> bool:
-    """Whether ``child`` is a list, which nobody calls, or calls blocks in turn and does nothing else."""
+    """Return True for a ModuleList, which is never called, and for a plain Sequential of blocks."""
     if not has_forward(child):
         return True
     if not isinstance(child, nn.Sequential) or type(child).forward is not nn.Sequential.forward:

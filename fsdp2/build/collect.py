@@ -1,4 +1,4 @@
-"""Which modules, parameters and buffers one call manages: everything below its modules that no other call manages."""
+"""Collect the modules, parameters and buffers of one call: all below its modules that no other call manages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Found", "Managed", "collect", "move_to"]
 
 @dataclass
 class Found:
-    """A parameter to manage, a name for it below the call's modules, and every place that shows it."""
+    """A parameter to manage, its name below the call's modules, and every slot that shows it."""
 
     param: nn.Parameter
     name: str
@@ -26,7 +26,7 @@ class Found:
 
 @dataclass
 class Managed:
-    """What one call manages."""
+    """The modules, parameters and buffers that one call manages."""
 
     modules: list[nn.Module]
     params: list[Found]
@@ -36,12 +36,12 @@ class Managed:
 def collect(
     roots: tuple[nn.Module, ...], ignored: set[nn.Parameter], ignored_modules: Collection[nn.Module] = ()
 ) -> Managed:
-    """Walk the modules below ``roots``, children first, stopping at those that another call or ``replicate`` manages.
+    """Walk the modules below ``roots``, children first, without modules that another call or ``replicate`` manages.
 
-    Step 1 of the life of a parameter (DESIGN.md); ``place`` says how it is cut.
+    This is step 1 of the life of a parameter (DESIGN.md). ``place`` then chooses how the parameter is cut.
 
     Raises:
-        ValueError: a module below is managed by torch's own fully_shard.
+        ValueError: torch's own fully_shard manages a module below.
     """
     modules = _managed_modules(roots, ignored_modules)
     prefixes = {module: name for root in roots for name, module in root.named_modules()}
@@ -55,7 +55,7 @@ def collect(
             entry = found.setdefault(param, Found(param, f"{prefix}.{name}" if prefix else name, []))
             entry.slots.append(Slot(module, name))
         buffers.update(dict.fromkeys(module.buffers(recurse=False)))
-    # Ties may reach into modules that are managed elsewhere or ignored; they must show the same tensor.
+    # A tied parameter may also be in modules of other calls or in ignored ones, which must show the same tensor.
     managed = set(modules)
     for root in roots:
         for module in root.modules():
@@ -94,10 +94,10 @@ def _managed_modules(roots: tuple[nn.Module, ...], ignored: Collection[nn.Module
 
 
 def move_to(device: torch.device, params: Iterable[Found], buffers: Iterable[torch.Tensor]) -> None:
-    """Put parameters and buffers on ``device``, in place; those on the meta device stay there.
+    """Move parameters and buffers to ``device`` in place, except those on the meta device.
 
     Raises:
-        ValueError: a DTensor lies on a mesh of another device type; nothing was moved then.
+        ValueError: A DTensor lies on a mesh of another device type. Nothing is moved then.
     """
     named = [(found.name, found.param) for found in params] + [("buffer", b) for b in buffers]
     elsewhere = [(name, tensor) for name, tensor in named if tensor.device != device and not tensor.is_meta]

@@ -1,4 +1,4 @@
-"""Copies of sharded modules: deep ones (an averaged model, say), sharded alike and independent, and shallow ones."""
+"""Copies of sharded modules: deep copies (for averages of weights, say), independent shards; and shallow copies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
 
 
 def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What ``module.__deepcopy__`` returns.
+    """Return a deep copy of ``module``, for ``module.__deepcopy__``.
 
-    New states, groups and shards are put into ``memo`` first, so that whatever refers to the old ones (hooks do) comes
-    to refer to the new ones by the ordinary rules of ``copy.deepcopy``. They start like freshly sharded: resharded,
-    outside any iteration, the root not yet known.
+    New states, groups and shards are put into ``memo`` first, so that copies of references to the old ones (in hooks)
+    refer to the new ones, by the ordinary rules of ``copy.deepcopy``. The copy starts like a newly sharded module:
+    resharded, outside any iteration, without a root.
     """
     states = [state for state in states_below(module) if id(state) not in memo]
     groups = list(dict.fromkeys(group for state in states for group in state.groups if id(group) not in memo))
@@ -35,7 +35,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             _copy_shard(param, memo)
     clone = nn.Module.__new__(type(module))
     memo[id(module)] = clone
-    # as Module copies itself: what ``module.compile()`` made is left out, it computes with this module's weights
+    # nn.Module's own rule leaves out the result of ``module.compile()``, which computes with the old module's weights.
     attributes = nn.Module.__getstate__(module)
     clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     for state in states:
@@ -46,7 +46,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """What ``module.__copy__`` returns: another object with the same parameters, submodules and state."""
+    """Return a shallow copy for ``module.__copy__``: another object with the same parameters, submodules and state."""
     clone = nn.Module.__new__(type(module))
     clone.__dict__.update(module.__dict__)
     state = get_state(module)
@@ -56,10 +56,10 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 
 def refuse_pickling(module: nn.Module, protocol: Any) -> Any:
-    """What ``module.__reduce_ex__`` is: process groups, hooks and lanes belong to this process.
+    """Raise an error for ``module.__reduce_ex__``: process groups, hooks and streams belong to this process.
 
     Raises:
-        TypeError: always; it says what to do.
+        TypeError: Always, with the alternatives.
     """
     raise TypeError(
         f"cannot pickle {type(module).__name__}: it is sharded over process groups of this process. Save its "
@@ -78,7 +78,7 @@ def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
 
 
 def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
-    """Bring the new state and its groups to life, now that the modules they drive are copied."""
+    """Initialize the new state and its groups, now that their modules are copied."""
     clone: FSDPState = memo[id(state)]
     modules = tuple(copy.deepcopy(module, memo) for module in state.modules)
     clone.__init__(modules, state.device, state.mp_policy)  # type: ignore[misc]  # made bare above

@@ -1,4 +1,4 @@
-"""From parameters to groups: which communicate together, and what is added later."""
+"""Make groups of the parameters that communicate together, and shard parameters that are added later."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ logger = logging.getLogger("fsdp2")
 
 @dataclass(frozen=True)
 class Unit:
-    """The checked arguments of one call; makes the groups of its state, now and when parameters are added later.
+    """The checked arguments of one call. It makes groups for the unit, now and when parameters are added later.
 
-    ``hook_group`` lets the state dicts of a new group's modules see its shards.
+    ``hook_group`` registers hooks that show a new group's shards to ``state_dict`` and ``load_state_dict``.
     """
 
     mesh: DataParallelMesh
@@ -46,9 +46,9 @@ class Unit:
     ignored_slots: set[Slot] = field(default_factory=set)
 
     def manage(self, state: FSDPState, managed: Managed) -> None:
-        """Put ``managed`` parameters into groups of ``state``; those that other calls manage are shared with them.
+        """Put ``managed`` parameters into groups of ``state``; share the groups of parameters that other calls manage.
 
-        What may be refused is looked at first, so that an error leaves everything as it was.
+        All checks run first, so that an error leaves everything unchanged.
         """
         hooked = list(state.groups)
         slots = (Slot(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
@@ -59,7 +59,7 @@ class Unit:
         move_to(self.mesh.device, [] if offloads else own, managed.buffers)
         join_ties(ties, state)
         state.groups[:0] = [_make_group(part, self.options, state) for part in parts]
-        for module in managed.modules:  # Dynamo guards on these; registrations on such modules are noticed
+        for module in managed.modules:  # Dynamo guards on these flags, and registrations on such modules are counted
             module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
             module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
         for group in state.groups:
@@ -68,16 +68,16 @@ class Unit:
             self.hook_group(group)
 
     def place(self, params: Iterable[Found]) -> list[Placed]:
-        """Where ``params`` go and how they are cut; changes nothing.
+        """Return the mesh and the spec of each of ``params``; this changes nothing.
 
         Raises:
-            ValueError, AssertionError: ``shard_placement_fn`` returned what is no placement, or none for such a tensor.
+            ValueError, AssertionError: ``shard_placement_fn`` returned an invalid placement.
         """
         policies = self.policy_of
         return [place(f, self.placement_fn, self.mesh, policies(f.name), f.param in self.replicated) for f in params]
 
     def copied(self, memo: dict[int, Any]) -> Unit:
-        """The same for the copy of the modules that ``memo``, of ``copy.deepcopy``, has; their parameters are in it."""
+        """Return the same arguments for copied modules; ``memo`` of ``copy.deepcopy`` has the copied parameters."""
 
         def new(originals: Collection[Any]) -> set[Any]:
             return {memo.get(id(original), original) for original in originals}
@@ -91,8 +91,8 @@ class Unit:
         )
 
     def adopt_added(self, state: FSDPState) -> None:
-        """Manage parameters that appeared below the modules of ``state`` since (LoRA adapters, say); follow ties."""
-        for slot in self.ignored_slots:  # loading with assign=True puts another one there
+        """Shard parameters that were added below the modules of ``state`` (LoRA adapters, say), and follow new ties."""
+        for slot in self.ignored_slots:  # loading with assign=True replaces ignored parameters
             shown = slot.module._parameters.get(slot.name)
             if shown is not None and not is_managed_tensor(shown):
                 self.ignored.add(shown)
@@ -124,9 +124,9 @@ class Unit:
 
 
 def _take_over(found: Found, param: FSDPParam) -> None:
-    """Let ``param`` have the value of a whole, plain parameter that was put in its place on all its modules.
+    """Copy the value of a whole, plain parameter that has replaced ``param`` on all its modules into the shard.
 
-    What cannot be taken over is left for the next gather to refuse by name.
+    A parameter that does not fit stays. The next gather raises an error that names it.
     """
     new, group = found.param, param.group
     fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
@@ -141,7 +141,11 @@ def _take_over(found: Found, param: FSDPParam) -> None:
 
 
 def _by_mesh(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:
-    """Parameters that communicate together: those of one mesh. What a subgroup cannot keep makes a group of its own."""
+    """Return lists of parameters that communicate together: one for each mesh.
+
+    Parameters with an extension get a list of their own if ``reshard_after_forward`` keeps pieces on a subgroup, which
+    is impossible for them.
+    """
     subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
     groups: dict[object, list[Placed]] = {}
     for entry in placed:
@@ -151,7 +155,7 @@ def _by_mesh(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:
 
 
 def _first_values(param: nn.Parameter) -> list[float]:
-    """A few values of the whole parameter, where there are any to see."""
+    """Return the first values of the whole parameter, to compare ranks; none on the meta device or of a subclass."""
     if param.is_meta or type(param) is not nn.Parameter or not param.is_floating_point():
         return []
     return param.detach().flatten()[:4].float().tolist()
@@ -168,7 +172,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -
     if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
         options = replace(options, reshard_after_forward=True)
     elif not isinstance(size, (bool, type(None))):
-        regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups: here, where every rank is
+        regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups here, because every rank calls fully_shard
     store = ShardStore(params, mesh, pieces, options)
     group = FSDPParamGroup(store, state.modules, state.root.comm, state.notice_backward)
     if mesh.mesh.size() > 1:

@@ -1,4 +1,4 @@
-"""Functions over all units below a module, by the names FullyShardedDataParallel had for them."""
+"""Functions over all units below a module, with the names that they have in FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["fsdp_modules", "no_sync"]
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]:
-    """The FSDPModules in ``module``, itself included, in the order of ``module.modules()``.
+    """Return the FSDPModules in ``module``, itself included, in the order of ``module.modules()``.
 
     Args:
-        root_only: Only those that are not below another one, in ``module`` or in the tree of an earlier forward.
+        module: Any module.
+        root_only: Return only those that are not below another one, in ``module`` or in the tree of an earlier forward.
     """
     found: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     if not root_only:
@@ -30,13 +31,20 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """A block in which backwards through the units in ``module`` accumulate full gradients without communication.
+    """Accumulate full gradients without communication in backwards inside a ``with`` block.
 
     The first backward after the block reduces their sum. Each unit's setting is restored at the end; blocks may be
-    nested. For a module without units nothing happens, so the same script also runs unsharded.
+    nested. Without units in ``module`` the block does nothing, so the same script also runs unsharded.
 
     Raises:
         ValueError: ``module`` is part of a unit above it, which reduces the gradients.
+
+    Example::
+
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with contextlib.nullcontext() if last else fsdp2.no_sync(model):
+                model(batch).sum().backward()
     """
     states = states_below(module)
     if not states and module.__dict__.get("_is_fsdp_managed_module"):

@@ -1,4 +1,4 @@
-"""``padding_report``: what equal pieces cost beyond the parameters themselves, unit by unit."""
+"""``padding_report`` lists the padding of each unit's shards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fsdp2.sharding.packing import Item, plan_flat
 
 __all__ = ["PaddingReport", "UnitPadding", "padding_report"]
 
-_NOTABLE = 0.05  # parameters are named from this share of padding on
+_NOTABLE = 0.05  # parameters with at least this share of padding are named
 
 
 class UnitPadding(NamedTuple):
-    """Bytes on all ranks of a shard axis together: of the parameters themselves, and of their padding."""
+    """The bytes of a unit's parameters and of their padding, on all ranks of a shard axis together."""
 
     unit: str
     ranks: int
@@ -29,7 +29,7 @@ class UnitPadding(NamedTuple):
 
 
 class PaddingReport(list[UnitPadding]):
-    """One entry for each unit and mesh; as text a table that also names the parameters with the most padding."""
+    """One entry for each unit and mesh. As text it is a table that also names the parameters with much padding."""
 
     def __init__(self, units: Iterable[UnitPadding], text: str) -> None:
         super().__init__(units)
@@ -40,16 +40,20 @@ class PaddingReport(list[UnitPadding]):
 
 
 def padding_report(module: nn.Module) -> PaddingReport:
-    """How many bytes of the shards below ``module`` are padding; ``print`` shows it as a table.
+    """Return the bytes of padding in the shards below ``module``; ``print`` shows them as a table.
 
-    All ranks hold pieces of the size of the first one, and every piece ends on a multiple of 16 bytes. A parameter
-    whose sharded dimension is not a multiple of the number of ranks, or smaller than it, leaves part of that unused;
-    another dimension may need less padding (``shard_placement_fn="auto"`` chooses it). Gathers send the padding, too.
+    The pieces on all ranks are as large as the first one, and every piece ends on a multiple of 16 bytes. If the
+    sharded dimension is not a multiple of the number of ranks, part of the last pieces is padding. Another dimension
+    may need less; ``shard_placement_fn="auto"`` chooses it. Gathers send the padding, too.
 
-    It does not communicate, and parameters may be on the meta device.
+    The function does not communicate, and parameters may be on the meta device.
 
     Raises:
-        ValueError: no parameter of ``module`` is sharded.
+        ValueError: No parameter of ``module`` is sharded.
+
+    Example::
+
+        print(fsdp2.padding_report(model))
     """
     groups = groups_below(module, required_by="padding_report")
     names: dict[object, str] = {param: name for name, param in module.named_parameters()}
@@ -66,7 +70,7 @@ def padding_report(module: nn.Module) -> PaddingReport:
 
 
 def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
-    """(Bytes of the parameters, of padding), on all ranks together; what is whole everywhere counts on every rank."""
+    """Return the bytes of parameters and of padding on all ranks; a whole parameter counts on every rank."""
     ranks = group.mesh.shard.size
     items = [
         Item(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy), form=p.formats.gather) for p in group.params
@@ -77,7 +81,7 @@ def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
 
 
 def _share(layout: ShardLayout) -> float:
-    """Padding by uneven pieces, as a share of the parameter."""
+    """Return the padding of uneven pieces as a share of the parameter."""
     return layout.padding_numel / layout.numel if layout.dim is not None and layout.numel else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Where parameters go: over which mesh each is cut, along which dimension, or that it is cut already."""
+"""Choose the mesh and the dimension for each parameter, or recognize one that is already sharded."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Li
 
 @dataclass
 class Placed:
-    """A parameter to manage, its spec, the mesh it is cut over, and its dtypes."""
+    """A parameter to manage, its spec, the mesh that it is cut over, and its dtypes."""
 
     found: Found
     spec: ShardedSpec
     mesh: DataParallelMesh
     policy: MixedPrecisionPolicy
-    cut: bool = False  # already: the local tensor is this rank's piece
+    cut: bool = False  # True: the parameter is already cut, its local tensor is this rank's piece
 
     @property
     def piece(self) -> torch.Tensor:
@@ -43,15 +43,15 @@ class Placed:
 def place(
     found: Found, placement_fn: PlacementFn | None, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, whole: bool
 ) -> Placed:
-    """Where one parameter goes: by ``placement_fn`` or by default, and ``whole`` if it is not cut at all.
+    """Choose the mesh and the spec of one parameter by ``placement_fn`` or by default; ``whole`` leaves it uncut.
 
     Raises:
-        ValueError, AssertionError: ``placement_fn`` returned what is no placement, or none for such a tensor.
+        ValueError, AssertionError: ``placement_fn`` returned an invalid placement.
     """
     policy = _policy(found, policy)
     result: object = None
     if isinstance(placement_fn, str):
-        # An extension's inputs are rows, whatever it makes of them.
+        # The inputs of an extension are rows, so cut the first dimension.
         result = None if has_extension(_plain(found.param)) else ShardedSpec.least_padded(found.param, mesh)
     elif placement_fn is not None:
         result = placement_fn(found.param)
@@ -81,15 +81,15 @@ def place(
 
 
 def _policy(found: Found, asked: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """What was asked for, but a batch norm computes in the dtype of its running statistics: so its kernels want."""
+    """Return the policy ``asked`` for, but compute a batch norm in the dtype of its statistics: its kernels need it."""
     policy, dtype = policy_for(found.param, asked), statistics_dtype(found.slots[0].module)
     return policy if dtype is None or policy.param_dtype is None else replace(policy, param_dtype=dtype)
 
 
 def _shares_ranks(param: DTensor, mesh: DataParallelMesh) -> bool:
-    """Whether ``param`` is spread over several of the ranks we cut over: made of shards, not by tensor parallelism.
+    """Return True if ``param`` lies on several ranks of ``mesh``: it was made of shards, not by tensor parallelism.
 
-    On one rank they are the same mesh, or not.
+    With one rank, return True if the meshes are the same.
     """
     theirs, ours = param.device_mesh, mesh.mesh
     both = set(listed_ranks(theirs)) & set(listed_ranks(ours))

@@ -1,4 +1,4 @@
-"""``plan_units``: what a policy would make of a model, as names and sizes, before anything is sharded."""
+"""``plan_units`` lists the units that a policy would make, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 12
 
 
 class Plan(list[tuple[str, int]]):
-    """(Name, elements of its own parameters) of each unit in the order of sharding; the root, last, is called "".
+    """(Name, elements of its own parameters) of each unit in the order of sharding. The root is last, with the name "".
 
     As text it is a table with the class of each unit, its bytes, and the modules that stay with the root.
     """
@@ -35,12 +35,22 @@ def plan_units(
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> Plan:
-    """The units that ``fully_shard(module, policy=policy)`` would make (None: one); ``print`` shows them as a table.
+    """Return the units that ``fully_shard(module, policy=policy)`` would make; ``print`` shows them as a table.
 
-    Nothing is changed and nothing communicates, so it works in a single process and on the meta device.
+    The function changes nothing and does not communicate, so it works in a single process and on the meta device.
+
+    Args:
+        module: The module to plan for.
+        policy: The argument of ``fully_shard``. None makes a single unit.
+        ignored_modules: The argument of ``fully_shard``.
+        ignored_params: The argument of ``fully_shard``.
 
     Raises:
-        TypeError, ValueError: as ``fully_shard`` would.
+        TypeError, ValueError: As in ``fully_shard``.
+
+    Example::
+
+        print(fsdp2.plan_units(model))
     """
     ignored, left_alone = list(ignored_modules or ()), set(ignored_params or ())
     units = [] if policy is None else choose_units((module,), policy, ignored, left_alone)
@@ -53,7 +63,7 @@ def describe(
     ignored_modules: Iterable[nn.Module],
     ignored_params: Iterable[nn.Parameter],
 ) -> Plan:
-    """The plan of ``units`` below ``roots``."""
+    """Return the plan of ``units`` below ``roots``."""
     taken = {*ignored_params, *(param for module in ignored_modules for param in module.parameters())}
     plan, lines = [], []
     for name, modules, overrides in [(u.name, (u.module,), u.overrides) for u in units] + [("", roots, {})]:

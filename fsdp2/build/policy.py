@@ -1,4 +1,4 @@
-"""Policies: which submodules of a model become units, in every form in which torch and its users write that down."""
+"""Choose the submodules that become units, by a policy of any form that torch accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Matches = dict[nn.Module, dict[str, Any]]
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A module that is to become a unit, its name below the root, and the arguments the policy gives it."""
+    """A module that will become a unit, its name below the root, and the arguments that the policy gives it."""
 
     name: str
     module: nn.Module
@@ -40,15 +40,15 @@ def choose_units(
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
 ) -> list[PlannedUnit]:
-    """The submodules of ``roots`` that ``policy`` matches, in the order in which to shard them: children first.
+    """Return the submodules of ``roots`` that ``policy`` matches, in the order of sharding: children first.
 
-    The roots themselves are not among them. A shared module comes once; modules that are sharded already and everything
-    below them are left alone, and so are parts that nobody calls. Of a matching module without a forward of its own
-    (``nn.ModuleList``) the children come instead.
+    The roots are not included. A shared module is returned once. Modules that are already sharded, everything below
+    them, and modules that are never called are left out. If a module without a forward (``nn.ModuleList``) matches, its
+    children are returned instead.
 
     Raises:
-        TypeError: the policy is none, or returned what is no answer.
-        ValueError: the policy matches nothing.
+        TypeError: The policy has an unknown form, or returned something other than a bool or a dict.
+        ValueError: The policy matches nothing.
     """
     ignored = {below for module in ignored_modules for below in module.modules()}
     names: dict[nn.Module, str] = {}
@@ -88,7 +88,7 @@ def choose_units(
 def _match(
     root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: Collection[nn.Parameter]
 ) -> Matches:
-    """The modules below ``root``, itself included, that ``policy`` matches, each with arguments of its own."""
+    """Return the modules below ``root``, itself included, that ``policy`` matches, each with its own arguments."""
     answered = None if isinstance(policy, type) else run_policy(policy, root, ignored)
     if answered is not None:
         return answered
@@ -115,10 +115,10 @@ def _match(
 
 
 def _classes(policy: Policy) -> tuple[type[nn.Module], ...]:
-    """The classes of a policy that is made of classes.
+    """Return the classes of a policy that consists of classes, else an empty tuple.
 
     Raises:
-        TypeError: not all of them are module classes.
+        TypeError: Not all of them are module classes.
     """
     given = [policy] if isinstance(policy, type) else policy
     if not isinstance(given, (set, frozenset, list, tuple)):
@@ -151,7 +151,7 @@ def _asks_recursively(policy: Policy) -> bool:
 
 
 class _Recursion:
-    """FSDP1's way of asking: whether to look below a module, then whether what is left in it makes a unit."""
+    """Calls a policy like FSDP1: first to decide about recursion, then about the module without the units below it."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _Recursion:
         self.matches = Matches()
 
     def ask(self, module: nn.Module) -> None:
-        """Ask about ``module`` and what is below it, except whether the root is a unit: it is."""
+        """Call the policy for ``module`` and the modules below it. The root is always a unit."""
         self._visited.add(module)
         if not self._policy(module, True, self._numel(module)):
             return
@@ -179,7 +179,7 @@ class _Recursion:
             self._taken.update(module.parameters())
 
     def _numel(self, module: nn.Module) -> int:
-        """Elements of the parameters below ``module`` that no unit has yet."""
+        """Return the number of elements of the parameters below ``module`` that no unit has yet."""
         return sum(p.numel() for p in module.parameters() if p not in self._taken and not is_managed_tensor(p))
 
 

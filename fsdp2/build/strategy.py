@@ -1,4 +1,4 @@
-"""Torch's ``ShardingStrategy``: what each means for the mesh of a unit and for its parameters after forward."""
+"""Translate torch's ``ShardingStrategy`` to the mesh of a unit and its ``reshard_after_forward``."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "
 def follow_strategy(
     strategy: ShardingStrategy | None, mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, reshard: Reshard
 ) -> tuple[DataParallelMesh, Reshard]:
-    """(The mesh a unit's parameters are spread over, its ``reshard_after_forward``).
+    """Return the mesh of a unit's parameters, and the unit's ``reshard_after_forward``.
 
-    FULL_SHARD and SHARD_GRAD_OP cut over all ranks of a 1D mesh, the hybrid ones over the second dimension of a 2D
-    mesh, and NO_SHARD keeps parameters whole on every rank of either. Without a mesh all ranks take part; the hybrid
-    strategies then cut within a node.
+    FULL_SHARD and SHARD_GRAD_OP shard over all ranks of a 1D mesh. The hybrid strategies shard over the second
+    dimension of a 2D mesh. NO_SHARD keeps parameters whole on every rank of either. Without a mesh all ranks take part,
+    and the hybrid strategies shard within a node.
 
     Raises:
-        TypeError: ``strategy`` is no ShardingStrategy.
-        ValueError: ``mesh``, ``dims`` or ``reshard`` ask for something else than the strategy does.
+        TypeError: ``strategy`` is not a ShardingStrategy.
+        ValueError: ``mesh``, ``dims`` or ``reshard`` contradict the strategy.
     """
     if strategy is None:
         return DataParallelMesh.from_mesh(default_mesh() if mesh is None else mesh, dims), reshard
@@ -67,7 +67,7 @@ _MESH_1D = (
 
 
 def _check_reshard(name: str, reshard: Reshard) -> Reshard:
-    """What becomes of parameters after forward under the strategy of that name."""
+    """Return the ``reshard_after_forward`` of the strategy ``name``; raise ValueError if ``reshard`` contradicts it."""
     keeps = reshard is False or (reshard is not True and reshard == 1)
     if name == "NO_SHARD":
         if reshard is None or isinstance(reshard, bool):
@@ -83,7 +83,7 @@ def _check_reshard(name: str, reshard: Reshard) -> Reshard:
 
 
 def _check_groups(mesh: Any) -> Any:
-    """``mesh``, unless it is what FSDP1 took instead of one."""
+    """Return ``mesh``; raise TypeError for process groups, which FSDP1 accepts instead of a mesh."""
     groups = mesh if isinstance(mesh, (tuple, list)) else [mesh]
     if any(isinstance(group, dist.ProcessGroup) for group in groups):
         raise TypeError(
@@ -98,13 +98,13 @@ _node_meshes: weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]] = weakref.We
 
 
 def mesh_of_nodes() -> DeviceMesh:
-    """A mesh ("replicate", "shard") of (nodes, ranks of a node), one per default process group, as FSDP1 makes groups.
+    """Return a mesh ("replicate", "shard") of (nodes, ranks per node), the same for each default process group.
 
-    The launcher says how many ranks a node has (LOCAL_WORLD_SIZE, set by torchrun), else it is the number of
-    accelerators. Nodes are of one size and a node's ranks are neighbours.
+    The number of ranks per node comes from LOCAL_WORLD_SIZE, which torchrun sets, or is the number of accelerators.
+    All nodes must have the same size, and a node's ranks must be consecutive.
 
     Raises:
-        ValueError: neither is known, or nodes differ in size.
+        ValueError: Neither number is known, or nodes differ in size.
     """
     device_type = default_mesh().device_type
     world, size = dist.group.WORLD, dist.get_world_size()
@@ -122,7 +122,7 @@ def mesh_of_nodes() -> DeviceMesh:
 
 def _ranks_per_node() -> int:
     try:
-        told = get_env_variable_or_raise("LOCAL_WORLD_SIZE")
+        ranks = get_env_variable_or_raise("LOCAL_WORLD_SIZE")
     except ValueError:
         count = torch.accelerator.device_count()
         if count > 0:
@@ -132,6 +132,6 @@ def _ranks_per_node() -> int:
             f"not known: LOCAL_WORLD_SIZE is not set and there is no accelerator; start with torchrun, or pass "
             f"mesh={_MESH_2D}"
         ) from None
-    if not told.isdecimal() or int(told) < 1:
-        raise ValueError(f"fully_shard: LOCAL_WORLD_SIZE is {told!r}, expected a number of ranks of at least 1")
-    return int(told)
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise ValueError(f"fully_shard: LOCAL_WORLD_SIZE is {ranks!r}, expected a number of ranks of at least 1")
+    return int(ranks)

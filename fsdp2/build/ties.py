@@ -1,8 +1,8 @@
 """Parameters tied across units: an embedding and a head that share a weight, each in a unit of its own.
 
-The first ``fully_shard`` call that meets the weight makes it part of its group. A later call that meets it again, in
-another module, gives it a group of its own that both calls drive: whoever needs it first gathers it, it stays until the
-last of them is through, and its gradient, which autograd finishes once, is reduced once.
+The first ``fully_shard`` call that finds the weight puts it into its group. A later call that finds it again, in
+another module, gives it a group of its own that both units share. The unit that needs it first gathers it, it stays
+until the last unit has used it, and its gradient, which autograd accumulates once, is reduced once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["Tie", "find_ties", "follow_tie", "join_ties"]
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that another call manages already: where it was found, and what it is a tie to."""
+    """A found parameter, and the managed parameter of another call that it is tied to."""
 
     found: Found
     param: FSDPParam
 
 
 def find_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> tuple[list[Found], list[Tie]]:
-    """The parameters that no other call manages, and the ties to those that another does; changes nothing.
+    """Return the parameters that no other call manages, and the ties to those of other calls; this changes nothing.
 
     Raises:
-        ValueError: a tie crosses meshes or dtypes of computation.
+        ValueError: Tied parameters have different meshes or compute dtypes.
     """
     own, ties = [], []
     for entry in found:
@@ -48,7 +48,7 @@ def find_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> t
 
 
 def join_ties(ties: list[Tie], state: FSDPState) -> None:
-    """Let ``state`` drive the groups of parameters that other calls manage already, together with those."""
+    """Let ``state`` share the groups of tied parameters with the units of the other calls."""
     for tie in ties:
         param, group = tie.param, _group_of_its_own(tie.param)
         param.set_slots(param.slots + [slot for slot in tie.found.slots if slot not in param.slots])
@@ -58,19 +58,22 @@ def join_ties(ties: list[Tie], state: FSDPState) -> None:
 
 
 def follow_tie(found: Found, places: Mapping[Slot, FSDPParam]) -> bool:
-    """Stop managing parameters that ``found``, which is managed too, has replaced; whether there were any.
+    """Stop managing parameters that ``found``, which is also managed, has replaced; return True if there were any.
 
-    Those that are shown elsewhere still, or that several calls drive, are left for the next gather to refuse by name.
+    Parameters that other modules still show, or that several units share, stay. The next gather raises an error that
+    names them.
     """
     param = param_of(found.param)
     others = {places[slot] for slot in found.slots if slot in places} - {param}
     if param is None or not others or any(o.group.shared or not {*o.slots} <= {*found.slots} for o in others):
         return False
     touched = [p for one in (param, *others) for p in one.group.params if p.full is not None]
-    remember_originals([p.full for p in touched], touched)  # an optimizer may have been built after an evaluation
+    remember_originals(
+        [p.full for p in touched], touched
+    )  # an optimizer may hold full parameters, if it was built after unshard()
     for other in others:
         other.group.reshard()
-        other.group.drop(other)  # hooks refer to the group, so it stays, if need be without parameters
+        other.group.drop(other)  # hooks refer to the group, so it stays, even without parameters
     return True
 
 
@@ -91,18 +94,18 @@ def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, state: FSDPSt
 
 
 def _ranks(mesh: DataParallelMesh) -> list[int]:
-    """The ranks gradients are the mean of, however parameters are spread over them."""
+    """Return the ranks that gradients are averaged over, sorted."""
     return sorted(listed_ranks(mesh.mesh))
 
 
 @torch.no_grad()
 def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
-    """The group of ``param`` alone, split off its first one if need be."""
+    """Return a shared group that contains only ``param``, split off its first group if necessary."""
     group: FSDPParamGroup = param.group
     if group.shared:
         return group
     group.reshard()
-    if len(group.params) == 1:  # hooks on its modules refer to it, so no other group may take its place
+    if len(group.params) == 1:  # keep this group: hooks on its modules refer to it
         group.shared = True
         return group
     alone = FSDPParamGroup(group.store.of([param]), group.modules, group.comm, group.notice_backward)

@@ -1,4 +1,4 @@
-"""What may be a unit at all, and what of a module tree is looked at to find units."""
+"""Tests for modules that can be units, and the children to search for units."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["children_to_plan", "has_forward", "has_parameters"]
 
 
 def children_to_plan(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The named children of ``module`` that may be units or hold some.
+    """Return the named children of ``module`` that may be units or contain some.
 
-    ``nn.MultiheadAttention`` reads the weights of its parts without calling them, and ``replicate`` keeps its own.
+    There are none in ``nn.MultiheadAttention``, which reads the weights of its children without calling them, and below
+    ``replicate``, which manages its own parameters.
     """
     if isinstance(module, nn.MultiheadAttention) or "replicate" in apis_of(module):
         return iter(())
@@ -22,10 +23,10 @@ def children_to_plan(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called; gathers hang on calls."""
+    """Return True if ``module`` can be called: only a call starts a gather."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether ``module`` or anything below it has a parameter."""
+    """Return True if ``module`` or any module below it has a parameter."""
     return next(module.parameters(), None) is not None

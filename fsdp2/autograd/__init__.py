@@ -1,8 +1,8 @@
-"""What is asked of torch's hooks and graph. From the top down; a file imports only what stands below it.
+"""Torch's hooks and autograd graph. From the top down; a file imports only files below it.
 
-side_outputs  tensors that leave a forward as attributes of its modules
-reach         whether a backward through a module leads to certain tensors
-hooks         every hook that is registered: on modules, nodes, tensors and optimizers
-nesting       calls of a module inside a call of itself
-trees         finding and replacing the tensors inside what forward takes and returns
+side_outputs  finds tensors that a forward leaves as attributes of its modules
+reach         tests if a backward through a module leads to certain tensors
+hooks         registers all hooks: on modules, nodes, tensors and optimizers
+nesting       counts calls of a module inside a call of itself
+trees         finds and replaces tensors inside the inputs and outputs of forward
 """

@@ -1,4 +1,4 @@
-"""Calls of a module inside a call of the same module: recursion, or a part that calls the whole again."""
+"""Nested calls of a module: recursion, or a submodule that calls the whole module again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["calls_under_way"]
 
 
 def calls_under_way(module: nn.Module) -> int:
-    """How many calls of ``module`` are on this thread's stack.
+    """Return the number of calls of ``module`` on this thread's stack.
 
-    A counter would not do: no hook tells that a KeyboardInterrupt left a call. It is only asked for where a call may be
-    an inner one.
+    It walks the stack instead of keeping a counter, because no hook runs when a KeyboardInterrupt ends a call. It is
+    used only where a call may be nested.
     """
     count = 0
     frame: FrameType | None = sys._getframe()

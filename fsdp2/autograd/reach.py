@@ -1,4 +1,4 @@
-"""Whether a backward through a module leads to certain tensors: a walk over the nodes that the module made."""
+"""Test if a backward through a module leads to certain tensors, by a walk over the nodes that the module made."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Targets"]
 
 
 class Targets:
-    """Tensors that a module may or may not compute with, by their autograd nodes from before it ran."""
+    """Tensors that a module may compute with, by their autograd nodes from before the module ran."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        # The nodes are held, since a tensor that the module changes in place gets another node. They are compared by
-        # identity, which their Python objects keep only while somebody holds these.
+        # Hold the nodes: a tensor that the module changes in place gets another one. They are compared by identity,
+        # which is stable only while their Python objects are referenced.
         self._nodes = [accumulate_grad_node(t) if t.grad_fn is None else t.grad_fn for t in tensors]
 
     def reached_from(self, outputs: Iterable[torch.Tensor], since: int) -> bool:
-        """Return whether backward from ``outputs`` leads to one of them through nodes not older than number ``since``.
+        """Return True if backward from ``outputs`` leads to one of them through nodes not older than number ``since``.
 
         Older nodes were made before the module ran, so the walk ends there.
         """
         ends = {id(node) for node in self._nodes}
         waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.requires_grad]
-        seen: dict[int, Any] = {}  # the nodes themselves too: an id may be given to another object once one is gone
+        seen: dict[int, Any] = {}  # hold the nodes: the id of a freed object may be used again
         while waiting:
             node = waiting.pop()
             if node is None or id(node) in seen:

@@ -1,6 +1,6 @@
-"""Tensors that leave a forward as attributes of its modules: auxiliary losses, router logits, features.
+"""Side outputs: tensors that a forward leaves as attributes of its modules (auxiliary losses, router logits, features).
 
-Backward may enter a unit by such a tensor before it enters by the outputs, so it needs the same hooks.
+Backward may enter a unit through such a tensor before it enters through the outputs, so it needs the same hooks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["SideOutputs"]
 
 _NOT_OWN = frozenset(nn.Module().__dict__)
 _PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
-_MOST_ITEMS = 64  # longer containers are vocabularies and the like, which must not be searched in each forward
+_MOST_ITEMS = 64  # longer containers, such as vocabularies, would cost too much to search in each forward
 
 
 class SideOutputs:
-    """Finds what a forward left on the modules of one unit: a look at the few attributes that are not torch's own."""
+    """Finds side outputs on the modules of one unit, in the few attributes that are not torch's own."""
 
     def __init__(self, tops: tuple[nn.Module, ...], ends: Callable[[nn.Module], bool], ours: set[str]) -> None:
-        """All modules below ``tops`` are searched, without those below a module for which ``ends``.
+        """Search all modules below ``tops``, but none at or below a module for which ``ends`` returns True.
 
-        The attributes that are named in ``ours`` are no user's.
+        ``ours`` are names of attributes that fsdp2 sets, which are skipped.
         """
         self._not_own = _NOT_OWN | ours
         self._tops = tops
@@ -38,20 +38,20 @@ class SideOutputs:
         self._size = self._registrations = -1
 
     def watch(self, since: int, starting: Callable[[], list[Callable[[torch.Tensor], None]]]) -> bool:
-        """Whether there are tensors that take part in autograd and were computed since the node with this number.
+        """Watch side outputs that were computed at or after the node number ``since``; return True if there are any.
 
-        If so, what ``starting`` returns is called before backward enters by any of them.
+        The methods that ``starting`` returns are called before backward enters through one of them.
         """
         left = [t for t in self._find() if hooks.is_made_since(t.grad_fn, since)]
         if not left:
             return False
-        # By weak references: a module that holds a tensor that holds the module is a cycle Python cannot see through.
+        # Weak references: a module that holds a tensor whose hook holds the module is a cycle that Python cannot free.
         entered = [weakref.WeakMethod(method) for method in starting()]
         return hooks.watch_outputs(left, lambda grad: _call(entered, grad), since)[0]
 
     def _find(self) -> list[torch.Tensor]:
         if self._registrations != hooks.registrations or self._size != sum(map(len, self._attributes)):
-            self._look_through()
+            self._list_attributes()
         found = []
         for attributes, name in self._places:
             if name not in attributes or type(value := attributes[name]) in _PLAIN:
@@ -63,7 +63,7 @@ class SideOutputs:
                 found += [i for i in items if type(i) not in _PLAIN and isinstance(i, torch.Tensor)]
         return found
 
-    def _look_through(self) -> None:
+    def _list_attributes(self) -> None:
         modules = list(self._modules())
         self._attributes = [module.__dict__ for module in modules]
         self._places = [(module.__dict__, name) for module in modules for name in self._own_names(module)]
@@ -81,7 +81,9 @@ class SideOutputs:
 
     def _own_names(self, module: nn.Module) -> list[str]:
         names = [name for name in module.__dict__ if name not in self._not_own]
-        if type(module).__module__.startswith("torch.nn."):  # its numbers are sizes, no losses yet to come
+        if type(module).__module__.startswith(
+            "torch.nn."
+        ):  # numbers on it are sizes, not attributes that get a loss later
             names = [name for name in names if not _is_size(module.__dict__[name])]
         return names
 

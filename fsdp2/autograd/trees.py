@@ -1,8 +1,8 @@
-"""Finding and replacing the tensors inside what forward takes and returns, whatever they are wrapped in.
+"""Find and replace the tensors inside the inputs and outputs of forward, in containers of any type.
 
-Lists, tuples, named tuples, dicts, dataclasses and registered pytree nodes are rebuilt as the same type where something
-in them changes, and stay the same object where nothing does. The attributes of plain objects are searched; they are
-only replaced (in a copy) where asked for, since a module may change an object it was given, such as a cache.
+Lists, tuples, named tuples, dicts, dataclasses and registered pytree nodes are rebuilt as the same type if anything in
+them changes; otherwise they stay the same object. The attributes of plain objects are searched, but replaced (in a
+copy) only on request, because a module may write to an object that it receives, such as a cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def map_tensors(function: Function, tree: Any, *, objects: bool = False) -> Any:
-    """``tree`` with every tensor replaced by ``function(tensor)``; plain ``objects`` are copied or left alone.
+    """Return ``tree`` with every tensor replaced by ``function(tensor)``.
+
+    Tensors in attributes of plain objects are replaced only with ``objects``, in copies of the objects.
 
     Raises:
         RuntimeError: ``tree`` is nested deeper than 64 levels.
@@ -45,14 +47,14 @@ def map_tensors(function: Function, tree: Any, *, objects: bool = False) -> Any:
 def map_arguments(
     function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with every tensor replaced; those that are all tensors take no walk."""
+    """Return the arguments of a call with every tensor replaced; fast if all arguments are tensors."""
     if kwargs or not all([isinstance(value, torch.Tensor) for value in args]):
         return map_tensors(function, (args, kwargs))
     return tuple([function(value) for value in args]), kwargs
 
 
 def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:
-    """Every tensor in ``tree``, in order, those in attributes of plain ``objects`` included."""
+    """Return every tensor in ``tree``, in order; with ``objects``, also those in attributes of plain objects."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: list[torch.Tensor] = []
@@ -68,33 +70,33 @@ def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:
 def take_apart(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """The leaves of ``tree``, and a function from others in their order to the same tree of them.
+    """Return the leaves of ``tree``, and a function that builds the same tree from other leaves.
 
-    For what is saved rather than computed with: containers are those that torch knows, anything else is a leaf.
+    It is for saved data, not for arguments of forward: only torch's pytree containers are taken apart.
     """
     leaves, structure = pytree.tree_flatten(tree, is_leaf=is_leaf)
     return leaves, lambda others: pytree.tree_unflatten(list(others), structure)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """``tree`` with every leaf of ``take_apart`` replaced by ``function(leaf)``."""
+    """Return ``tree`` with every leaf of ``take_apart`` replaced by ``function(leaf)``."""
     leaves, rebuild = take_apart(tree, is_leaf)
     return rebuild(map(function, leaves))
 
 
 def keys_in(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[list[str]]:
-    """The keys that lead to each leaf of ``take_apart``, outermost first; "" for a place in what is no dictionary."""
+    """Return the dictionary keys that lead to each leaf of ``take_apart``, outermost first; "" for other containers."""
     found, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [[str(getattr(step, "key", "")) for step in path] for path, _ in found]
 
 
 class _Mapper:
-    """One walk over one tree; remembers what it saw, so that shared and cyclic parts are walked once."""
+    """One walk over one tree. Visited objects are remembered, so shared and cyclic ones are visited once."""
 
     def __init__(self, function: Function, objects: bool) -> None:
         self.function = function
         self.objects = objects
-        # What was walked and what became of it, by id; kept alive, or another object could get the id.
+        # Each visited object and its result, by id. The object is kept alive, or another one could get its id.
         self.seen: dict[int, tuple[Any, Any]] = {}
 
     def map(self, tree: Any, depth: int) -> Any:
@@ -113,7 +115,7 @@ class _Mapper:
 
     def _rebuild(self, tree: Any, depth: int) -> Any:
         kind = type(tree)
-        if isinstance(tree, PackedSequence):  # its batch sizes stay where and what they are
+        if isinstance(tree, PackedSequence):  # batch sizes stay unchanged, on the CPU
             names = ("data", "sorted_indices", "unsorted_indices")
             parts = {name: self.map(getattr(tree, name), depth) for name in names}
             if all(getattr(tree, name) is part for name, part in parts.items()):
@@ -149,13 +151,13 @@ class _Mapper:
                 clone[key] = value
         if not dataclasses.is_dataclass(tree):
             return clone
-        # A model output shows its items as fields too; others have fields that are no items.
+        # A transformers ModelOutput has its items as fields too; other classes have fields that are not items.
         known = set(map(id, originals))
         fields = {f.name: getattr(tree, f.name, None) for f in dataclasses.fields(tree)}
         return self._rebuild_attributes(clone, {k: v for k, v in fields.items() if id(v) not in known}, depth)
 
     def _rebuild_attributes(self, tree: Any, attributes: dict[str, Any], depth: int) -> Any:
-        """A copy with changed attributes; ``__init__`` is not run again."""
+        """Return a copy with changed attributes, without running ``__init__`` again."""
         new = {name: self.map(value, depth) for name, value in attributes.items()}
         changed = {name: value for name, value in new.items() if value is not attributes[name]}
         if not changed:
@@ -175,8 +177,8 @@ def _rebuild_sequence(old: Any, new: list[Any]) -> Any:
         clone[:] = new
         return clone
     try:
-        clone = tuple.__new__(kind, new)  # a class of its own may want other arguments
-    except TypeError:  # what torch.max and its like return is built in C
+        clone = tuple.__new__(kind, new)  # not kind(new): a subclass may take other arguments
+    except TypeError:  # the result types of torch.max and similar are built in C
         return kind(new)
     if hasattr(old, "__dict__"):
         clone.__dict__.update(old.__dict__)

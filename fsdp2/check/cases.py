@@ -1,4 +1,7 @@
-"""The table of what must be right: each function trains small models, compares, and is one row of the report."""
+"""The table of correctness checks. Each function trains small models and compares them.
+
+The docstring of a function describes its row in the report.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,10 @@ __all__ = [
 ]
 
 EIGHT_BITS = 0.05
-"""How far training with eight bits for each weight and gradient may be from one process, as a part of the largest
-value: rounding errors of a 254th of a block's largest value, in weights and in gradients, over three steps."""
+"""The largest difference between training with eight bits and one process, as a part of the largest value.
+
+Each weight and gradient has a rounding error of up to a 254th of its block's largest value, over three steps.
+"""
 
 
 def plain(trial: Trial) -> None:
@@ -169,18 +174,18 @@ def checkpoint(trial: Trial) -> None:
     resumed = make()
     with torch.no_grad():
         for parameter in resumed.parameters():
-            parameter.zero_()  # nothing may be right because it was right before
+            parameter.zero_()  # so only loaded values can be right
     other = sgd(resumed)
     if trial.place.hosts == 1:
         _through_files(trial.place, model, optimizer, resumed, other)
-    else:  # the hosts may share no folder
+    else:  # there may be no folder that all hosts share
         _through_memory(model, optimizer, resumed, other)
     expected = trial.train(model, "not interrupted", [2], optimizer)
     trial.compare("not interrupted", trial.train(resumed, "resumed", [2], other), expected, 0.0, exact=True)
 
 
 def _through_files(place: Place, model: Any, optimizer: Any, resumed: Any, other: Any) -> None:
-    with tempfile.TemporaryDirectory(prefix="fsdp2-check-") as own:  # only that of rank 0 is used
+    with tempfile.TemporaryDirectory(prefix="fsdp2-check-") as own:  # only rank 0's folder is used
         folder = Path(place.from_rank0("checkpoint", lambda: own))
         place.doing("saving a checkpoint")
         dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=folder)
@@ -188,15 +193,15 @@ def _through_files(place: Place, model: Any, optimizer: Any, resumed: Any, other
         state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(resumed, other)))
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(resumed, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        place.meet("checkpoint is loaded")  # before rank 0 removes it
+        place.meet("checkpoint is loaded")  # before rank 0 removes the folder
 
 
 def _through_memory(model: Any, optimizer: Any, resumed: Any, other: Any) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole values, on rank 0 alone
     weights, state = get_state_dict(model, optimizer, options=options)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # One after the other: set_state_dict takes the empty weights of the other ranks for "the optimizer alone", so these
-    # would not take part in the broadcast of the weights.
+    # Not by set_state_dict: on ranks with empty weights it would load the optimizer alone, and these ranks would not
+    # take part in the broadcast of the weights.
     set_model_state_dict(resumed, weights, options=options)
     set_optimizer_state_dict(resumed, other, state, options=options)
 

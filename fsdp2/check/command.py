@@ -1,4 +1,4 @@
-"""``python -m fsdp2 check``: does it work on these machines."""
+"""The command line of ``python -m fsdp2 check``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fsdp2.forecasting.cost import Hardware, Link
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Check whether fsdp2 works here: what machines these are, whether small models train as they do with torch's own
-fully_shard and in one process, and what a training step of a real size costs. Run it as you run your training. It
-prints a table, and writes it as Markdown and as JSON, to be attached to a report. The exit status is 1 where something
-is wrong. A rank that hangs is named, and the rest still runs."""
+Check that fsdp2 works on your machines. The check lists machines and versions, trains small models and compares them
+with torch's own fully_shard and with one process, and measures a training step of a real size. Run it as you run your
+training. It prints a table and writes it as Markdown and as JSON, for you to attach to a report. The exit status is 1
+if something is wrong. A rank that hangs is named, and the remaining checks still run."""
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp2 check
@@ -39,7 +39,7 @@ PATIENCE = 45.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the checks that ``arguments`` ask for; the exit status."""
+    """Run the checks in ``arguments``; return the exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.only if name not in TASKS]:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         interrupted = True
     found = supervisor.collect()
     if job.rank:
-        return 0  # the status is that of rank 0; another one would have torchrun end it before it has written anything
+        return 0  # only rank 0 returns the status: torchrun would end rank 0 before it has written the report
     report = _report(found, job, tasks, interrupted)
     _write(report, given)
     return report.status
@@ -78,24 +78,29 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=112),
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="small models alone: no compilation, nothing large, nothing measured")
-    add("--only", nargs="+", default=[], metavar="NAME", help="run these checks alone; their names are below")
-    add("--against", default="torch", choices=("torch", "none"), help="none: leave torch's own fully_shard out")
+    add("--quick", action="store_true", help="only small models: no compilation, no large model, no measurement")
+    add("--only", nargs="+", default=[], metavar="NAME", help="run only these checks; their names are below")
+    add(
+        "--against",
+        default="torch",
+        choices=("torch", "none"),
+        help="none: do not compare with torch's own fully_shard",
+    )
     add("--device", choices=("cuda", "cpu"), help="cpu: leave GPUs alone")
-    add("--json", type=Path, metavar="FILE", help="where to write JSON, and Markdown beside it (fsdp2-check.json)")
+    add("--json", type=Path, metavar="FILE", help="the JSON file to write, with Markdown beside it (fsdp2-check.json)")
     add("--save-hardware", type=Path, metavar="FILE", help="write this machine's constants for forecast --hardware")
     add(
         "--patience",
         type=float,
         default=PATIENCE,
         metavar="SECONDS",
-        help=f"a rank that says nothing for so long counts as hanging ({PATIENCE:.0f})",
+        help=f"report a rank without progress for so long as hanging ({PATIENCE:.0f})",
     )
     return parser
 
 
 class _Progress:
-    """A line for each check on the terminal: what runs, then what came of it."""
+    """Prints a line for each check: its name while it runs, then its verdict."""
 
     def __init__(self, count: int) -> None:
         self._terminal, self._count, self._number = sys.stderr.isatty(), count, 0
@@ -126,7 +131,7 @@ def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Ta
     parts = {part: [task for task in tasks if task.part == part] for part in ("here", "right", "good")}
     report.rows = [row_of(task.name, task.about, found[task.name]) for task in parts["right"]]
     others = [row_of(task.name, task.about, found[task.name]) for task in (*parts["here"], *parts["good"])]
-    report.rows += [row for row in others if row.verdict != "seen"]  # a figure has no row unless it could not be had
+    report.rows += [row for row in others if row.verdict != "seen"]  # a measurement has a row only if it failed
     report.figures = figures_of(found[task.name] for task in parts["good"])
     rates = found.get(FORECAST) or [None]
     if rates[0] is not None:
@@ -137,13 +142,13 @@ def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Ta
 
 
 def _write(report: Report, given: Any) -> None:
-    print(report.text(), flush=True)  # before anything is written, which may fail
+    print(report.text(), flush=True)  # before the files are written, which may fail
     path = given.json or Path("fsdp2-check.json")
     beside = path.with_suffix(".md")
     path.write_text(report.json() + "\n")
     beside.write_text(report.markdown())
     print(f"\nwrote {path} and {beside}: attach both to a report", file=sys.stderr)
     if given.save_hardware and report.hardware:
-        links = tuple(Link(**one) for one in report.hardware["links"])  # it came as JSON from the process that measured
+        links = tuple(Link(**one) for one in report.hardware["links"])  # dictionaries from JSON
         Hardware(**{**report.hardware, "links": links}).save(given.save_hardware)
         print(f"wrote {given.save_hardware}: python -m fsdp2 forecast --hardware uses it", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What is here: versions, devices, how they are connected, free memory, and problems that are known of it."""
+"""Versions, devices, their connections, free memory, and known problems."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LIBRARIES = (
     "trl",
     "verl",
 )
-"""What calls ``fully_shard``, or is often installed beside what does."""
+"""Libraries that call ``fully_shard``, or that are often installed with them."""
 OLDEST, NEWEST = (2, 11), (2, 15)
 GIB = 1 << 30
 
 
 def environment(place: Place) -> Outcome:
-    """what is here"""
+    """machines, devices and versions"""
     facts: dict[str, str] = {"host": socket.gethostname(), "device": str(place.device)}
     if place.cuda:
         properties, (free, total) = torch.cuda.get_device_properties(place.device), torch.cuda.mem_get_info()
@@ -83,7 +83,7 @@ def _peers(device: int) -> str:
 
 
 def _links() -> str:
-    """Return the table of how the GPUs of this host are connected, without its colors."""
+    """Return the table of connections between the GPUs of this host, without colors."""
     return re.sub(r"\x1b\[[\d;]*m", "", _output("nvidia-smi", "topo", "-m")).strip()
 
 
@@ -108,7 +108,7 @@ def _host_memory() -> str:
 
 
 def known_problems(torch_version: str, *, cuda: bool, gpus: int, ranks_here: int) -> list[str]:
-    """Return what is known to be wrong, or not to be tried, with this combination."""
+    """Return the known problems of this combination."""
     found = []
     numbers = tuple(int(number) for number in re.findall(r"\d+", torch_version)[:2])
     if not OLDEST <= numbers <= NEWEST:

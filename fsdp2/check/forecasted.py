@@ -1,4 +1,4 @@
-"""A forecast of the step that was measured, with the constants of its cost model fitted to this machine."""
+"""A forecast of the measured step, with the constants of the cost model fitted to this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forecast_step(place: Place) -> Outcome:
         return Outcome("skipped", "needs the rates and the step time of this machine")
     hardware, size = hardware_of(place, rates), size_of(place)
     first = _forecast(place, size, hardware)
-    # A real step does not reach the rates of a single large product and a single large copy: slow both down alike.
+    # A real step does not reach the rates of one large product and one large copy: reduce both by the same factor.
     share = min(first.compute_seconds / steps["step"]["plain"], 1.0)
     hardware = replace(
         hardware,
@@ -56,20 +56,20 @@ def _forecast(place: Place, size: Size, hardware: Hardware) -> Any:
 
 
 def hardware_of(place: Place, rates: dict[str, Any]) -> Hardware:
-    """Return the machine with the rates that were measured."""
+    """Return the hardware with the measured rates."""
     ranks_here = max(place.world // place.hosts, 1)
     values: dict[str, Any] = {"name": "measured", "ranks_per_node": ranks_here}
     values |= {name: rates[name] for name in ("flops_per_second", "memory_bytes_per_second")}
     if rates.get("gathers"):
         link = fitted_link(place.world, rates["gathers"])
         values["links"] = (link,)
-        if place.hosts > 1:  # that is what crosses the network, shared by the ranks of a host
+        if place.hosts > 1:  # the gathers crossed the network, whose bandwidth the ranks of a host share
             values["network_bytes_per_second"] = link.bytes_per_second * place.hosts / place.world
     return Hardware(**values)
 
 
 def fitted_link(ranks: int, gathers: Sequence[tuple[int, float]]) -> Link:
-    """Return latency and bandwidth from the bytes and the seconds of gathers, the smallest and the largest of them."""
+    """Return latency and bandwidth from (bytes, seconds) of gathers: from the smallest and the largest of them."""
     (few, fast), (many, slow) = min(gathers), max(gathers)
     crossing = (ranks - 1) / ranks
     if many == few or slow <= fast:

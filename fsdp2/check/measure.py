@@ -1,4 +1,4 @@
-"""What a step costs on this machine: memory, time, host work and exposed communication, beside torch's own."""
+"""Measure a step on this machine, beside torch's own: memory, time, host work and exposed communication."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OURS, TORCH, PLAIN = "fsdp2", "torch", "plain"
 GIB = 1 << 30
 WARM_STEPS = 3
 SHALLOW, DEEP = 4, 12
-"""Host work of a unit is the difference between models of so many units, so that what happens once cancels."""
+"""Numbers of units of two models. The difference of their host work has no part of work that is done once a step."""
 Step = Callable[[], object]
 
 
@@ -80,7 +80,7 @@ def decoder(size: Size, mesh: DeviceMesh | None, fully_shard: FullyShard | None,
 
 
 class Training:
-    """A candidate that can do one forward and backward; there is no optimizer, which would be the same for all."""
+    """The model of one candidate and its step: forward and backward. An optimizer would cost the same for all."""
 
     def __init__(self, place: Place, name: str) -> None:
         size, device = size_of(place), place.device
@@ -97,7 +97,7 @@ class Training:
             place.wait()
 
     def step(self) -> None:
-        """Launch one step; nothing here waits for it."""
+        """Launch one step without waiting for it."""
         self.model(self.rows).backward()
         self.model.zero_grad()
 
@@ -108,7 +108,7 @@ def _candidates(place: Place) -> dict[str, FullyShard | None]:
 
 
 def collect_garbage() -> None:
-    """Free what is left in reference cycles."""
+    """Free objects in reference cycles."""
     gc.collect()
     gc.collect()
 
@@ -117,9 +117,9 @@ def collect_garbage() -> None:
 
 
 def peak_bytes(step: Step, known: Iterable[Tensor], *, cuda: bool) -> dict[str, int]:
-    """Return the most bytes that are "allocated" during a step, and on a GPU those "reserved" from the driver.
+    """Return the peak of "allocated" bytes during a step, and on a GPU also of bytes "reserved" from the driver.
 
-    On a CPU they are the bytes of live tensors, those ``known`` from before included.
+    On a CPU the allocated bytes are those of live tensors, including tensors in ``known``.
     """
     collect_garbage()
     if not cuda:
@@ -153,7 +153,7 @@ def memory(place: Place) -> Outcome:
 
 
 def _occupied(place: Place) -> dict[str, int]:
-    """Return what earlier checks left allocated and reserved on a GPU: libraries' workspaces, say."""
+    """Return the bytes that earlier checks left allocated and reserved on a GPU, such as libraries' workspaces."""
     if not place.cuda:
         return {"allocated": 0}
     torch.cuda.empty_cache()
@@ -164,7 +164,7 @@ def _occupied(place: Place) -> dict[str, int]:
 
 
 def timed(step: Step, wait: Step) -> float:
-    """Return the seconds that a step takes until the device is done."""
+    """Return the seconds of a step until the device has finished."""
     wait()
     start = time.perf_counter()
     step()
@@ -173,7 +173,7 @@ def timed(step: Step, wait: Step) -> float:
 
 
 def turns(names: Sequence[str], count: int) -> Iterator[str]:
-    """Yield every name ``count`` times, in an order that changes from turn to turn."""
+    """Yield every name ``count`` times, starting with another name in each turn."""
     for turn in range(count):
         start = turn % len(names)
         yield from (*names[start:], *names[:start])
@@ -206,13 +206,13 @@ def times(place: Place) -> Outcome:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let backward run in the thread that calls it, which is the one whose time and calls are counted."""
+    """Run backward in the calling thread, whose time and calls are counted."""
     with torch.autograd.set_multithreading_enabled(False):
         yield
 
 
 def python_calls(step: Step) -> int:
-    """Return how many functions of Python and of C a step calls from Python."""
+    """Return the number of calls of Python and C functions from Python in a step."""
     calls = 0
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -277,7 +277,7 @@ def _small_step(place: Place, blocks: int, fully_shard: FullyShard | None, mesh:
     return step
 
 
-# ---- what the machine can do ----
+# ---- the rates of the machine ----
 
 
 def rates(place: Place) -> Outcome:
@@ -305,7 +305,7 @@ def _fastest(step: Step, place: Place) -> float:
 
 
 def _gathers(place: Place) -> list[tuple[int, float]]:
-    """Return the bytes of gathers of several sizes and the fewest seconds that each took: one unit for each size."""
+    """Return (bytes, seconds) of gathers of several sizes, with the fastest time of each: one unit for each size."""
     widths = (32, 256, 1024, 4096) if place.cuda else (32, 256, 1024)
     torch.manual_seed(0)
     with place.device:
@@ -322,7 +322,7 @@ def _gathers(place: Place) -> list[tuple[int, float]]:
                 unit(rows)
                 unit.reshard()
             spans = [span for span in record.timeline.spans if span.lane == "gather"]
-            if spans:  # several where two ranks swap their pieces
+            if spans:  # a gather of two ranks has several, because they exchange their pieces
                 nbytes = unit.weight.numel() * unit.weight.element_size()
                 seconds = max(span.end for span in spans) - min(span.begin for span in spans)
                 fastest[nbytes] = min(seconds, fastest.get(nbytes, seconds))

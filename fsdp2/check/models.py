@@ -1,4 +1,4 @@
-"""The models that are trained: small ones, which show whether results are right, and one of a real size."""
+"""The models: small ones to check results, and one of a real size to measure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus what the block adds."""
+        """Return ``x`` plus the output of the feed-forward."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
 class Small(nn.Module):
-    """Blocks that are units, and a head that is the root's.
+    """Blocks, which become units, and a head, which stays with the root.
 
-    ``recomputed`` runs the blocks again in backward. ``skipped`` names blocks that this rank does not run.
+    ``recomputed`` runs the blocks again in backward. ``skipped`` has the indices of blocks that this rank does not run.
     """
 
     def __init__(self, width: int = 64, inner: int = 128, blocks: int = 3, outputs: int = 16) -> None:
@@ -48,7 +48,7 @@ class Small(nn.Module):
 
 
 def tied() -> Small:
-    """Return a model whose first block has its matrix in common with the last one, which is another unit."""
+    """Return a model whose first and last block, two units, share a matrix."""
     model = Small()
     first, last = model.blocks[0], model.blocks[-1]
     assert isinstance(first, Block) and isinstance(last, Block)
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus what the block adds."""
+        """Return ``x`` (batch, tokens, width) plus the outputs of attention and feed-forward."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Blocks that are units, and a norm that is the root's."""
+    """Blocks, which become units, and a norm, which stays with the root."""
 
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()

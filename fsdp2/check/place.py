@@ -1,4 +1,4 @@
-"""A rank of the job as a task sees it, and what a task says in the end."""
+"""A rank of the job for tasks, and the result of a task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ORDER = (*BAD, "look", "right", "seen", "skipped", "not run")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference between two runs, and how large it may be; ``exact``: they must have the same bits."""
+    """The largest difference between two runs and its bound; with ``exact`` the runs must have the same bits."""
 
     against: str
     what: str
@@ -29,16 +29,16 @@ class Comparison:
 
     @property
     def right(self) -> bool:
-        """Whether the difference is allowed; one that is not a number never is."""
+        """True if the difference is allowed. NaN never is."""
         return self.same_bits or (not self.exact and self.difference <= self.bound)
 
 
 @dataclass
 class Outcome:
-    """What a task found on one rank.
+    """The result of a task on one rank.
 
-    ``verdict`` is "right", "wrong", "failed" (an exception), "hangs", "died", "skipped", "not run", "seen" (nothing was
-    judged) or "look" (allowed, but worth a look).
+    ``verdict`` is "right", "wrong", "failed" (an exception), "hangs", "died", "skipped", "not run", "seen" (a
+    measurement, which is not judged) or "look" (not wrong, but worth a look).
     """
 
     verdict: str
@@ -48,22 +48,22 @@ class Outcome:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads."""
+        """Return the values for ``from_json``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Outcome:
-        """What ``to_json`` wrote."""
+        """Return the outcome from the values of ``to_json``."""
         comparisons = [Comparison(**comparison) for comparison in values["comparisons"]]
         return cls(**{**values, "comparisons": comparisons})
 
 
 @dataclass
 class Place:
-    """One rank of the job, with its options and what earlier tasks found on it.
+    """One rank of the job, with its options and the figures of earlier tasks.
 
-    ``doing`` says what the rank does now. A rank that says nothing for a while counts as hanging, so tasks call it at
-    every step. ``store`` belongs to this start of the workers.
+    Tasks call ``doing`` with a description at every step, because a rank without progress counts as hanging. ``store``
+    belongs to this start of the workers.
     """
 
     rank: int
@@ -78,27 +78,27 @@ class Place:
 
     @property
     def cuda(self) -> bool:
-        """Whether the rank has a GPU."""
+        """True if the rank has a GPU."""
         return self.device.type == "cuda"
 
     def wait(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait until the device has finished all work."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def from_rank0(self, name: str, make: Callable[[], str]) -> str:
-        """Return what ``make`` returned on rank 0."""
+        """Return the result of ``make`` on rank 0."""
         if self.rank == 0:
             self.store.set(name, make())
         return self.store.get(name).decode()
 
     def meet(self, name: str) -> None:
-        """Wait until every rank has called this with the same ``name``, which is used once."""
+        """Wait until every rank has called this with the same ``name``, which may be used once."""
         if self.store.add(f"{name}/count", 1) == self.world:
             self.store.set(f"{name}/all", "1")
         self.store.get(f"{name}/all")
 
 
 def worst(verdicts: list[str]) -> str:
-    """Return the verdict of a task from those of its ranks; "not run" where there are none."""
+    """Return the worst verdict of the ranks, or "not run" if there is none."""
     return min(verdicts, key=_ORDER.index, default="not run")

@@ -1,4 +1,4 @@
-"""The verdicts as a table, as Markdown and as JSON, for people who know nothing of the project."""
+"""The report as text, Markdown and JSON, for readers who do not know the project."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fsdp2.check.place import BAD, Comparison, Outcome, worst
 __all__ = ["Figure", "Report", "Row", "figures_of", "row_of", "rows_of_ranks"]
 
 MUCH = 1.1
-"""From this ratio to torch's own, or to the forecast, a figure deserves a look."""
+"""A figure deserves a look if its ratio to torch's own is larger than this."""
 _EXPLAINED = {
     "right": "all differences are allowed",
-    "wrong": "a difference is larger than allowed, or memory is left over",
+    "wrong": "a difference is larger than allowed, or memory was not freed",
     "failed": "an exception was raised",
-    "hangs": "nothing went on; the ranks that hold the others up are named",
-    "died": "a process ended by itself",
+    "hangs": "there was no progress; the ranks that block the others are named",
+    "died": "a process ended unexpectedly",
     "look": "it could not be judged; see below",
     "skipped": "it cannot be run here",
-    "not run": "something else ended it",
+    "not run": "another problem ended it",
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table of what must be right."""
+    """A row of the table of correctness checks."""
 
     name: str
     verdict: str
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of the table of what a step costs; None where it was not measured or forecast."""
+    """A row of the table of costs; None stands for a value that was not measured or forecast."""
 
     name: str
     unit: str
@@ -52,19 +52,19 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """To torch's own."""
+        """The ratio to torch's own."""
         return self.ours / self.theirs if self.theirs and self.theirs > 0 else None
 
     @property
     def verdict(self) -> str:
-        """Less than torch's, as much, or more, which does not make the check fail."""
+        """Less than torch's, the same, or more. More does not make the check fail."""
         if self.ratio is None:
             return ""
         return "more than torch's: look" if self.ratio > MUCH else "less" if self.ratio < 1 / MUCH else "as torch's"
 
 
 def row_of(name: str, about: str, outcomes: Sequence[Outcome | None]) -> Row:
-    """Return the row of a task from what its ranks found: the worst verdict, and the largest differences."""
+    """Return the row of a task from the outcomes of its ranks: the worst verdict, and the largest differences."""
     ran = [outcome for outcome in outcomes if outcome is not None]
     verdict = worst([outcome.verdict for outcome in ran])
     compared: dict[str, Comparison] = {}
@@ -80,7 +80,7 @@ def row_of(name: str, about: str, outcomes: Sequence[Outcome | None]) -> Row:
 
 
 def rows_of_ranks(outcomes: Sequence[Outcome | None], verdict: str) -> str:
-    """Return what the ranks with this verdict say, each text once, with its ranks; the first to fail comes first."""
+    """Return the texts of the ranks with this verdict, each once with its ranks; the first rank to fail comes first."""
     said: dict[str, list[int]] = {}
     for rank, outcome in sorted(enumerate(outcomes), key=lambda one: one[0] != _first(outcomes)):
         if outcome is not None and outcome.verdict == verdict and outcome.text:
@@ -93,7 +93,7 @@ def rows_of_ranks(outcomes: Sequence[Outcome | None], verdict: str) -> str:
 
 
 def _first(outcomes: Sequence[Outcome | None]) -> int:
-    """The rank that was the first to fail; what others say came of it."""
+    """Return the rank that failed first, or -1. The errors of other ranks are consequences."""
     return next((o.figures["first"] for o in outcomes if o is not None and "first" in o.figures), -1)
 
 
@@ -119,7 +119,7 @@ _HIGHEST = ("peak memory",)
 
 
 def figures_of(outcomes: Iterable[Sequence[Outcome | None]]) -> list[Figure]:
-    """Return what was measured: memory of the rank with the most, the rest of rank 0."""
+    """Return the measured figures: memory of the rank with the most, all else of rank 0."""
     found: dict[str, dict[str, float]] = {}
     for ranks in outcomes:
         for rank, outcome in enumerate(ranks):
@@ -141,7 +141,7 @@ def figures_of(outcomes: Iterable[Sequence[Outcome | None]]) -> list[Figure]:
 
 @dataclass
 class Report:
-    """Everything that was found."""
+    """The results of all checks."""
 
     command: str
     here: dict[str, str] = field(default_factory=dict)
@@ -166,17 +166,17 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The verdict in a sentence."""
+        """The verdict in one sentence."""
         counts = {v: sum(row.verdict == v for row in self.rows) for v in (*BAD, "look", "right", "skipped", "not run")}
-        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         if self.interrupted:
-            return f"The check was interrupted: {told or 'nothing had run'}."
+            return f"The check was interrupted: {listed or 'nothing had run'}."
         if self.bad:
-            return f"Something is wrong: {told}."
-        return f"Nothing is wrong: {told}." if told else "Nothing was checked."
+            return f"Something is wrong: {listed}."
+        return f"Nothing is wrong: {listed}." if listed else "Nothing was checked."
 
     def text(self) -> str:
-        """The report for a terminal."""
+        """Return the report for a terminal."""
         parts = [*_facts(self.here), *self._rank_lines(), ""]
         parts += [f"note: {problem}" for problem in self.problems]
         if self.rows:
@@ -192,7 +192,7 @@ class Report:
         return "\n".join([*parts, "", self.summary])
 
     def markdown(self) -> str:
-        """The report as a file to attach."""
+        """Return the report as Markdown, to attach to an issue."""
         date = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
         parts = ["# fsdp2 check", "", f"**{self.summary}** {date}, `{self.command}`", "", *_INTRODUCTION]
         parts += ["", "## What is here", "", *_bullets(self.here), *[f"- {line}" for line in self._rank_lines()]]
@@ -221,7 +221,7 @@ class Report:
         return "\n".join(parts) + "\n"
 
     def json(self) -> str:
-        """All figures, for programs."""
+        """Return all figures as JSON, for programs."""
         values = {
             "summary": self.summary,
             "status": self.status,
@@ -237,7 +237,7 @@ class Report:
         return json.dumps(_finite(values), indent=1)
 
     def _rank_lines(self) -> list[str]:
-        """A line for each kind of rank: those that differ in their number alone are told together."""
+        """Return a line for each kind of rank; ranks that differ only in their number share a line."""
         alike: dict[str, list[int]] = {}
         for rank, facts in enumerate(self.ranks):
             told = ", ".join(f"{name} {value}" for name, value in facts.items())
@@ -258,12 +258,12 @@ _INTRODUCTION = (
     "measures one training step. If you send this to the project, attach the JSON file too.",
 )
 _RIGHT = (
-    "Each check trains a small model for three steps. *Same bits*: nothing differs at all. Otherwise the largest",
-    "difference stands before what it may be; sums in another order differ a little.",
+    "Each check trains a small model for three steps. *Same bits* means that nothing differs. Otherwise the table has the",
+    "largest difference and its bound. Sums in another order differ slightly.",
 )
 _GOOD = (
-    "Forward and backward, no optimizer. The forecast is that of `python -m fsdp2 forecast`, with the constants below. "
-    "Times of a machine that is busy with other things mean little."
+    "A step is forward and backward, without an optimizer. The forecast is that of `python -m fsdp2 forecast` with the "
+    "constants below. Times on a busy machine mean little."
 )
 _CONSTANTS = "`--save-hardware FILE` writes them, and `python -m fsdp2 forecast --hardware FILE` uses them."
 
@@ -322,7 +322,7 @@ def _indented(text: str) -> list[str]:
 
 
 def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A table for a terminal; columns in which nothing stands are left out."""
+    """Return a table for a terminal, without empty columns."""
     head, lines = _used(head, lines)
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in (head, *lines)]
@@ -341,7 +341,7 @@ def _used(head: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[list[str
 
 
 def _finite(value: Any) -> Any:
-    """What JSON can hold: None for numbers that are infinite or none."""
+    """Return ``value`` with None for infinite numbers and NaN, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

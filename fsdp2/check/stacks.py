@@ -1,4 +1,4 @@
-"""Which rank hangs, from what every rank was doing and the stacks of its threads."""
+"""Find the rank that hangs, from the last step of every rank and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Frame", "Stuck", "hanging", "innermost", "told"]
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _WAITS = ("/torch/distributed/", "/torch/cuda/", "/fsdp2/comm/", "/fsdp2/ranks/", "/fsdp2/check/place.py")
-"""Where a rank stands that waits for others."""
+"""Files in whose functions a rank waits for others."""
 _PASSED = ("/fsdp2/_torch/", "/torch/utils/", "/torch/_ops.py", "/torch/autograd/", "/torch/_tensor.py")
-"""Frames that only lead on to somebody else's."""
+"""Files whose frames only call code of others."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stuck:
-    """What a rank was doing when nothing went on; ``dump`` is what faulthandler wrote, "" where it wrote nothing."""
+    """The state of a rank without progress; ``dump`` is the output of faulthandler, or ""."""
 
     rank: int
     doing: str
@@ -39,12 +39,12 @@ class Stuck:
 
     @property
     def frame(self) -> Frame | None:
-        """The line where the rank stands."""
+        """The line that the rank executes."""
         return innermost(self.dump)
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks."""
+        """True if the rank waits for other ranks."""
         return self.frame is not None and any(part in self.frame.file for part in _WAITS)
 
     def __str__(self) -> str:
@@ -53,9 +53,9 @@ class Stuck:
 
 
 def innermost(dump: str) -> Frame | None:
-    """Return the line that says most of where a worker stands: the innermost that is not of Python's own library.
+    """Return the most informative line of a worker's stacks: the innermost that is not in Python's own library.
 
-    Of the thread that runs the tasks; where that waits for autograd's threads, of the one of them that runs our hooks.
+    It is of the thread that runs the tasks, or of autograd's thread with our hooks if the former waits for it.
     """
     threads: list[list[Frame]] = []
     for line in dump.splitlines():
@@ -78,7 +78,7 @@ def _is(frame: Frame, file: str, function: str) -> bool:
 
 
 def _follows(thread: Sequence[Frame]) -> bool:
-    """The thread that waits for the end of the supervisor."""
+    """Return True for the thread that waits for the end of the supervisor."""
     return any(_is(frame, "worker.py", "follow") for frame in thread)
 
 
@@ -89,12 +89,12 @@ def _own(thread: Sequence[Frame]) -> list[Frame]:
 
 
 def hanging(ranks: Sequence[Stuck]) -> list[Stuck]:
-    """Return the ranks that hold the others up; none where they wait for each other without a difference."""
+    """Return the ranks that block the others, or none if all wait for each other in the same place."""
     apart = [rank for rank in ranks if not rank.waits]
     if apart and len(apart) < len(ranks):
         return apart
     places = Counter(str(rank.frame) for rank in ranks)
-    if len(places) > 1:  # on a GPU every rank waits where it needs a value; one that stands elsewhere is another case
+    if len(places) > 1:  # on a GPU a rank waits only where it needs a value, so the different one is guilty
         most = places.most_common(1)[0]
         if most[1] > 1:
             return [rank for rank in ranks if str(rank.frame) != most[0]]
@@ -105,12 +105,12 @@ def hanging(ranks: Sequence[Stuck]) -> list[Stuck]:
 
 
 def told(ranks: Sequence[Stuck], seconds: float) -> str:
-    """Return what to tell people about ranks that did not go on for ``seconds``."""
+    """Return the text for the report about ranks without progress for ``seconds``."""
     guilty = hanging(ranks)
     others = [rank for rank in ranks if rank not in guilty]
     lines = [f"{rank} hangs" if i == 0 else f"{rank} too" for i, rank in enumerate(guilty)]
     if not guilty:
-        lines = ["all ranks wait for each other: they take part in different collectives, or the network is gone"]
+        lines = ["all ranks wait for each other: they take part in different collectives, or the network is down"]
     if others:
         lines.append("waiting: " + "; ".join(map(str, others[:8])) + ("; ..." if len(others) > 8 else ""))
-    return f"nothing went on for {seconds:.0f} s. " + ". ".join(lines)
+    return f"there was no progress for {seconds:.0f} s. " + ". ".join(lines)

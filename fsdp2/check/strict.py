@@ -1,4 +1,4 @@
-"""Small models under harder conditions: memory is overwritten, streams are watched, nothing may be left behind."""
+"""Small models under harder conditions: overwritten memory, watched streams, and a test for memory that stays."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["STRICT", "LiveBytes", "allocated", "filled_memory", "freed_memory", 
 
 POLICIES = {"float32": MixedPrecisionPolicy(), "mixed": MIXED}
 NOT_A_NUMBER = 0xFF
-"""A byte that makes every floating-point type not a number."""
+"""A byte that makes NaN of every floating-point type."""
 FREED_SECONDS = 10.0
-"""How long a thread of gloo may hold what it has sent."""
+"""The time that a thread of gloo may keep a tensor after sending it."""
 
 
 @contextmanager
 def filled_memory(*, fill: bool = True) -> Iterator[None]:
-    """Fill memory that is given out in the block with values that are not numbers.
+    """Fill all memory that is allocated in the block with NaN.
 
-    Operators that have a deterministic kernel use it in the block, also where ``fill`` is False.
+    Otherwise a kernel that reads memory before it is written, or after it was freed and allocated again, often finds
+    the right values from before. ``resize_`` is included, because it allocates the memory of full parameters.
 
-    A kernel that reads it before it was written, or after it was freed and given out again, is otherwise often lucky:
-    the old values are still there, and they are the right ones. ``resize_`` is how full parameters get memory.
+    Operators use their deterministic kernels in the block, also if ``fill`` is False, so that results are comparable.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -48,7 +48,7 @@ def filled_memory(*, fill: bool = True) -> Iterator[None]:
         grows = size > storage.nbytes()
         resize(storage, size)
         if grows and fill:
-            # On the current stream: that is the one the memory was allocated on, whose next kernel may write it.
+            # On the current stream, on which the memory was allocated: its next kernel may write the memory.
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(NOT_A_NUMBER)
         return storage
 
@@ -56,11 +56,11 @@ def filled_memory(*, fill: bool = True) -> Iterator[None]:
     was, filled = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills what it returns
+    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill its result
     deterministic.fill_uninitialized_memory = fill
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about operators that are not deterministic, which does not matter here
+            warnings.simplefilter("ignore")  # warnings about operators without a deterministic kernel
             yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def filled_memory(*, fill: bool = True) -> Iterator[None]:
 
 
 def freed_memory(place: Place) -> Outcome:
-    """every byte of new memory is overwritten: the same bits as without"""
+    """all new memory is overwritten with NaN, and results keep their bits"""
     trial = Trial(place)
     for name, policy in POLICIES.items():
         prepare = partial(shard, mesh=trial.mesh(), mp_policy=policy)
@@ -87,7 +87,7 @@ def streams(place: Place) -> Outcome:
 
 
 def watched(place: Place, sanitizer: Callable[[], AbstractContextManager[None]]) -> Outcome:
-    """Train in a context that raises ``StreamError`` where kernels are in no order."""
+    """Train in a context that raises ``StreamError`` if two kernels are not ordered."""
     trial = Trial(place)
     models = [trial.sharded(Small, partial(shard, mesh=trial.mesh(), mp_policy=policy)) for policy in POLICIES.values()]
     try:
@@ -99,7 +99,7 @@ def watched(place: Place, sanitizer: Callable[[], AbstractContextManager[None]])
                     place.wait()
     except StreamError as error:
         return Outcome("wrong", f"a kernel does not wait for another stream that uses the same memory: {error}")
-    except NotImplementedError as error:  # of an operator or a kind of tensor that the sanitizer does not know
+    except NotImplementedError as error:  # the sanitizer does not support an operator or a type of tensor
         return Outcome("look", f"torch's sanitizer could not watch: {error}")
     return Outcome("right")
 
@@ -127,7 +127,7 @@ def kept_memory(place: Place) -> Outcome:
         place.wait()
         deadline = time.monotonic() + FREED_SECONDS
         while bytes_now() > before and time.monotonic() < deadline and not place.cuda:
-            time.sleep(0.01)  # a thread of gloo frees what it has sent when it gets to it, and tells nobody
+            time.sleep(0.01)  # a thread of gloo frees a sent tensor some time later, without an event to wait for
         left = bytes_now() - before
     text = f"{left:,} bytes more are allocated after a step than before it" if left > 0 else ""
     return Outcome("wrong" if left > 0 else "right", text, figures={"bytes left by a step": left})
@@ -135,7 +135,7 @@ def kept_memory(place: Place) -> Outcome:
 
 @contextmanager
 def allocated(place: Place, known: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns how many bytes are allocated: on a GPU by its allocator, else by live tensors."""
+    """Yield a function that returns the allocated bytes: those of a GPU's allocator, or of live tensors."""
     if place.cuda:
         yield torch.cuda.memory_allocated
         return
@@ -144,10 +144,10 @@ def allocated(place: Place, known: Iterable[Tensor]) -> Iterator[Callable[[], in
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, follows every storage that an operator returns or that is ``known`` from before.
+    """A mode that follows every storage that an operator returns, and the storages of ``known`` tensors.
 
-    ``now`` are the bytes alive, ``peak`` the most there were since the start or the last ``reset_peak``. Storages are
-    often freed by resizing them to zero, which no operator shows; so ``resize_`` is watched as well.
+    ``now`` is the number of live bytes, and ``peak`` its maximum since the start or the last ``reset_peak``. Storages
+    are often freed by resizing them to zero without an operator, so ``resize_`` is replaced as well.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -160,11 +160,11 @@ class LiveBytes(TorchDispatchMode):
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
+        """Reset the peak to the current bytes."""
         self.peak = self.now
 
     def follow(self, tensor: Tensor) -> None:
-        """Count the tensor's storage until it dies."""
+        """Count the tensor's storage until it is freed."""
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         storage, key = local.untyped_storage(), storage_key(local)
         if storage.device.type == "meta":
@@ -186,7 +186,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and follow what it returns."""
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
-            return NotImplemented  # the kernels that they come to make the memory
+            return NotImplemented  # the kernels that these tensors call allocate the memory
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self.follow(tensor)

@@ -1,6 +1,6 @@
-"""The process that starts a rank's worker, watches it, and starts another where one hangs, dies or raises.
+"""The process that starts a rank's worker, watches it, and starts another if it hangs, dies or raises an error.
 
-All supervisors do the same in the same order. They talk by a store alone, so none of them can hang with its worker.
+All supervisors do the same in the same order. They communicate only through a store, so none can hang with its worker.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fsdp2.check.worker import Orders, work
 __all__ = ["Job", "Supervisor"]
 
 TICK_SECONDS, GRACE_SECONDS, ANSWER_SECONDS, START_SECONDS = 0.2, 3.0, 10.0, 120.0
-"""How often the store is looked at; how long others may still run after one rank failed; how long a rank may take to
-say what it was doing, and to import what it needs."""
+"""The interval between looks at the store; the time for other ranks to finish after one has failed; the time for a rank
+to report its last step; and the time for a worker to import torch."""
 LINES_OF_LOG, MUCH_OUTPUT = 15, 20_000
 
 
 @dataclass(frozen=True)
 class Job:
-    """This rank's place among all ranks, as far as it is known without a device."""
+    """This rank's place among all ranks, found without using a device."""
 
     rank: int
     world: int
@@ -50,7 +50,7 @@ class Job:
 
     @classmethod
     def found(cls, wanted: str | None) -> Job:
-        """Return the place that the launcher gives this process; without a launcher it is the only one."""
+        """Return the place of this process from the launcher's variables; without a launcher it is the only rank."""
         try:
             store, rank, world = next(iter(dist.rendezvous("env://")))
         except ValueError:  # there is no launcher
@@ -65,7 +65,7 @@ class Job:
         return job._placed(wanted)
 
     def _placed(self, wanted: str | None) -> Job:
-        """Return the job with its hosts, and the kind of device that every rank can have."""
+        """Return the job with its hosts, and with a device that every rank has."""
         gpu = torch.cuda.is_available() and self.local_rank < torch.cuda.device_count() and wanted != "cpu"
         here = {"host": socket.gethostname(), "gpu": gpu}
         every = self.shared("place", here)
@@ -77,19 +77,19 @@ class Job:
         )
 
     def shared(self, key: str, value: Any) -> list[Any]:
-        """Return what every rank gives here, in rank order."""
+        """Return the values of all ranks, in rank order."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.world)]
 
     @property
     def gpus_here(self) -> int:
-        """How many GPUs this host has."""
+        """The number of GPUs of this host."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @dataclass
 class _Worker:
-    """A running worker as its supervisor sees it."""
+    """A running worker, with its last messages."""
 
     process: Any
     pipe: connection.Connection
@@ -108,7 +108,7 @@ class _Worker:
 
 
 class Supervisor:
-    """Runs tasks on this rank. ``outcomes`` are those that this rank knows, by the names of tasks."""
+    """Runs tasks on this rank. ``outcomes`` are this rank's results by the names of tasks."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Supervisor:
         self._worker: _Worker | None = None
 
     def run(self) -> None:
-        """Run all tasks, with as many workers as that takes."""
+        """Run all tasks, in as many workers as necessary."""
         with tempfile.TemporaryDirectory(prefix="fsdp2-check-") as folder:
             try:
                 rest = self.tasks
@@ -136,7 +136,9 @@ class Supervisor:
                     done = count if failed is None else [task.name for task in rest].index(failed) + 1
                     failure, rest = self._failure(), rest[done:]
                     self._attempt += 1
-                    if failure is not None and not failure["begun"]:  # it would not start the next time either
+                    if (
+                        failure is not None and not failure["begun"]
+                    ):  # the workers could not start, and would not start the next time either
                         self._leave_out(rest)
                         rest = []
             finally:
@@ -148,7 +150,7 @@ class Supervisor:
             self.outcomes[task.name] = Outcome("not run", "the processes of the ranks could not start")
 
     def collect(self) -> dict[str, list[Outcome | None]]:
-        """Return the outcomes of all ranks by task, in rank order; on rank 0, which waits for the others."""
+        """Return on rank 0, which waits for the others, the outcomes of all ranks by task; {} on other ranks."""
         key, mine = "outcomes", {name: outcome.to_json() for name, outcome in self.outcomes.items()}
         self.job.store.set(f"{key}/{self.job.rank}", json.dumps(mine))
         if self.job.rank:
@@ -158,7 +160,7 @@ class Supervisor:
             try:
                 self.job.store.wait([f"{key}/{rank}"], timedelta(seconds=ANSWER_SECONDS))
                 every.append(json.loads(self.job.store.get(f"{key}/{rank}")))
-            except dist.DistError:  # its host is gone: the report is written without it
+            except dist.DistError:  # its host is down: write the report without it
                 every.append({})
         return {
             task.name: [Outcome.from_json(found[task.name]) if task.name in found else None for found in every]
@@ -168,21 +170,21 @@ class Supervisor:
     # ---- one start of the workers ----
 
     def _start(self, tasks: list[Task], folder: Path) -> str | None:
-        """Run tasks in one worker for each rank; the name of the task that ended it early, None for none."""
+        """Run tasks in one worker for each rank; return the task that ended the worker early, or None."""
         if not (tasks[0].rank0_only and self.job.rank):
             self._worker = self._spawn([task.name for task in tasks], folder)
             while not self._worker.ended:
                 if (problem := self._listen() or self._trouble()) is not None:
                     self._announce(problem)
                 if self._failure() is not None:
-                    return self._settle(folder)
+                    return self._end_worker(folder)
             self._worker.process.join(GRACE_SECONDS)
             self._worker.kill()
         self._say("done", "")
         while self.job.store.add(self._key("done"), 0) < self.job.world:
             if self._failure() is not None:
-                return self._settle(folder)
-            time.sleep(TICK_SECONDS)  # the other ranks are watched by their own supervisors
+                return self._end_worker(folder)
+            time.sleep(TICK_SECONDS)  # supervisors of the other ranks watch their workers
         return None
 
     def _spawn(self, names: list[str], folder: Path) -> _Worker:
@@ -211,7 +213,7 @@ class Supervisor:
         return _Worker(process, near, task=names[0])
 
     def _listen(self) -> dict[str, Any] | None:
-        """Take what the worker says, for a moment; a problem where it has died or a task has raised."""
+        """Read the worker's messages; return a problem if it has died or a task has raised an error."""
         worker = self._worker
         assert worker is not None
         problem = None
@@ -234,7 +236,7 @@ class Supervisor:
                 elif problem is None:
                     worker.ended = True
         except (EOFError, OSError):
-            pass  # it has died; what it said before that has been taken
+            pass  # the worker has died, and its messages are all read
         if problem is None and not worker.ended and not worker.process.is_alive() and not worker.pipe.poll():
             problem = {"task": worker.task, "kind": "died", "begun": worker.begun}
         return problem
@@ -247,7 +249,7 @@ class Supervisor:
             return {"task": worker.task, "kind": "hangs", "begun": worker.begun}
         return None
 
-    # ---- what all ranks must know ----
+    # ---- messages to all ranks ----
 
     def _key(self, name: str) -> str:
         return f"{self._attempt}/{name}"
@@ -257,7 +259,7 @@ class Supervisor:
         self.job.store.add(self._key(name), 1)
 
     def _announce(self, problem: dict[str, Any]) -> None:
-        """Tell every rank, unless another was first."""
+        """Announce a problem to every rank; the first one counts."""
         self.job.store.compare_set(self._key("failure"), "", json.dumps({**problem, "rank": self.job.rank}))
 
     def _failure(self) -> dict[str, Any] | None:
@@ -265,13 +267,13 @@ class Supervisor:
             return None
         return json.loads(self.job.store.get(self._key("failure")))  # type: ignore[no-any-return]
 
-    def _settle(self, folder: Path) -> str:
-        """End the worker, and give the task that failed an outcome on this rank; its name."""
+    def _end_worker(self, folder: Path) -> str:
+        """End the worker after a failure, record this rank's outcome of the failed task, and return the task's name."""
         failure, worker = self._failure(), self._worker
         assert failure is not None
         task, own = str(failure["task"]), {"doing": "had ended", "dump": "", "died": "", "output": ""}
         if worker is not None and not worker.ended:
-            if failure["kind"] != "hangs":  # this rank may be about to say something of its own
+            if failure["kind"] != "hangs":  # this rank may be about to report its own error
                 until = time.monotonic() + GRACE_SECONDS
                 while time.monotonic() < until and worker.process.is_alive() and task not in self.outcomes:
                     self._listen()
@@ -300,7 +302,7 @@ class Supervisor:
         return task
 
     def _others(self, own: dict[str, str]) -> dict[int, dict[str, str]]:
-        """Return what each rank was doing, of those that answer."""
+        """Return the last step of each rank that answers."""
         key, store = self._key("doing"), self.job.store
         store.set(f"{key}/{self.job.rank}", json.dumps(own))
         found = {}
@@ -311,26 +313,26 @@ class Supervisor:
         return found
 
     def _output(self, folder: Path) -> str:
-        """Return the end of what the worker wrote."""
+        """Return the end of the worker's output."""
         path = folder / f"log-{self._attempt}"
         return path.read_text(errors="replace")[-MUCH_OUTPUT:] if path.exists() else ""
 
     def _stacks(self, worker: _Worker, folder: Path) -> str:
-        """Return the stacks of the worker's threads; it writes them even where it holds the interpreter's lock."""
+        """Return the stacks of the worker's threads, which faulthandler writes even while the GIL is held."""
         path = folder / f"stacks-{self._attempt}"
         if worker.process.pid is None or not path.exists():
             return ""
         os.kill(worker.process.pid, signal.SIGUSR1)
         until, size = time.monotonic() + 2.0, -1
         while time.monotonic() < until:
-            time.sleep(TICK_SECONDS)  # nothing tells when another process has written all of it
+            time.sleep(TICK_SECONDS)  # there is no event for the end of the other process's output
             if size == (size := path.stat().st_size) and size:
                 break
         return path.read_text(errors="replace")
 
 
 def _ending(status: int | None, output: str) -> str:
-    """Return how a process ended, and where as far as it wrote that; else the last lines that it wrote."""
+    """Return how a process ended, with the line if its output has it, else with the last lines of the output."""
     how = f"its process ended with status {status}"
     if status is not None and status < 0:
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Everything that is run, in order."""
+"""The table of all tasks, in order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NOT_QUICK = ("large parameters", "compiled blocks", "streams", *MEASURES, FOREC
 
 @dataclass(frozen=True)
 class Task:
-    """Something that every rank runs.
+    """A function that every rank runs, or only rank 0 (``rank0_only``).
 
-    ``part`` is the section of the report: "here", "right" or "good". A task runs ``apart``, in new processes, if it
-    cannot be undone (torch's sanitizer stays) or makes a process group of its own; a forecast needs no other rank.
+    ``part`` is the section of the report: "here", "right" or "good". A task runs ``apart``, in new processes, if it has
+    lasting effects (torch's sanitizer stays active) or makes a process group of its own.
     """
 
     name: str
@@ -40,7 +40,7 @@ def _about(function: Callable[..., object]) -> str:
 
 
 def _tasks() -> dict[str, Task]:
-    listed = [Task(ENVIRONMENT, "here", "what is here", environment)]
+    listed = [Task(ENVIRONMENT, "here", _about(environment), environment)]
     listed += [Task(name, "right", _about(case), partial(run_case, case)) for name, case in CASES.items()]
     listed += [Task(name, "right", _about(run), run, apart=name == "streams") for name, run in STRICT.items()]
     listed += [Task(name, "good", _about(run), run) for name, run in MEASURES.items()]
@@ -52,7 +52,7 @@ TASKS = _tasks()
 
 
 def chosen(only: list[str], *, quick: bool, cuda: bool) -> list[Task]:
-    """Return the tasks to run. What is here always belongs to a report."""
+    """Return the tasks to run. The environment is part of every report."""
     names = [name for name in TASKS if name in only or name == ENVIRONMENT] if only else list(TASKS)
     if quick and not only:
         names = [name for name in names if name not in _NOT_QUICK]

@@ -1,4 +1,4 @@
-"""Three training steps of a small model with fsdp2, with torch's own fully_shard and in one process, compared."""
+"""Compare three training steps of a small model with fsdp2, with torch's own fully_shard and in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 MIXED = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SEED, STEPS, ROWS = 5, 3, 4
 EXACT, LOW = 2e-5, 2e-2
-"""How far values may be apart, as a part of the largest one: of float32, and of what is rounded to bfloat16."""
+"""The largest allowed differences as parts of the largest value: in float32, and after rounding to bfloat16."""
 TORCH, ALONE = "torch's own", "one process"
 FullyShard = Callable[..., Any]
 Prepare = Callable[[Any, FullyShard], object]
@@ -50,7 +50,7 @@ class Skip(Exception):
 
 
 class Trial:
-    """A case on one rank. ``data`` is which part of each batch this rank has, and of how many."""
+    """A case on one rank. ``data`` is (the index of this rank's part of each batch, the number of parts)."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def exact(self) -> bool:
-        """Whether fsdp2 promises the bits of torch's own: sums of more than two numbers depend on their order."""
+        """True if results must have the bits of torch's own: sums of more than two numbers depend on their order."""
         return self.place.world <= 2
 
     # ---- running ----
@@ -81,7 +81,7 @@ class Trial:
         return make().to(self.place.device)
 
     def sharded(self, make: Callable[[], nn.Module], prepare: Prepare, fully_shard: FullyShard | None = None) -> Any:
-        """Return the model as ``prepare`` shards it, with fsdp2 where nothing else is said."""
+        """Return the model, sharded by ``prepare`` with ``fully_shard`` (default: fsdp2's)."""
         model = self.build(make)
         prepare(model, fully_shard or fsdp2.fully_shard)
         return model
@@ -110,9 +110,9 @@ class Trial:
         dtype: torch.dtype | None = None,
         configure: Callable[[Any, int], object] | None = None,
     ) -> Seen:
-        """Train a model that is not sharded on all rows; return whole gradients and weights.
+        """Train an unsharded model on all rows; return whole gradients and weights.
 
-        ``dtype`` is what it computes in. With ``configure(model, rank)`` the ranks' parts run one after the other.
+        It computes in ``dtype``. With ``configure(model, rank)``, the parts of all ranks run one after the other.
         """
         model, seen = self.build(make), Seen()
         optimizer, parts = sgd(model), self.data[1] if configure else 1
@@ -137,7 +137,7 @@ class Trial:
         exact: bool | None = None,
         torch_too: bool = True,
     ) -> None:
-        """Train with fsdp2, with torch's own where that can do it, and in one process; compare."""
+        """Train with fsdp2, with torch's own unless ``torch_too`` is False, and in one process; compare them."""
         ours = self.train(self.sharded(make, prepare), "fsdp2")
         if torch_too and self.place.against_torch:
             theirs = self.train(self.sharded(make, prepare, torch_fsdp.fully_shard), "torch's own")
@@ -148,7 +148,7 @@ class Trial:
     # ---- comparing ----
 
     def compare(self, against: str, got: Seen, expected: Seen, tolerance: float, *, exact: bool = False) -> None:
-        """Note how far two runs are apart."""
+        """Add the comparison of two runs."""
         self.comparisons.append(compare(against, got, expected, tolerance, exact=exact))
 
     def outcome(self) -> Outcome:
@@ -175,13 +175,13 @@ def loss_of(output: Any) -> Tensor:
 
 
 def shard(model: Any, fully_shard: FullyShard, **options: Any) -> None:
-    """Make every block a unit, and the root one of the rest."""
+    """Make every block a unit, and the rest the root unit."""
     for unit in (*model.blocks, model):
         fully_shard(unit, **options)
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy of a whole tensor; every rank must call it. Shards on the host travel by way of the device."""
+    """Return a copy of the whole tensor. Every rank must call it. Shards on the host are sent from the device."""
     if tensor is None:
         return None
     tensor = tensor.detach()
@@ -208,10 +208,10 @@ def weights(model: nn.Module) -> Seen:
 
 
 def compare(against: str, got: Seen, expected: Seen, tolerance: float, *, exact: bool = False) -> Comparison:
-    """Return the difference that is the largest beside what it may be, which is ``tolerance`` of the largest value.
+    """Return the largest difference in proportion to its bound: ``tolerance`` times the tensor's largest value.
 
-    A small sum of large rounded numbers is not more exact than they are. So no tensor is asked for more than
-    ``tolerance`` of a hundredth of the largest value of its kind; where few bits are kept, of a third.
+    A small sum of large rounded numbers has the rounding error of these. So the bound is at least ``tolerance`` times a
+    hundredth of the largest value of any tensor of its kind, or a third of that value if few bits are kept.
     """
     floors: dict[str, float] = {}
     for name, value in expected.items():

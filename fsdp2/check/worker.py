@@ -1,4 +1,4 @@
-"""The process that runs the tasks of a rank. What watches it may end it at any time."""
+"""The process that runs the tasks of a rank. Its supervisor may end it at any time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["Orders", "work"]
 
 @dataclass(frozen=True)
 class Orders:
-    """What a worker is to run, and where.
+    """The tasks of a worker, and its place.
 
-    ``attempt`` counts the starts of workers: each has a process group of its own. Output goes to ``log``, stacks that
-    are asked for by a signal to ``stacks``.
+    ``attempt`` counts the starts of workers, which have a process group each. Output goes to the file ``log``, and
+    stacks, which a signal requests, to the file ``stacks``.
     """
 
     names: tuple[str, ...]
@@ -49,9 +49,9 @@ class Orders:
 
 
 def work(orders: Orders, pipe: Connection) -> None:
-    """Run the tasks and say what came of each: ("begin", task), ("doing", text), ("end", task, outcome), ("ended",)."""
+    """Run the tasks; send ("begin", task), ("doing", text), ("end", task, outcome) and ("ended",) through ``pipe``."""
     _become_quiet(orders)
-    with fake_tensors():  # torch imports as much again for its first one; on a busy machine that looks like a hang
+    with fake_tensors():  # the first fake tensor imports much of torch, which on a busy machine would look like a hang
         torch.empty(1)
     place = _place(orders, pipe)
     apart = TASKS[orders.names[0]].rank0_only
@@ -62,7 +62,7 @@ def work(orders: Orders, pipe: Connection) -> None:
             store=place.store,
             rank=orders.rank,
             world_size=orders.world,
-            timeout=timedelta(minutes=10),  # later than a hang is reported
+            timeout=timedelta(minutes=10),  # longer than the patience of the supervisor, which reports hangs
         )
     for name in orders.names:
         pipe.send(("begin", name))
@@ -70,7 +70,7 @@ def work(orders: Orders, pipe: Connection) -> None:
         place.earlier[name] = outcome.figures
         pipe.send(("end", name, outcome.to_json()))
         if outcome.verdict == "failed":
-            break  # other ranks may wait in a collective that this one left out
+            break  # other ranks may wait in a collective that this rank has not started
     else:
         if not apart:
             pipe.send(("doing", "ending the process group"))
@@ -90,8 +90,8 @@ def _run(name: str, place: Place) -> Outcome:
 
 
 def _become_quiet(orders: Orders) -> None:
-    """Write to the log, die with what started this process, and show stacks when asked, also inside of C code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what started this process ends it
+    """Redirect output to the log, end with the supervisor, and write stacks on a signal, also inside C code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor ends this process
     log = os.open(orders.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

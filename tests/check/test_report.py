@@ -107,7 +107,7 @@ def test_the_rank_that_hangs():
     assert hanging(waits) == [] and hanging(waits[:2]) == [] and hanging(stands[:1]) == stands[:1]
     text = told([waits[0], stands[1], waits[2]], 45)
     assert text.startswith(
-        "nothing went on for 45 s. rank 1, step 2, at home/me/data.py:7 (read) hangs. waiting: rank 0"
+        "there was no progress for 45 s. rank 1, step 2, at home/me/data.py:7 (read) hangs. waiting: rank 0"
     )
     assert "all ranks wait for each other" in told(waits, 45)
 

@@ -1,8 +1,8 @@
-"""Streams without a device, on which time passes as a cost model says.
+"""Simulated streams, with times from a cost model.
 
-``Clock`` is a dispatch mode: what runs under it is put on pretended streams, one kernel behind the other, and a
-collective waits for the one before it on its communicator. The order of kernels, events and waits is that of the real
-program; the host takes no time. Collectives move nothing.
+``Clock`` is a dispatch mode. It puts all operators on simulated streams, one kernel after the other, and lets a
+collective wait for the one before it on its communicator. The order of kernels, events and waits is that of the real
+program. The host takes no time, and collectives send nothing.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ __all__ = ["Clock", "Event", "Ranges", "Stream"]
 
 
 class Ranges(Protocol):
-    """Is told of profiler ranges."""
+    """A listener for profiler ranges."""
 
     def began(self, name: str) -> None:
-        """A range was entered."""
+        """Note that a range was entered."""
 
     def ended(self) -> None:
-        """The innermost range was left."""
+        """Note that the innermost range was left."""
 
 
 class Event:
-    """When a stream will have come to a point."""
+    """The time at which a stream reaches a point."""
 
     def __init__(self, clock: Clock, time: float = 0.0, **unused: Any) -> None:
         self._clock, self.time = clock, time
 
     def record(self, stream: Stream | None = None) -> Event:
-        """Take the time of ``stream``, by default the present one."""
+        """Take the time of ``stream``, by default the current one."""
         self.time = (stream or self._clock.current_stream()).time
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let ``stream`` wait, by default the present one."""
+        """Let ``stream`` wait, by default the current one."""
         (stream or self._clock.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait, and so everything it starts later."""
+        """Let the host wait, and so all kernels that it launches later."""
         self._clock.host = max(self._clock.host, self.time)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from here to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
         return (end.time - self.time) * 1e3
 
     def query(self) -> bool:
-        """Whether it is over; the host never looks before."""
+        """Return True: the event counts as reached."""
         return True
 
 
@@ -77,18 +77,18 @@ class Stream:
         self._clock, self.name, self.time = clock, name, 0.0
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event behind all that was put on the stream."""
+        """Return an event behind all kernels of the stream."""
         return (event or Event(self._clock)).record(self)
 
     def wait_event(self, event: Event | None) -> None:
-        """Let what comes next run behind ``event``."""
+        """Let later kernels run after ``event``."""
         if event is not None and event.time > self.time:
             if self.name == COMPUTE:
                 self._clock.exposed.append(Exposed(self.time, event.time, self._clock.owner))
             self.time = event.time
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let what comes next run behind all that was put on ``stream``."""
+        """Let later kernels run after all kernels of ``stream``."""
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
@@ -97,7 +97,7 @@ class Stream:
 
 
 class Clock(TorchDispatchMode):
-    """Streams with clocks for everything that runs under it; also the device module that makes them."""
+    """A dispatch mode with simulated streams. It also takes the place of the device module that makes streams."""
 
     def __init__(self, hardware: Hardware = H100) -> None:
         super().__init__()
@@ -108,21 +108,21 @@ class Clock(TorchDispatchMode):
         self.exposed: list[Exposed] = []
         self.unit = ""
         """The unit that computes."""
-        self._owner: str | None = None  # the unit that communicates or is waited for, where fsdp2 says so
+        self._owner: str | None = None  # the unit that communicates or is waited for, if events name one
         self.host = 0.0
         self.stopped = False
-        """Kernels take no time as long as it is set."""
-        self.Stream, self.Event = self._new_stream, self._new_event  # as torch.cuda calls them
+        """True: kernels take no time."""
+        self.Stream, self.Event = self._new_stream, self._new_event  # the names in torch.cuda
         self.ranges: Ranges | None = None
-        """Told of the profiler ranges that code opens."""
+        """A listener for the profiler ranges that code opens."""
         self.axes: dict[str, str] = {}
-        """What mesh dimensions are called, by their groups; a group says itself what it was made for."""
+        """The names of mesh dimensions by the names of their groups; others come from the group's description."""
         self._current = [self.compute]
-        self._free: dict[str, float] = {}  # when each communicator has done what it was given
-        self._works: dict[int, tuple[object, float]] = {}  # what the host will wait for, and when it ends
-        self._ready: dict[int, float] = {}  # by storage: when a functional collective has filled it
+        self._free: dict[str, float] = {}  # the time at which each communicator has finished its collectives
+        self._works: dict[int, tuple[object, float]] = {}  # works that the host will wait for, and their end
+        self._ready: dict[int, float] = {}  # by storage: the end of the functional collective that writes it
 
-    # ---- what torch.cuda has ----
+    # ---- functions of torch.cuda ----
 
     def _new_stream(self, device: Any = None, priority: int = 0, **unused: Any) -> Stream:
         self.streams.append(Stream(self, f"stream {len(self.streams)}"))
@@ -132,12 +132,12 @@ class Clock(TorchDispatchMode):
         return Event(self)
 
     def current_stream(self, device: Any = None) -> Stream:
-        """The stream that kernels are put on."""
+        """Return the stream for kernels."""
         return self._current[-1]
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Put kernels on ``stream``."""
+        """Put the kernels of the block on ``stream``."""
         self._current.append(stream)
         try:
             yield
@@ -150,7 +150,7 @@ class Clock(TorchDispatchMode):
 
     @contextmanager
     def in_place_of(self, module: Any) -> Iterator[None]:
-        """Give code that asks ``module``, such as ``torch.cpu``, for streams those of the clock."""
+        """Replace the stream functions of ``module``, such as ``torch.cpu``, by those of the clock."""
         names = ("Stream", "Event", "current_stream", "stream")
         before = {name: getattr(module, name) for name in names}
         for name in names:
@@ -161,41 +161,41 @@ class Clock(TorchDispatchMode):
             for name, value in before.items():
                 setattr(module, name, value)
 
-    # ---- as a recorder ----
+    # ---- methods of a recorder ----
 
     @property
     def owner(self) -> str:
-        """The unit that communicates, or whose communication is waited for; by default the one that computes."""
+        """The unit that communicates or is waited for; by default the one that computes."""
         return self.unit if self._owner is None else self._owner
 
     def enter(self, name: str) -> None:
-        """What communicates or waits from now on is for the unit ``name``."""
+        """Attribute communication and waits from now on to the unit ``name``."""
         self._owner = name
 
     def lane(self) -> str:
-        """Name the current stream."""
+        """Return the name of the current stream."""
         return self._current[-1].name
 
     def moment(self) -> float:
-        """When the present stream has done what it was given."""
+        """Return the time at which the current stream has finished its kernels."""
         return self._current[-1].time
 
     def launched(self, what: tuple[str, str], axis: Any, nbytes: int, began: Any, work: Any) -> None:
-        """Where the host will wait for ``work``, let compute go on beside the collective that was just started."""
+        """Let compute continue during the collective that was just started, if the host waits for ``work`` later."""
         if axis.backend == "gloo" and work is not None:
             self.spans[-1] = replace(self.spans[-1], lane=what[0])
             self._works[id(work)] = work, self.spans[-1].end
             self._current[-1].time = began
 
     def waited(self, began: Any, work: Any = None) -> None:
-        """The host waited for ``work``; a wait of a stream is known already."""
+        """Let compute wait for the end of ``work``. Waits of streams are handled by their events."""
         _, end = self._works.pop(id(work), (None, 0.0))
         self._current[-1].wait_event(Event(self, end))
 
     # ---- one step ----
 
     def begin(self) -> float:
-        """Let all streams come together, forget what was before, and return the time."""
+        """Synchronize all streams, drop earlier spans, and return the time."""
         now = max(self.host, *(stream.time for stream in self.streams))
         for stream in self.streams:
             stream.time = now
@@ -205,16 +205,16 @@ class Clock(TorchDispatchMode):
 
     @property
     def now(self) -> float:
-        """When everything that was started has ended."""
+        """The end of all work so far."""
         return max(self.host, *(stream.time for stream in self.streams))
 
     # ---- kernels ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and let its time pass."""
+        """Run the operator and add its time."""
         kwargs = kwargs or {}
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
-            return NotImplemented  # the kernels that they come to are what counts
+            return NotImplemented  # the kernels that these tensors call are counted instead
         if func.namespace == "profiler" and self.ranges is not None:
             if func.overloadpacket.__name__ == "_record_function_exit":
                 self.ranges.ended()
@@ -224,10 +224,10 @@ class Clock(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         if not any(issubclass(kind, FakeTensor) for kind in types) and (tensors_in(args) or makes_ranks_of_a_mesh()):
-            with unset_fake_temporarily():  # the ranks of a mesh, say: their values count
+            with unset_fake_temporarily():  # real tensors, such as the ranks of a mesh: code reads their values
                 return func(*args, **kwargs)
         if func.overloadpacket.__name__ == "_local_scalar_dense" and _in_optimizer():
-            return 1.0  # the number of steps so far, which scales updates alone
+            return 1.0  # the number of steps so far: its value only scales the update
         out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             self._functional(func, args, out)
@@ -247,9 +247,9 @@ class Clock(TorchDispatchMode):
     def _communicate(
         self, kind: str, nbytes: int, group: dist.ProcessGroup, lane: str, ready: float, *, with_own: bool = True
     ) -> float:
-        """Put one collective behind the others of ``group``, by default on a lane of its own; when it ends.
+        """Add a collective after the others of ``group``, by default on a lane of its own; return its end.
 
-        The ``nbytes`` include this rank's part for itself, unless they are not ``with_own``.
+        ``nbytes`` include the part that this rank keeps, unless ``with_own`` is False.
         """
         factor = 2 if kind == "all_reduce" else 1
         counted = factor * nbytes if with_own else nbytes * group.size() / max(group.size() - 1, 1)
@@ -263,7 +263,7 @@ class Clock(TorchDispatchMode):
         return span.end
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A collective of a process group: what would be sent is counted, nothing is."""
+        """Count the bytes of a process group's collective without sending anything."""
         named = {argument.name: value for argument, value in zip(operator_arguments(func), args)} | kwargs
         group = unboxed_group(named["process_group"])
         name = func.overloadpacket.__name__
@@ -278,7 +278,7 @@ class Clock(TorchDispatchMode):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _functional(self, func: Any, args: Any, out: Any) -> None:
-        """A functional collective runs beside compute until somebody waits for it."""
+        """Let a functional collective run in parallel with compute until ``wait_tensor``."""
         name, stream = func.overloadpacket.__name__, self._current[-1]
         keys = [storage_key(tensor) for tensor in tensors_in(args if name == "wait_tensor" else out)]
         if name == "wait_tensor":
@@ -286,7 +286,7 @@ class Clock(TorchDispatchMode):
             return
         kind = next((kind for part, kind in _FUNCTIONAL.items() if name.startswith(part)), None)
         if kind is None:
-            return  # it only wraps a tensor
+            return  # an operator that only wraps a tensor
         group = unboxed_group(args[-1])
         nbytes = sum(map(nbytes_of, tensors_in(args if kind == "reduce_scatter" else out)))
         end = self._communicate(kind, nbytes, group, "", stream.time)
@@ -321,7 +321,7 @@ def _in_optimizer() -> bool:
 
 
 def _is_free(func: Any) -> bool:
-    """Whether ``func`` only answers a question, or makes a view or a tensor without content."""
+    """Return True if ``func`` only reads metadata, or makes a view or an uninitialized tensor."""
     if func.namespace == "prim" or func.overloadpacket.__name__.startswith(("empty", "new_empty", "_unsafe_view")):
         return True
     infos = [argument.alias_info for argument in operator_arguments(func)]

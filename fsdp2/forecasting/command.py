@@ -1,4 +1,4 @@
-"""``python -m fsdp2 forecast``: what a training step needs, before there is anything to run it on."""
+"""The command line of ``python -m fsdp2 forecast``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fsdp2.forecasting.cost import DEVICES, Hardware, Link
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Forecast what a training step needs on one rank of a cluster: the program's own code builds the model and runs a step
-with tensors that have no memory and collectives that send nothing. It needs no GPU and no weights.
+Forecast the memory, collectives and time of a training step on one rank of a cluster. Your own code builds the model
+and runs a step, with tensors without memory and collectives that send nothing. It needs no GPU and no weights.
 
-MODULE:FUNCTION names build(mesh), which calls fully_shard and returns the model, or (model, optimizer). The same
-module has step(model, optimizer), which runs a training step. Memory and collectives are those of a real run; times
-are estimates of a cost model, whose constants are printed below the table."""
+MODULE:FUNCTION is a function build(mesh) that calls fully_shard and returns the model, or (model, optimizer). The same
+module has a function step(model, optimizer) that runs a training step. Memory and collectives are those of a real run;
+times are estimates of a cost model, whose constants are printed below the table."""
 _EXAMPLES = """\
 examples:
   python -m fsdp2 forecast train:build --mesh replicate=4,shard=16
@@ -33,12 +33,12 @@ examples:
   python -m fsdp2 forecast train:build --mesh shard=64 --mesh dp=8,tp=8 --fit 80GiB
   python -m fsdp2 forecast train:build --mesh shard=64 --compare checkpointing=True,False layers=32,48
 
-The last one calls build(mesh, checkpointing=True, layers=32) and so on. With --fit the exit status is 1 where
-nothing fits."""
+The last one calls build(mesh, checkpointing=True, layers=32) and so on. With --fit the exit status is 1 if nothing
+fits."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the forecast that ``arguments`` ask for; the exit status."""
+    """Print the forecast for ``arguments``; return the exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(cases: list[Case], given: argparse.Namespace, hardware: Hardware) -> int:
-    """Print and save what came of the cases; the exit status."""
+    """Print and save the results of the cases; return the exit status."""
     results = [case.forecast for case in cases if case.forecast is not None]
     if len(cases) == 1 and not results:
         print(f"python -m fsdp2 forecast: error: {cases[0].error}", file=sys.stderr)
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Progress:
-    """What is being done, on one line of a terminal that is written again, or a line for each stage of a log."""
+    """Shows the progress: on one line of a terminal that is overwritten, or as a line of a log for each stage."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

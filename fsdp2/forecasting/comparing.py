@@ -1,4 +1,4 @@
-"""Several settings of one program side by side: what each needs, which fit, which of these is fastest."""
+"""Compare several settings of one program: the needs of each, those that fit, and the fastest of these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Case", "compare", "comparison"]
 
 @dataclass(frozen=True)
 class Case:
-    """One setting: the mesh, the arguments of build, and what came of it, a forecast or an error."""
+    """One setting, its mesh and arguments of build, and its result: a forecast or an error."""
 
     mesh: dict[str, int]
     arguments: dict[str, Any]
@@ -30,7 +30,7 @@ class Case:
         return ", ".join([sizes, *(f"{name}={value}" for name, value in self.arguments.items())])
 
     def fits(self, nbytes: int | None) -> bool:
-        """Whether it ran and its peak is at most ``nbytes``, if that is given."""
+        """Return True if it ran, and its peak is at most ``nbytes``; None stands for no limit."""
         return self.forecast is not None and (nbytes is None or self.forecast.peak_bytes <= nbytes)
 
 
@@ -43,12 +43,12 @@ def compare(
     progress: Callable[[str], object] | None = None,
     **options: Any,
 ) -> list[Case]:
-    """Forecast every mesh with every combination of ``settings``, keyword arguments of ``build``.
+    """Forecast every mesh with every combination of ``settings``, which are keyword arguments of ``build``.
 
-    A case that raises has its error instead of a forecast. ``options`` are those of ``forecast``.
+    A case that raises an error has its text instead of a forecast. ``options`` are those of ``forecast``.
 
     Raises:
-        ValueError: ``build`` takes no such argument.
+        ValueError: ``build`` has no argument of that name.
     """
     _check(build, settings)
     cases = list(_cases(meshes, settings))
@@ -110,7 +110,7 @@ def comparison(cases: Sequence[Case], limit: int | None = None) -> str:
 
 
 def _rows(case: Case) -> Iterator[tuple[str, Forecast | str]]:
-    """The case, and below it the same with torch's own where that was asked for."""
+    """Yield the case, and the same with torch's own if it was requested."""
     if case.forecast is None:
         yield case.name, case.error
         return

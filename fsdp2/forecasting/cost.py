@@ -1,4 +1,4 @@
-"""How long kernels and collectives take on a stated machine. An estimate: orders are real, times are a model's."""
+"""Estimate the time of kernels and collectives on a machine with given constants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DEVICES", "H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective among ``ranks`` costs: seconds before the first byte arrives, bytes a second after that."""
+    """The cost of a collective among ``ranks``: the seconds until the first byte arrives, and bytes per second."""
 
     ranks: int
     seconds: float
@@ -26,21 +26,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine.
+    """The constants of a machine.
 
-    A kernel takes as long as its arithmetic or its memory traffic, whichever is longer. A collective takes its link's
-    latency and the bytes that cross a rank's link; between the sizes of ``links`` both are interpolated. A group with
-    fewer than all ranks of a node shares the node's network with other groups, and so has ``network_bytes_per_second``
-    for each of its ranks there. Host time, contention for multiprocessors and congestion are left out.
+    The time of a kernel is that of its arithmetic or of its memory traffic, whichever is longer. The time of a
+    collective is the latency of its link and the time for the bytes that a rank sends; both are interpolated between
+    the sizes of ``links``. A group with fewer than all ranks of a node shares the node's network with other groups: it
+    has ``network_bytes_per_second`` for each of its ranks there. Host time, contention for multiprocessors and
+    congestion are not modeled.
     """
 
     name: str = "h100"
     flops_per_second: float = 450e12
-    """Of matrix products with elements of two bytes; others in proportion to their size."""
+    """The rate of matrix products with elements of two bytes; other rates are in proportion to the element size."""
     memory_bytes_per_second: float = 2.4e12
     ranks_per_node: int = 8
     network_bytes_per_second: float = 37.5e9
-    """Of one rank, to other nodes."""
+    """The rate of one rank to other nodes."""
     links: tuple[Link, ...] = (
         Link(8, 35e-6, 360e9),
         Link(64, 0.3e-3, 300e9),
@@ -49,7 +50,7 @@ class Hardware:
     )
 
     def __str__(self) -> str:
-        """Every constant, one to a line."""
+        """Return every constant on a line of its own."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "links"}
         lines = [
             f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}" for name, value in values.items()
@@ -65,11 +66,11 @@ class Hardware:
 
     @classmethod
     def load(cls, path: str | Path) -> Hardware:
-        """Read what ``save`` wrote; constants that the file leaves out are those of an H100.
+        """Read the constants from a file; missing ones are those of an H100.
 
         Raises:
-            OSError: the file cannot be read.
-            ValueError: it is not JSON, or has a constant that there is not, or one that is not a positive number.
+            OSError: The file cannot be read.
+            ValueError: The file is not JSON, or has an unknown constant or one that is not a positive number.
         """
         example = '{"memory_bytes_per_second": 2.4e12, "links": [{"ranks": 8, "seconds": 3.5e-5, ...}]}'
         try:
@@ -96,7 +97,7 @@ class Hardware:
         return found
 
     def link(self, ranks: int) -> Link:
-        """Latency and bandwidth of a group of that size, interpolated on a logarithmic scale."""
+        """Return latency and bandwidth of a group of that size, interpolated on a logarithmic scale."""
         below = [link for link in self.links if link.ranks <= ranks]
         above = [link for link in self.links if link.ranks >= ranks]
         if not below or not above:
@@ -111,7 +112,7 @@ class Hardware:
         return Link(ranks, between(low.seconds, high.seconds), between(low.bytes_per_second, high.bytes_per_second))
 
     def collective_seconds(self, nbytes: float, ranks: Sequence[int]) -> float:
-        """How long ``ranks`` (of the whole job) need to send ``nbytes`` around, each its part."""
+        """Return the seconds in which ``ranks`` (global ones) send ``nbytes`` to each other, each its part."""
         size = len(ranks)
         if size < 2:
             return 0.0
@@ -123,7 +124,7 @@ class Hardware:
         return link.seconds + nbytes * (size - 1) / size / speed
 
     def kernel_seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        """How long one operator takes."""
+        """Return the seconds of one operator."""
         touched = [*tensors_in((args, kwargs)), *tensors_in(out)]
         if not touched:
             return 0.0
@@ -140,7 +141,7 @@ DEVICES = {"h100": H100, "h200": replace(H100, name="h200", memory_bytes_per_sec
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of lists, tuples and mappings, however deep."""
+    """Return all tensors in nested lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -151,7 +152,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the elements that ``tensor`` has, those that are expanded counted once."""
+    """Return the bytes of the elements of ``tensor``; expanded ones count once."""
     numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride()) if stride)
     return numel * tensor.itemsize if tensor.numel() else 0
 
@@ -168,5 +169,5 @@ def _flops(func: Any) -> Callable[..., int] | None:
     packet = func.overloadpacket
     if packet in flop_registry or "scaled_dot_product" not in str(packet):
         return flop_registry.get(packet)
-    # torch's own counter leaves some attention kernels out, a CPU's among them.
+    # torch's own counter lacks some attention kernels, such as those for CPUs.
     return _attention_backward if "backward" in str(packet) else _attention

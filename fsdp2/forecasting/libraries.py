@@ -1,4 +1,4 @@
-"""Run one script with fsdp2's ``fully_shard`` and with torch's own, whichever of the two it imports."""
+"""Run one script with fsdp2's ``fully_shard`` and with torch's own, no matter which of the two it imports."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fsdp2.module import FSDPModule
 __all__ = ["LIBRARIES", "TorchEvents", "check_units", "using"]
 
 LIBRARIES = ("fsdp2", "torch")
-_DATA = {"CompressionPolicy", "ShardPlacementResult"}  # torch's function refuses or converts them where it gets them
+_DATA = {"CompressionPolicy", "ShardPlacementResult"}  # converted, or refused with an error, where they are passed
 _LATER = {"forecast", "record_steps"}
-_SETTINGS = {"install", "uninstall", "set_rank_checks"}  # they concern fsdp2 alone
+_SETTINGS = {"install", "uninstall", "set_rank_checks"}  # without a counterpart in torch
 
 
 @contextmanager
 def using(library: str) -> Iterator[None]:
-    """Let code of the block find the functions of ``library`` wherever it looks for fsdp2's or for torch's own.
+    """Replace fsdp2's and torch's functions in all modules by those of ``library`` inside a ``with`` block.
 
-    Names in modules are replaced; copies elsewhere, such as default arguments, are not: ``check_units`` finds them.
+    Copies elsewhere, such as default arguments, are not replaced; ``check_units`` finds their units.
     """
     new = _to_torch() if library == "torch" else {id(theirs): OURS[name] for name, theirs in THEIRS.items()}
     replaced = []
@@ -51,7 +51,7 @@ def using(library: str) -> Iterator[None]:
 
 
 def _is_open(name: str) -> bool:
-    """Whether a module's names may be replaced: the script's and its libraries', and the two public packages."""
+    """Return True if names in a module may be replaced: in the script, its libraries, and the two public packages."""
     return name in ("fsdp2", *_PUBLIC) or name.split(".")[0] not in ("fsdp2", "torch")
 
 
@@ -59,10 +59,10 @@ _PUBLIC = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
 
 def check_units(model: nn.Module, library: str) -> None:
-    """Raise where a unit of ``model`` was made by the other library.
+    """Check that all units of ``model`` were made by ``library``.
 
     Raises:
-        RuntimeError: a unit of the other library.
+        RuntimeError: The other library made a unit.
     """
     for name, module in model.named_modules():
         managed = get_state(module) is not None if library == "torch" else is_managed_by_torch(module)
@@ -76,11 +76,11 @@ def check_units(model: nn.Module, library: str) -> None:
             )
 
 
-# ---- torch's in the place of fsdp2's ----
+# ---- torch's functions in place of fsdp2's ----
 
 
 def _to_torch() -> dict[int, Any]:
-    """By the identity of what fsdp2 makes public, what stands for it."""
+    """Return the replacement of each public object of fsdp2, by the object's id."""
     package = sys.modules["fsdp2"]
     new: dict[int, Any] = {}
     for name in set(package.__all__) - _DATA - _LATER:
@@ -113,7 +113,7 @@ _LACKS = "the script uses {what}, which torch's own fully_shard does not have"
 
 @functools.wraps(THEIRS["fully_shard"])
 def _fully_shard(module: Any, **options: Any) -> Any:
-    """torch's own, which names what it lacks."""
+    """Call torch's own function; raise an error that names a feature which it lacks."""
     takes = inspect.signature(THEIRS["fully_shard"]).parameters
     for name, value in list(options.items()):
         if name not in takes:
@@ -132,7 +132,7 @@ def _fully_shard(module: Any, **options: Any) -> Any:
 
 @contextmanager
 def _explained_as_torchs() -> Iterator[None]:
-    """Name the method or the argument of a unit that only fsdp2 has."""
+    """Raise an error that names a method or an argument which only fsdp2 has."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -146,12 +146,12 @@ def _explained_as_torchs() -> Iterator[None]:
 
 
 class TorchEvents:
-    """Turns the profiler ranges that torch's own opens into the events that fsdp2 emits.
+    """Translates the profiler ranges of torch's own fully_shard to the events of fsdp2.
 
     Args:
         heard: Called with each event and the name of its unit.
         enter: Called with the unit that communicates or is waited for from now on.
-        claim: Called with what the tensors are for that collectives took since the last call; "" where nobody knows.
+        claim: Called with the purpose of the tensors that collectives took since the last call; "" if it is unknown.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TorchEvents:
         self._open: list[tuple[str, str]] = []
 
     def began(self, name: str) -> None:
-        """A range was entered."""
+        """Handle the start of a range."""
         found = re.fullmatch(r"FSDP::(\w+?)(?: \((.*)\))?", name)
         event, unit = (found[1], found[2] or "") if found else ("", "")
         self._open.append((event, unit))
@@ -174,7 +174,7 @@ class TorchEvents:
             self._heard(_EVENTS[event], unit)
 
     def ended(self) -> None:
-        """The innermost range was left."""
+        """Handle the end of the innermost range."""
         event, _ = self._open.pop() if self._open else ("", "")
         self._claim(_KINDS.get(event, ""))
         self._own()

@@ -1,8 +1,8 @@
-"""Bytes that are alive while code runs: what each of them is for, what ran at the peak, and whose pool they came from.
+"""Live bytes while code runs: their purposes, the unit that ran at the peak, and the pools that they came from.
 
-The caching allocator of a device gives a freed block back to the stream that it was allocated on, so that another
-stream cannot have it. What a process reserves is therefore not the peak of the sum but the sum of each stream's own
-peak: ``pools`` has the peaks, ``reserved`` their sum. Blocks that the allocator splits or rounds up are not modeled.
+The caching allocator of a device returns a freed block to the pool of the stream that it was allocated on, where other
+streams cannot use it. A process therefore reserves the sum of each stream's own peak, not the peak of the sum.
+``pools`` has these peaks, and ``reserved`` is their sum. Splitting and rounding of blocks is not modeled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CAST = {"_to_copy", "div", "to"}
 
 @dataclass(eq=False)
 class Block:
-    """Some memory that was given out, what it is for as far as is known, and the stream whose pool it came from."""
+    """An allocated block: its bytes, its purpose as far as it is known, and the stream of its pool."""
 
     nbytes: int
     kind: str
@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes alive at once, by kind, and what was running."""
+    """The largest number of live bytes, by kind, and the unit that was running."""
 
     nbytes: int
     by_kind: dict[str, int]
@@ -48,10 +48,10 @@ class Peak:
 
 
 class Memory(TorchDispatchMode):
-    """While active, follows every storage that an operator returns.
+    """A dispatch mode that follows every storage that an operator returns.
 
-    What memory is for often turns out later: a block is a gradient because it is reduced in the end. So a step is noted
-    as a list of changes, and ``peak`` goes through it again.
+    The purpose of a block is often known later: a block is a gradient because it is reduced in the end. A step is
+    therefore recorded as a list of changes, which ``peak`` evaluates afterwards.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Memory(TorchDispatchMode):
         now: Callable[[], float] = lambda: 0.0,
         lane: Callable[[], str] = lambda: COMPUTE,
     ) -> None:
-        """``running`` names what runs, ``now`` tells the time, and ``lane`` names the current stream."""
+        """``running`` returns a description of the running unit, ``now`` the time, ``lane`` the stream's name."""
         super().__init__()
         self._running, self._now, self._lane = running, now, lane
         self._blocks: dict[int, Block] = {}
@@ -70,10 +70,10 @@ class Memory(TorchDispatchMode):
         self._changes: list[tuple[Block, int, str, float]] = []
         self._sent: list[Block] = []
 
-    # ---- what is alive ----
+    # ---- live storages ----
 
     def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Say what ``tensors`` are for; they are followed from now on."""
+        """Set the purpose of ``tensors``, and follow them from now on."""
         for tensor in tensors:
             local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
             if not local.is_meta:
@@ -87,13 +87,15 @@ class Memory(TorchDispatchMode):
             self._sizes[key] = 0
             self._resize(key, storage.nbytes(), kind)
         elif storage.nbytes() != self._sizes[key]:
-            _resize(storage, self._sizes[key])  # a view of a fake tensor without memory has given it memory again
+            _resize(
+                storage, self._sizes[key]
+            )  # making a view of a freed fake tensor has resized its storage: undo that
 
     def _resize(self, key: int, size: int, kind: str) -> None:
         if self._sizes[key]:
             self._changes.append((self._blocks[key], -1, self._running(), self._now()))
         self._sizes[key] = size
-        self._blocks[key] = Block(size, kind, self._lane())  # memory comes from the pool of the current stream
+        self._blocks[key] = Block(size, kind, self._lane())  # it is allocated from the pool of the current stream
         if size:
             self._changes.append((self._blocks[key], 1, self._running(), self._now()))
 
@@ -104,12 +106,12 @@ class Memory(TorchDispatchMode):
     # ---- one step ----
 
     def begin(self) -> None:
-        """Note changes from here on."""
+        """Record changes from now on."""
         self._base = [block for block in self._blocks.values() if block.nbytes]
         self._changes.clear()
 
     def peak(self) -> Peak:
-        """The most bytes that were alive since ``begin``."""
+        """Return the largest number of live bytes since ``begin``."""
         now = most = sum(block.nbytes for block in self._base)
         at, running = 0, self._running()
         for index, (block, sign, label, _) in enumerate(self._changes):
@@ -123,7 +125,7 @@ class Memory(TorchDispatchMode):
 
     @property
     def pools(self) -> dict[str, int]:
-        """For each stream the most bytes of its own pool that were alive at once since ``begin``."""
+        """The largest number of live bytes in each stream's pool since ``begin``."""
         now = Counter[str]()
         for block in self._base:
             now[block.lane] += block.nbytes
@@ -135,7 +137,7 @@ class Memory(TorchDispatchMode):
 
     @property
     def reserved(self) -> int:
-        """The bytes that a caching allocator with a pool for each stream holds to serve what ran since ``begin``."""
+        """The bytes that a caching allocator with a pool for each stream reserves for the code since ``begin``."""
         return sum(self.pools.values())
 
     def _at_begin(self) -> Counter[str]:
@@ -145,17 +147,17 @@ class Memory(TorchDispatchMode):
         return by_kind
 
     def points(self) -> list[tuple[float, dict[str, int]]]:
-        """What was alive since ``begin``, after each change."""
+        """Return the time and the live bytes by kind after each change since ``begin``."""
         by_kind, points = self._at_begin(), []
         for block, sign, _, time in self._changes:
             by_kind[block.kind] += sign * block.nbytes
             points.append((time, dict(by_kind)))
         return points
 
-    # ---- as a mode ----
+    # ---- methods of a mode ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and follow what it returns."""
+        """Run the operator and follow its results."""
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -171,7 +173,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def claim(self, kind: str = "") -> None:
-        """Say what the tensors are for that collectives took since the last call; "" leaves them as they are."""
+        """Set the purpose of the tensors that collectives took since the last call; "" leaves it unchanged."""
         for block in self._sent:
             if kind and block.kind == "activations":
                 block.kind = kind

@@ -1,4 +1,4 @@
-"""Ranks that use what the simulated one skips: it takes part in their gathers, and reduces zeros."""
+"""Simulate ranks that use units which the simulated rank skips: it joins their gathers and reduces zeros."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["others_use_everything"]
 
 @contextmanager
 def others_use_everything() -> Iterator[None]:
-    """In passes of the block, other ranks use every unit that ``set_reduce_scatter_unused_params`` allows to skip."""
+    """Simulate that other ranks use every unit that ``set_reduce_scatter_unused_params`` allows to skip."""
     before = steps._make
 
     def make(root: RootContext[Any], kind: PassKind, error: RuntimeError | None) -> Observer | None:
@@ -31,10 +31,10 @@ def others_use_everything() -> Iterator[None]:
 
 
 class _Others:
-    """Notes which groups a pass uses, and has it join the others' steps at its end.
+    """An observer that records the groups that a pass uses, and joins the other ranks' steps at its end.
 
-    In a real job it joins them where the others come to the unit; what is gathered for them in a forward is kept until
-    that ends there as well.
+    A real rank joins these steps when the others come to the unit. The memory is the same: parameters that are gathered
+    for others in a forward stay until its end there, too.
     """
 
     def __init__(self, root: RootContext[Any]) -> None:
@@ -42,12 +42,12 @@ class _Others:
         self._taken: set[tuple[str, Any]] = set()
 
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
-        """A pass starts."""
+        """Note that a pass starts."""
         self._taken.clear()
         self._forward = kind.name == "forward"
 
     def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
-        """Let every step be taken at once; a forward joins the others' gathers before it ends."""
+        """Take every step immediately; before a forward ends, join the others' gathers."""
         if step == END and self._forward:
             joined = self._next(["gather"], self._root.groups, can_join)
             return Answer.TAKE if joined is None else joined
@@ -55,25 +55,25 @@ class _Others:
         return Answer.TAKE
 
     def joins_before_end(self, can_join: CanJoin) -> Step | None:
-        """Return what is left of the others' backward."""
+        """Return the next remaining step of the others' backward."""
         return self._next(["gather", "reduce"], list(reversed(self._root.groups)), can_join)
 
     def end(self) -> None:
-        """Nothing is compared."""
+        """Do nothing: there is no rank to compare with."""
 
     def suspend(self) -> None:
-        """Nothing is compared."""
+        """Do nothing."""
 
     def abandon(self) -> None:
-        """Nothing is compared."""
+        """Do nothing."""
 
     def forget(self, setter: str) -> None:
-        """Nothing is compared."""
+        """Do nothing."""
 
     def _next(self, kinds: list[str], groups: list[Any], can_join: CanJoin) -> Step | None:
         for group in groups:
             for kind in kinds if group.options.reduce_unused else ():
                 if (kind, group) not in self._taken and can_join(Step(kind, group), True):
-                    self._taken.add((kind, group))  # asked once: a group without gradients reduces nothing
+                    self._taken.add((kind, group))  # only once: a group without gradients reduces nothing
                     return Step(kind, group)
         return None

@@ -1,4 +1,4 @@
-"""Timelines as one HTML page that needs nothing else: lanes and memory over time, with a wheel to zoom."""
+"""Timelines as one self-contained HTML page: lanes and memory over time; the mouse wheel zooms."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["page"]
 
 
 def page(timelines: Sequence[Timeline]) -> str:
-    """The page."""
+    """Return the page as HTML."""
     template = Path(__file__).with_name("page.html").read_text()
     data = json.dumps([_compact(timeline) for timeline in timelines]).replace("</", "<\\/")
     return template.replace("/*DATA*/[]", data)
 
 
 def _compact(timeline: Timeline) -> dict[str, Any]:
-    """Times in microseconds, and no field that is not drawn."""
+    """Return the fields that the page draws, with times in microseconds."""
     return {
         "name": timeline.name,
         "begin": timeline.begin,

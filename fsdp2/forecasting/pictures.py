@@ -1,4 +1,4 @@
-"""Pictures of a step; those that are saved need matplotlib, which nothing else does."""
+"""Pictures of a step. Only this file needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = {
     "replicate": "#9d6fb0",
     "copies": "#888888",
 }
-OTHER = "#c2577e"  # tensor parallelism, say
+OTHER = "#c2577e"  # other lanes, such as tensor parallelism
 EXPOSED = "#d62728"
 KINDS = {
     "shards": "#4c78a8",
@@ -33,13 +33,13 @@ KINDS = {
 
 
 _APART = 20
-"""Steps whose times differ by more than this factor have scales of their own: else the shortest could not be seen."""
+"""Steps whose times differ by more than this factor have scales of their own, so that the shortest is visible."""
 
 
 def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed], start: float | None = None) -> None:
-    """Draw one row for each lane, time in ms from left to right; where compute waits its row is red.
+    """Draw one row for each lane, with time in ms from left to right; red marks the times in which compute waits.
 
-    Times are counted from ``start``, by default from the first span on.
+    Times are relative to ``start``, by default to the first span.
     """
     if not spans:
         return
@@ -57,7 +57,7 @@ def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed], sta
         if COMPUTE not in lanes:
             lanes.insert(int(UNITS in lanes), COMPUTE)
     for (lane, colour), pieces in bars.items():
-        edge = "white" if lane == UNITS else colour  # so that what is short is seen
+        edge = "white" if lane == UNITS else colour  # short spans stay visible
         axes.broken_barh(pieces, (lanes.index(lane) - 0.4, 0.8), facecolors=colour, edgecolors=edge, linewidth=0.4)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
@@ -73,7 +73,7 @@ def _colour(lane: str, kind: str) -> str:
 
 
 def draw_memory(axes: Any, timeline: Timeline) -> None:
-    """Bytes over time in GiB or MiB, stacked by what they are for; dotted lines are where units begin."""
+    """Draw bytes over time in GiB or MiB, stacked by purpose; dotted lines mark the starts of units."""
     kinds = [kind for kind in KINDS if any(point.by_kind.get(kind) for point in timeline.memory)]
     most = max(sum(point.by_kind.values()) for point in timeline.memory)
     name, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
@@ -95,7 +95,7 @@ def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
     """Write lanes and memory of ``timelines`` on one scale of time.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: The package matplotlib is not installed.
     """
     try:
         figure = picture(timelines)

@@ -1,6 +1,6 @@
-"""One rank of a job that is not there: code inside runs as it is, without memory, without other ranks.
+"""One rank of a simulated job: code runs unchanged, without memory and without other ranks.
 
-Code that cannot run there is told what it should do instead.
+Errors of code that cannot run there are replaced by errors with the remedy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _MESH = (
 )
 _GROUP = "build and step run inside a simulated job ({what}); leave init_process_group out of them"
 
-# What torch and libraries say when they meet tensors without values, and the remedy.
+# Error texts of torch and of libraries about tensors without values, and the remedies.
 _REMEDIES = (
     (
         _VALUES,
@@ -99,13 +99,13 @@ _READS = "_local_scalar_dense"  # the operator behind item()
 def simulated_rank(
     mesh: Mapping[str, int], clock: Clock, *, backend: str = "nccl", rank: int = 0
 ) -> Iterator[DeviceMesh]:
-    """Be one ``rank`` of a mesh of those dimensions, whose devices have the clock's streams.
+    """Simulate one ``rank`` of a mesh of those dimensions, whose devices have the clock's streams.
 
     Tensors made in the block have no memory, and collectives send nothing. With the backend "gloo" there are no
     streams, as on a CPU.
 
     Raises:
-        RuntimeError: this process has a process group already.
+        RuntimeError: This process already has a process group.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -124,7 +124,7 @@ def simulated_rank(
 
 @contextmanager
 def explained(ranks: int) -> Iterator[None]:
-    """Raise errors of the block that come from what a forecast lacks with what to change, and where."""
+    """Replace errors in the block that are caused by the simulation: name the line and the remedy."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -144,7 +144,7 @@ def explained(ranks: int) -> Iterator[None]:
 
 
 def line_of(error: BaseException) -> str:
-    """Name the innermost line of the caller's own code that ``error`` came through, and that of a library below it."""
+    """Return the innermost line of the user's code in the traceback of ``error``, and that of a library below it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
     own = [frame for frame in frames if not _is_below(frame.filename, *_SITE)]
     lines = [_line(frame) for frame in own[-1:]]
@@ -164,13 +164,13 @@ def _line(frame: traceback.FrameSummary) -> str:
 
 
 def _passed_loader(error: BaseException) -> bool:
-    """Return whether ``error`` came through torch's DataLoader or its samplers."""
+    """Return True if ``error`` came through torch's DataLoader or its samplers."""
     folder = os.path.join(_TORCH, "utils", "data")
     return any(_is_below(frame.filename, folder) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _is_machinery(path: str) -> bool:
-    """Return whether ``path`` is a file of torch, of fsdp2 or of Python itself."""
+    """Return True if ``path`` is a file of torch, of fsdp2 or of Python itself."""
     if path.startswith("<") or _is_below(path, _TORCH, _FSDP2):
         return True
     return _is_below(path, _PYTHON) and not _is_below(path, *_SITE)
@@ -186,10 +186,10 @@ _SITE = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
 
 
 def check_mesh(mesh: Mapping[str, int], rank: int) -> int:
-    """How many ranks ``mesh`` has.
+    """Return the number of ranks of ``mesh``.
 
     Raises:
-        ValueError: it is no mesh, or ``rank`` is none of its ranks.
+        ValueError: ``mesh`` is not a mesh, or ``rank`` is not one of its ranks.
     """
     ranks = 1
     for name, size in mesh.items():
@@ -206,10 +206,10 @@ def check_mesh(mesh: Mapping[str, int], rank: int) -> int:
 
 
 def built_model(built: object) -> tuple[nn.Module, object]:
-    """The model and the optimizer, or None, that ``build`` returned.
+    """Return the model and the optimizer (or None) in the result of ``build``.
 
     Raises:
-        TypeError: it returned something else.
+        TypeError: ``build`` returned something else.
     """
     model, optimizer = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):

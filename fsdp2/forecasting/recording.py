@@ -1,4 +1,4 @@
-"""Steps of a real run as timelines: when collectives ran, what waited for them, and when units computed."""
+"""Record steps of a real run as timelines: collectives, waits for them, and forwards and backwards of units."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Launch:
 
 
 class _Recorder:
-    """Notes moments while code runs; what they mean is worked out afterwards."""
+    """Records moments while code runs. They are converted to times afterwards."""
 
     def __init__(self, moments: Moments) -> None:
         self.moments = moments
@@ -60,13 +60,13 @@ class _Recorder:
         assert axis.group is not None
         launch = _Launch(*what, self.unit, axis_name(axis.group), axis.size, nbytes, began, None)
         self.launches.append(launch)
-        if isinstance(began, float) and work is not None:  # the host waits, and communication goes on beside it
+        if isinstance(began, float) and work is not None:  # the host waits for it, and it runs in parallel
             self._running[id(work)] = launch
 
             def ended(_: Any) -> None:
                 launch.ended = time.perf_counter()
 
-            with suppress(RuntimeError):  # gloo's reduce-scatter has none: its end is seen where it is waited for
+            with suppress(RuntimeError):  # gloo's reduce-scatter has no future: the wait for it counts as its end
                 work.get_future().add_done_callback(ended)
         else:
             launch.ended = self.moment()
@@ -80,9 +80,9 @@ class _Recorder:
 
 
 class Record:
-    """What ``record_steps`` recorded on this rank: one timeline for each step.
+    """The record of ``record_steps`` on this rank: one timeline for each step.
 
-    A step begins with a forward that follows a backward, and ends where the next begins.
+    A step begins with a forward that follows a backward, and ends where the next step begins.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,10 +91,10 @@ class Record:
 
     @property
     def timeline(self) -> Timeline:
-        """The last whole step; the first steps of a run also allocate buffers that later ones reuse.
+        """The last whole step. The first steps of a run also allocate buffers that later steps reuse.
 
         Raises:
-            RuntimeError: no forward of the model was recorded, or the block has not ended.
+            RuntimeError: No forward of the model was recorded, or the block has not ended.
         """
         if not self.steps:
             raise RuntimeError(
@@ -104,10 +104,10 @@ class Record:
         return self.steps[-1]
 
     def of_ranks(self) -> list[Timeline]:
-        """The last step of every rank, in rank order, on one clock; every rank must call it.
+        """Return the last step of every rank, in rank order, on one clock. Every rank must call it.
 
-        Times begin with the step of the earliest rank, also those of this record's last step from now on. The ranks'
-        clocks are compared where they leave a few small collectives, which is good to about the latency of one.
+        Times start with the step of the earliest rank. This changes the times of this record's last step, too. The
+        clocks are compared at the ends of a few small collectives, so the error is about the latency of one.
         """
         if not dist.is_initialized():
             return [self.timeline]
@@ -124,23 +124,30 @@ class Record:
         return ranks
 
     def save(self, path: str | Path, *others: Timeline) -> None:
-        """Write the last step and ``others`` one below the other; see ``Forecast.save``."""
+        """Write the last step and ``others`` below each other; see ``Forecast.save``."""
         save(path, [self.timeline, *others])
 
 
 @contextmanager
 def record_steps(model: nn.Module) -> Iterator[Record]:
-    """Record the training steps that run in the block, on this rank: ``with record_steps(model) as record:``.
+    """Record the training steps inside a ``with`` block on this rank.
 
     It records each gather, reduction and wait, and each forward and backward of a unit, with times and bytes. On a GPU
-    the times come from events, so nothing waits for the device until the block ends. Outside the block nothing is
-    recorded, and no code of it runs.
+    the times come from events, so the host does not wait for the device until the block ends. Outside the block it
+    costs nothing.
 
     Args:
         model: A module with units of ``fully_shard``.
 
     Raises:
         ValueError: ``model`` has no units.
+
+    Example::
+
+        with fsdp2.record_steps(model) as record:
+            for batch in batches:
+                train(model, batch)
+        record.save("step.html")
     """
     units = fsdp_modules(model)
     groups = {group: None for unit in units for group in unit._get_fsdp_state().groups}
@@ -152,7 +159,7 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
         yield record
     end = recorder.moment()
     recorder.moments.wait()
-    # The streams are empty, so this moment is over at once: it links the clock of the device to that of the host.
+    # The streams are empty, so this moment has no delay: it relates the clock of the device to that of the host.
     anchor = recorder.moment()
     recorder.moments.wait()
     record.steps = _steps(recorder, list(groups), end, (anchor, time.perf_counter()))
@@ -185,7 +192,7 @@ def _steps(recorder: _Recorder, groups: list[Any], end: Any, anchor: tuple[Any, 
 
 
 def _starts(marks: list[Mark]) -> list[float]:
-    """When steps begin: with a forward that follows a backward, or the first."""
+    """Return the starts of steps: forwards that follow a backward, and the first forward."""
     starts: list[float] = []
     trained = True
     for mark in marks:
@@ -197,7 +204,7 @@ def _starts(marks: list[Mark]) -> list[float]:
 
 
 def _memory(marks: list[Mark], groups: list[Any]) -> list[tuple[float, dict[str, int]]]:
-    """Bytes of shards and of full parameters, which gathers and frees change."""
+    """Return the bytes of shards and of full parameters after each gather and free."""
     by_unit: dict[str, list[int]] = {}
     for group in groups:
         by_unit.setdefault(group.name, []).append(group.store.full_bytes)

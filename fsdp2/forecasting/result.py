@@ -1,4 +1,4 @@
-"""What a forecast found: its figures, and the tables that people read."""
+"""The result of a forecast: its figures and tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Collectives", "Forecast"]
 
 @dataclass(frozen=True)
 class Collectives:
-    """What one kind of collective sends along one mesh axis in a step: launches, and bytes of the whole tensors."""
+    """One kind of collective along one mesh axis in a step: the launches, and the bytes of the whole tensors."""
 
     axis: str
     kind: str
@@ -27,11 +27,11 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a training step needs on one rank.
+    """The memory, collectives and time of a training step on one rank.
 
-    ``pools`` has the most bytes that each stream's pool held at once. ``padding_bytes`` is what a gather of everything
-    carries for nothing, and ``padded`` names the parameters that cause it, each with a remedy. ``beside`` is the same
-    step with torch's own ``fully_shard``, where it was asked for.
+    ``pools`` has the largest number of live bytes in each stream's pool. ``padding_bytes`` is the padding in a gather
+    of all parameters, and ``padded`` names the parameters with most of it, each with a remedy. ``beside`` is the
+    forecast with torch's own ``fully_shard``, if it was requested.
     """
 
     mesh: dict[str, int]
@@ -50,36 +50,36 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are alive at once."""
+        """The largest number of live bytes."""
         return self.peak.nbytes
 
     @property
     def reserved_bytes(self) -> int:
-        """The bytes that a caching allocator takes from the device: the sum of the streams' own peaks."""
+        """The bytes that a caching allocator reserves on the device: the sum of the streams' own peaks."""
         return sum(self.pools.values())
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """What the bytes of the peak are."""
+        """The bytes of the peak by purpose."""
         return self.peak.by_kind
 
     @property
     def launches(self) -> int:
-        """Collectives in a step."""
+        """The number of collectives in a step."""
         return sum(one.launches for one in self.collectives)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of all collectives in a step."""
+        """The bytes of all collectives in a step."""
         return sum(one.nbytes for one in self.collectives)
 
     @property
     def timelines(self) -> list[Timeline]:
-        """The step, and below it that of torch's own where there is one."""
+        """The timeline of the step, and that of torch's own if there is one."""
         return [self.timeline, *(self.beside.timelines if self.beside else [])]
 
     def to_json(self) -> str:
-        """All figures, without the lanes."""
+        """Return all figures as JSON, without the lanes."""
         return json.dumps(self._figures(), indent=2)
 
     def _figures(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Forecast:
         return values if self.beside is None else {**values, "beside": self.beside._figures()}
 
     def table(self) -> str:
-        """The figures for people."""
+        """Return the figures as a table."""
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         lines = [f"one rank of {mesh}, {self.device}", ""]
         lines += self._alone() if self.beside is None else _side_by_side(self, self.beside)
@@ -113,11 +113,12 @@ class Forecast:
     def save(self, path: str | Path, *others: Timeline) -> None:
         """Write the step as a page (.html), a picture (.png, .svg, .pdf) or a Chrome trace (.json).
 
-        The step with torch's own, where there is one, and ``others``, such as ``record.timeline``, are shown below it,
-        on the same scale.
+        The step with torch's own, if there is one, and ``others``, such as ``record.timeline``, are shown below it on
+        the same scale.
 
         Raises:
-            ValueError: the name ends in something else.
+            ModuleNotFoundError: A picture needs matplotlib, which is not installed.
+            ValueError: The name has another ending.
         """
         save(path, [*self.timelines, *others])
 
@@ -130,7 +131,7 @@ def _size(nbytes: int) -> str:
 
 
 def _side_by_side(ours: Forecast, theirs: Forecast) -> list[str]:
-    """One row for each figure: fsdp2's, torch's own, and their ratio."""
+    """Return one row for each figure: fsdp2's, torch's own, and their ratio."""
     lines = [f"{'':<26}{'fsdp2':>12}{'torch':>12}{'ratio':>8}"]
 
     def row(name: str, unit: str, value: Callable[[Forecast], float], digits: int = 1) -> None:

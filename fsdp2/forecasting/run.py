@@ -1,4 +1,4 @@
-"""One training step of the user's own code on a pretended rank, and what came of it."""
+"""Run a training step of the user's own code on a simulated rank."""
 
 from __future__ import annotations
 
@@ -45,31 +45,45 @@ def forecast(
     progress: Callable[[str], object] | None = None,
     beside: str | None = None,
 ) -> Forecast:
-    """Forecast memory, collectives and time of a training step on one ``rank`` of a mesh of these dimensions.
+    """Forecast the memory, collectives and time of a training step on one ``rank`` of a mesh of these dimensions.
 
-    ``build(mesh)`` calls ``fully_shard`` and returns the model, or the model and its optimizer; ``step(model,
-    optimizer)`` runs a training step. Both run as they are, with tensors that have no memory and collectives that send
-    nothing: no weights, no device, no other process. There are no values, so code must not read any (``loss.item()``).
+    Your own functions run, with tensors without memory and collectives that send nothing. They need no weights, no
+    device and no other process. Tensors have no values, so code must not read any (``loss.item()``).
 
     Args:
-        build: Makes the model on a mesh.
-        step: Runs a training step.
+        build: A function of the mesh that calls ``fully_shard`` and returns the model, or the model and its optimizer.
+        step: A function of the model and the optimizer that runs a training step.
         mesh: The number of ranks along each dimension, such as ``{"replicate": 4, "shard": 16}``.
         hardware: The constants of the cost model, which estimates times.
         backend: "nccl", or "gloo" for CPUs, which have no streams.
-        rank: The rank to forecast; only uneven shards differ between ranks.
-        steps: How many steps to run; the last one is measured, since optimizers make their state in the first.
-        progress: Called often, with a text that describes the current phase.
-        beside: "torch" runs the same functions once more with torch's own ``fully_shard``, and shows both side by side;
-            the result's ``beside`` is torch's forecast. Names that modules hold are replaced for that: the functions of
-            fsdp2 by those of torch, and the other way round, so that the script may import either.
+        rank: The rank to forecast. Ranks differ only in uneven shards.
+        steps: The number of steps to run. The last one is measured, because optimizers make their state in the first.
+        progress: A function that is called often, with a text that describes the current phase.
+        beside: "torch" runs the same functions again with torch's own ``fully_shard``, and tables show both; the
+            result's ``beside`` is torch's forecast. The script may import either ``fully_shard``: the names in its
+            modules are replaced for each run.
+
+    Returns:
+        The forecast; ``print`` shows it as a table.
 
     Raises:
-        RuntimeError: this process has a process group already, or the code looks at a value, needs a device, makes a
-            mesh of more ranks, or calls an operator that says nothing of the shape of its result; or with ``beside`` it
-            uses something that torch's own does not have, or does not run with it.
-        TypeError: ``build`` returned no module.
-        ValueError: ``mesh`` is none, or does not have the ``rank``; ``steps`` or ``beside`` is none of those above.
+        RuntimeError: This process already has a process group. Or the code reads a value, needs a device, makes a mesh
+            of more ranks, or calls an operator without a fake kernel. Or, with ``beside``, it uses a feature that
+            torch's own lacks, or does not run with it.
+        TypeError: ``build`` did not return a module.
+        ValueError: ``mesh`` is not a mesh, it does not have the ``rank``, or ``steps`` or ``beside`` is invalid.
+
+    Example::
+
+        def build(mesh):
+            with torch.device(mesh.device_type):
+                model = Transformer(config)
+            return fsdp2.fully_shard(model, mesh=mesh, policy="auto")
+
+        def step(model, optimizer):
+            model(torch.zeros(1, 2048, dtype=torch.long)).sum().backward()
+
+        print(fsdp2.forecast(build, step, mesh={"shard": 64}))
     """
     if steps < 1 or beside not in (None, "torch"):
         raise ValueError(f'forecast: steps={steps}, beside={beside!r}; expected at least one step, and None or "torch"')
@@ -78,7 +92,7 @@ def forecast(
     ours = _measured(job, "fsdp2")
     if beside is None:
         return ours
-    gc.collect()  # what the first run left in cycles would count as alive in the second
+    gc.collect()  # objects of the first run in reference cycles would count as live in the second
     try:
         return replace(ours, beside=_measured(job, "torch"))
     except Exception as error:
@@ -102,7 +116,7 @@ class _Job:
 
 
 class _Following:
-    """Notes which unit runs, for the clock, the memory and the timeline."""
+    """Records the running unit, for the clock, the memory and the timeline."""
 
     def __init__(self, clock: Clock, progress: Callable[[str], object]) -> None:
         self.stage, self.marks = "building", list[Mark]()
@@ -110,13 +124,13 @@ class _Following:
         self._clock, self._progress, self._phase = clock, progress, "building"
 
     def begin(self, stage: str, phase: str) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self.stage, self._phase, self._clock.unit = stage, phase, ""
         self.marks.clear()
         self._progress(stage)
 
     def heard(self, event: str, name: str) -> None:
-        """Something of the unit ``name`` begins or ends."""
+        """Handle an event of the unit ``name``."""
         self.marks.append(Mark(self._clock.compute.time, event, name))
         if event in _WHILE:
             self._clock.unit, self._phase = name, _WHILE[event]
@@ -126,34 +140,34 @@ class _Following:
             self.after_backward()
 
     def running(self) -> str:
-        """Describe what runs."""
+        """Return a description of the running unit."""
         if self._phase in _WHILE.values():
             return f"{self._phase} of {self._clock.unit or 'the root'}"
         return self._phase
 
 
 class _Recorder:
-    """Tells the clock of the collectives of units, and the memory what the tensors are for that they took."""
+    """Passes collectives on to the clock, and the purposes of their tensors to the memory."""
 
     def __init__(self, clock: Clock, memory: Memory) -> None:
         self._clock, self._memory = clock, memory
 
     def enter(self, name: str) -> None:
-        """What communicates or waits from now on is for the unit ``name``."""
+        """Attribute communication and waits from now on to the unit ``name``."""
         self._clock.enter(name)
 
     def moment(self) -> float:
-        """A collective may follow: what others sent before is not of a unit."""
+        """Return the current moment. Tensors of earlier collectives belong to no unit; their purpose is unknown."""
         self._memory.claim()
         return self._clock.moment()
 
     def launched(self, what: tuple[str, str], axis: Any, nbytes: int, began: Any, work: Any) -> None:
-        """``what`` was started."""
+        """Record the start of a collective."""
         self._memory.claim("gathered" if what[0] == "gather" else "gradients")
         self._clock.launched(what, axis, nbytes, began, work)
 
     def waited(self, began: Any, work: Any = None) -> None:
-        """Compute waited."""
+        """Record a wait of compute."""
         self._clock.waited(began, work)
 
 
@@ -206,7 +220,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _padding(model: nn.Module) -> tuple[int, tuple[str, ...]]:
-    """The bytes of padding that a gather of everything carries, and what to do about the most of them."""
+    """Return the bytes of padding in a gather of all parameters, and remedies for the parameters with most of them."""
     total, shares = 0, dict[str, tuple[int, FSDPParam]]()
     names: dict[object, str] = {parameter: name for name, parameter in model.named_parameters()}
     for module in fsdp_modules(model):
@@ -279,7 +293,7 @@ def _result(mesh: dict[str, int], clock: Clock, memory: Memory, timeline: Timeli
 
 
 def _pools(clock: Clock, memory: Memory) -> dict[str, int]:
-    """The most bytes of each stream's pool, by what the stream is for."""
+    """Return the largest number of live bytes of each stream's pool, by the purpose of the stream."""
     names, pools = lane_names(clock.spans), Counter[str]()
     for lane, nbytes in memory.pools.items():
         pools[names.get(lane, lane if lane == COMPUTE else "copies")] += nbytes

@@ -14,11 +14,11 @@ __all__ = ["save"]
 
 
 def save(path: str | Path, timelines: Sequence[Timeline]) -> None:
-    """Write ``timelines`` one below the other: a page (.html), a picture (.png, .svg, .pdf) or a Chrome trace (.json).
+    """Write ``timelines`` below each other: a page (.html), a picture (.png, .svg, .pdf) or a Chrome trace (.json).
 
     Raises:
-        ModuleNotFoundError: a picture needs matplotlib, which is not installed.
-        ValueError: the name ends in something else.
+        ModuleNotFoundError: A picture needs matplotlib, which is not installed.
+        ValueError: The name has another ending.
     """
     path = Path(path)
     if path.suffix == ".json":

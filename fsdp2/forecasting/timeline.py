@@ -1,4 +1,4 @@
-"""One step on one rank as a timeline, forecast or recorded: what ran when, what waited, what was in memory."""
+"""One step on one rank as a timeline, forecast or recorded: spans, waits, and memory over time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ __all__ = [
 
 COMPUTE, UNITS = "compute", "units"
 POINTS = 1500
-"""As many moments of memory are kept, those with the most bytes."""
+"""The number of points of memory that are kept: those with the most bytes."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran on a lane, in seconds. ``nbytes``, ``ranks`` and ``group`` (a mesh axis) are of collectives.
+    """A kernel or collective on a lane, with times in seconds.
 
-    On the lane "units" it is the forward or the backward of a unit; there, others may lie inside.
+    Collectives have ``nbytes``, ``ranks`` and ``group``, the name of a mesh axis. On the lane "units" a span is the
+    forward or the backward of a unit, and spans may be nested.
     """
 
     lane: str
@@ -48,13 +49,13 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """A time in which compute had to wait, and the unit whose communication it waited for."""
+    """A time in which compute waited, and the unit whose communication it waited for."""
 
     begin: float
     end: float
@@ -63,7 +64,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Point:
-    """Bytes in memory from ``time`` on, by what they are for."""
+    """The bytes in memory from ``time`` on, by purpose."""
 
     time: float
     by_kind: dict[str, int]
@@ -71,7 +72,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Mark:
-    """An event of a unit, such as "pre_forward", and when it was."""
+    """An event of a unit, such as "pre_forward", and its time."""
 
     time: float
     event: str
@@ -80,10 +81,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one rank did in one step. ``title`` is where it comes from.
+    """One step on one rank. ``title`` tells its origin.
 
-    Times begin with the step, or ``begin`` before it: with the step of the earliest rank where several are side by
-    side. ``started`` is when the step began on the clock of the rank's host, in seconds since some moment.
+    Times are relative to the start of the step, or to the start of the earliest rank's step, which is ``begin`` seconds
+    earlier. ``started`` is the start of the step on the clock of the rank's host.
     """
 
     title: str
@@ -97,11 +98,11 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the step ends."""
+        """The end of the step."""
         return self.begin + self.seconds
 
     def beginning_at(self, begin: float) -> Timeline:
-        """The same step, which begins at ``begin``."""
+        """Return the same step, moved to begin at ``begin``."""
         by = begin - self.begin
         return replace(
             self,
@@ -118,16 +119,16 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long compute waited for communication."""
+        """The time that compute waited for communication."""
         return sum(wait.end - wait.begin for wait in self.waits)
 
     def to_json(self) -> str:
-        """All of it; ``from_json`` reads it."""
+        """Return the timeline as JSON, for ``from_json``."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """What ``to_json`` wrote."""
+        """Return the timeline from the JSON of ``to_json``."""
         values = json.loads(text)
         for name, kind in (("spans", Span), ("waits", Exposed), ("memory", Point)):
             values[name] = [kind(**value) for value in values[name]]
@@ -143,7 +144,7 @@ class Timeline:
         memory: Sequence[tuple[float, Mapping[str, int]]],
         period: tuple[float, float],
     ) -> Timeline:
-        """The part within ``period``, its times counted from there on."""
+        """Return the timeline of the part within ``period``, with times relative to its start."""
         start, end = period
 
         def moved(value: Any) -> Any:
@@ -162,7 +163,7 @@ class Timeline:
 def _fewer(
     memory: Sequence[tuple[float, Mapping[str, int]]], start: float, end: float
 ) -> list[tuple[float, Mapping[str, int]]]:
-    """Of moments that lie closer than can be drawn, the one with the most bytes."""
+    """Return at most about ``POINTS`` moments: of close ones, the one with the most bytes."""
     inside = [(time, by_kind) for time, by_kind in memory if start <= time <= end]
     if len(inside) <= POINTS or end <= start:
         return inside
@@ -175,10 +176,10 @@ def _fewer(
 
 
 def on_one_clock(timelines: Sequence[Timeline], met: Sequence[Sequence[float]]) -> list[Timeline]:
-    """Return ``timelines`` of several ranks with times that begin with the earliest of them.
+    """Return ``timelines`` of several ranks with times relative to the start of the earliest.
 
-    ``met`` has for each rank when it left each of some collectives, on its own clock. All ranks leave a collective at
-    nearly the same time, so the median of the differences tells how far two clocks are apart.
+    ``met`` has for each rank the ends of some collectives on its own clock. All ranks leave a collective at nearly the
+    same time, so the median of the differences is the offset between two clocks.
     """
     ahead = [median(own - first for own, first in zip(moments, met[0])) for moments in met]
     began = [timeline.started - by for timeline, by in zip(timelines, ahead)]
@@ -186,13 +187,13 @@ def on_one_clock(timelines: Sequence[Timeline], met: Sequence[Sequence[float]]) 
 
 
 def axis_name(group: dist.ProcessGroup) -> str:
-    """The mesh dimension that ``group`` was made for, as far as it says."""
+    """Return the name of the mesh dimension that ``group`` was made for, or "world"."""
     name = group.group_desc.removeprefix("mesh_")
     return "world" if name in ("", "default_pg", "undefined") else name
 
 
 def lane_names(spans: Iterable[Span]) -> dict[str, str]:
-    """For each lane of ``spans`` what it is for: a stream by the collectives on it, others by their name."""
+    """Return the name of each lane of ``spans``: streams are named after the collectives on them."""
     names: dict[str, str] = {}
     for span in spans:
         if not span.lane.startswith("stream "):
@@ -208,7 +209,7 @@ _PURPOSES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "
 
 
 def unit_spans(marks: Iterable[Mark]) -> list[Span]:
-    """The forward and backward of each unit, from its events."""
+    """Return the forwards and backwards of all units from their events."""
     spans: list[Span] = []
     opened: dict[tuple[str, str], list[float]] = {}
     for mark in marks:
@@ -221,7 +222,7 @@ def unit_spans(marks: Iterable[Mark]) -> list[Span]:
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """What chrome://tracing and https://ui.perfetto.dev show: a process for each timeline, a thread for each lane."""
+    """Return a trace for chrome://tracing and https://ui.perfetto.dev: a process per timeline, a thread per lane."""
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.name}})

@@ -1,5 +1,5 @@
-"""torch's and FSDP1's faces. From the top down; a file imports only what stands below it.
+"""Compatibility with torch's FSDP2. From the top down; a file imports only files below it.
 
-install  libraries that import torch's fully_shard get ours
-names    what torch calls the parts of a unit, a group and a parameter
+install  replaces torch's fully_shard in libraries that import it
+names    torch's names for the parts of a unit, a group and a parameter
 """

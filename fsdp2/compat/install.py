@@ -1,4 +1,4 @@
-"""``install()``: libraries that import torch's ``fully_shard`` themselves get ours, until ``uninstall()``."""
+"""``install()`` replaces torch's ``fully_shard``, for libraries that import it, until ``uninstall()``."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ OURS = {
 }
 THEIRS = {name: getattr(torch_fsdp, name) for name in OURS}
 _PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
-# Helpers of torch that patch the class of groups by name; torch's own replicate goes on using torch's class.
+# Helpers of torch that patch the class of groups by name; torch's own replicate continues to use torch's class.
 _GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
 _FROM_FSDP2 = re.compile(rf"\bfrom\s+fsdp2[\s.]|\bfsdp2\.({'|'.join(OURS)})\b")
 _FROM_TORCH = re.compile(r"\btorch\.distributed\.(fsdp|_composable)\b")
 
 
 class Installation:
-    """What an ``install()`` replaced; as a context manager it undoes that at the end of the outermost block."""
+    """The names that ``install()`` replaced. A context manager that restores them at the end of the outermost block."""
 
     def __init__(self) -> None:
         self.replaced: list[str] = []
-        self.depth = 0  # calls of install() whose block has not ended
+        self.depth = 0  # the number of install() blocks that are open
         self._undo: list[tuple[ModuleType, str, Any, Any]] = []
         self._finder = _Finder(self)
         self._ours_before = set(_holders(OURS))
@@ -63,7 +63,7 @@ class Installation:
                 uninstall()
 
     def set(self, owner: ModuleType, name: str, value: Any) -> None:
-        """Replace ``owner.name`` and remember what it was."""
+        """Replace ``owner.name`` and remember the old value."""
         before = getattr(owner, name, None)
         if before is value:
             return
@@ -72,7 +72,7 @@ class Installation:
         self.replaced.append(f"{owner.__name__}.{name}")
 
     def adopt(self, module: ModuleType) -> None:
-        """Replace in one of torch's modules whatever of torch's own it imported."""
+        """Replace torch's functions and classes in one of torch's modules that has imported them."""
         for name, theirs in THEIRS.items():
             if getattr(module, name, None) is theirs:
                 self.set(module, name, OURS[name])
@@ -81,20 +81,20 @@ class Installation:
             self.set(module, "FSDPParamGroup", FSDPParamGroup)
 
     def undo(self) -> None:
-        """Put everything back, latest first, but not what somebody has replaced again since."""
-        with contextlib.suppress(ValueError):  # somebody else has removed it
+        """Restore all names, the latest first, except those that other code has replaced since."""
+        with contextlib.suppress(ValueError):  # other code has removed it
             sys.meta_path.remove(self._finder)
         for module, name, before, value in reversed(self._undo):
             if getattr(module, name, None) is value:
                 setattr(module, name, before)
         self._undo.clear()
-        self._give_back()
+        self._restore_imported()
 
-    def _give_back(self) -> None:
-        """Give torch's functions to modules that were imported meanwhile and so have ours.
+    def _restore_imported(self) -> None:
+        """Restore torch's functions in modules that have imported ours since ``install()``.
 
-        Such a module may also have imported ours from fsdp2, which only its source tells. One that does not tell keeps
-        ours, with a warning.
+        Such a module may also have imported ours from fsdp2 on purpose, which only its source shows. If the source is
+        not clear, the module keeps ours, and a warning names it.
         """
         unsure = []
         for module, attribute, function in set(_holders(OURS)) - self._ours_before:
@@ -115,7 +115,7 @@ class Installation:
             )
 
     def start(self) -> None:
-        """Replace torch's names where they are already, and where they will be imported."""
+        """Replace torch's functions in modules that are imported already, and hook later imports."""
         for name in _PUBLIC:
             importlib.import_module(name)
         for name, module in list(sys.modules.items()):
@@ -138,7 +138,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec others find, with a loader that adopts the module once it has run."""
+        """Return the spec of the other finders, with a loader that adopts the module after its execution."""
         if self._searching or fullname not in _GROUP_USERS:
             return None
         self._searching = True
@@ -160,7 +160,7 @@ class _AdoptingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if _installed is self._installation:  # it may have ended while this thread imported
+        if _installed is self._installation:  # another thread may have called uninstall() during the import
             self._installation.adopt(module)
 
 
@@ -171,17 +171,24 @@ _lock = threading.RLock()
 def install(*, rebind: bool = False) -> Installation:
     """Replace ``torch.distributed.fsdp.fully_shard`` (and that of ``torch.distributed._composable.fsdp``) by fsdp2's.
 
-    Call it before importing libraries that use torch's: one that has already imported torch's function keeps it, with a
-    warning. ``isinstance`` with torch's ``FSDPModule`` and its policy classes works without it. ``python -m fsdp2
-    script.py`` calls it before a program that you do not want to edit.
+    Call it before you import libraries that use torch's function. A library that has already imported it keeps it, and
+    a warning says so. ``isinstance`` tests with torch's ``FSDPModule`` and its policy classes work without this call.
+    ``python -m fsdp2 script.py`` makes the call before a program that you do not want to edit.
 
     Args:
         rebind: Also replace torch's functions in modules that have already imported them. Copies elsewhere (in a
             dictionary, or as a default argument) stay torch's.
 
     Returns:
-        What was replaced, by name; usable as a context manager. A second call replaces nothing more and returns the
-        same; blocks may be nested, and the end of the outermost undoes it.
+        An object that lists the replaced names, usable as a context manager. A second call replaces nothing more and
+        returns the same object. Blocks may be nested; the end of the outermost restores torch's functions.
+
+    Example::
+
+        import fsdp2
+
+        fsdp2.install()
+        import trl  # uses fsdp2's fully_shard from now on
     """
     global _installed
     with _lock:
@@ -210,9 +217,9 @@ def install(*, rebind: bool = False) -> Installation:
 
 
 def uninstall() -> None:
-    """Restore torch's own functions, also in modules that imported them meanwhile; open blocks of ``install`` end.
+    """Restore torch's own functions, also in modules that imported fsdp2's meanwhile, and end open ``install`` blocks.
 
-    It does nothing if ``install`` was not called.
+    Without an earlier ``install`` it does nothing.
     """
     global _installed
     with _lock:
@@ -226,7 +233,7 @@ def _is_torchs_or_ours(module: ModuleType) -> bool:
 
 
 def _holders(functions: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str, str]]:
-    """Modules that hold one of ``functions`` under any name, that name, and the function's own."""
+    """Yield each module that holds one of ``functions``, the name there, and the function's own name."""
     names = {id(function): name for name, function in functions.items()}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):

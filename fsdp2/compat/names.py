@@ -1,6 +1,7 @@
-"""What torch calls the parts of a unit, a group and a parameter, given to our classes when the package is imported.
+"""torch's names for the parts of a unit, a group and a parameter, as properties of our classes.
 
-Libraries, memory trackers and torch's own tests read them by these names; nothing else in the package does.
+They are set when the package is imported. Libraries, memory trackers and torch's own tests use these names; nothing
+else in the package does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SHARDED_STATES: dict[type, str] = {Full: "UNSHARDED", Pieces: "SHARDED_POST_FOR
 
 
 def _training_state(group: FSDPParamGroup) -> TrainingState:
-    """Where the group is in the iteration; of one that is gathered ahead of its turn, that of the pass that runs."""
+    """Return the group's phase in the iteration; for a prefetched group, the phase of the running pass."""
     phase, unit = group.phases.phase, get_state(group.modules[0])
     if phase is Phase.IDLE and backward_runs():
         phase = Phase.BACKWARD
@@ -81,7 +82,7 @@ _UNIT: Properties = {
 }
 _COMM: Properties = {
     "reduce_scatter_max_input_buffers": lambda comm: comm.reductions.limit,
-    "_last_post_reduce_events": lambda comm: {},  # nothing for a forward to wait for: the end of a backward does that
+    "_last_post_reduce_events": lambda comm: {},  # empty: the end of backward has already waited for reductions
 }
 _UNIT_METHODS: dict[str, Callable[..., Any]] = {
     "_pre_forward": FSDPState.pre_forward,
@@ -92,7 +93,7 @@ _UNIT_METHODS: dict[str, Callable[..., Any]] = {
 
 
 def give_names() -> None:
-    """Give our classes torch's names."""
+    """Set torch's names on our classes."""
     owners = ((FSDPParam, _PARAM), (FSDPParamGroup, _GROUP), (FSDPState, _UNIT), (CommContext, _COMM))
     for owner, names in owners:
         for name, read in names.items():

@@ -1,5 +1,5 @@
-"""Every private torch symbol fsdp2 leans on, by subject, each with the reason.
+"""The private torch symbols that fsdp2 uses, by subject, each with the reason.
 
-Nothing else in the package may name one, so that a torch that moves one fails here, loudly;
-``tests/unit/test_torch*.py`` probe them one by one.
+No other folder of the package may use one, so that a torch version that moves one fails here.
+``tests/unit/test_torch*.py`` test each of them.
 """

@@ -1,4 +1,4 @@
-"""The graph of autograd and the backward that runs."""
+"""Autograd's graph, and the running backward."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ __all__ = [
     "without_functorch",
 ]
 
-# The id of the running backward, -1 outside: a forward hook that fires inside one is a recomputation.
+# The id of the running backward, -1 outside of one. A forward hook that runs inside a backward is a recomputation.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# Nodes created from now on have at least this number: tells a view made inside a module from a view of its input.
+# Nodes created from now on have at least this number. It tells a view made inside a module from a view of its input.
 autograd_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def node_sequence_number(node: Any) -> int:
-    """The creation number of an autograd node."""
+    """Return the creation number of an autograd node."""
     return node._sequence_nr()
 
 
-# Runs a function when the running backward is done (torch's engine has no public way to ask for it).
+# Runs a function at the end of the running backward. torch's engine has no public function for it.
 queue_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]  # its C class has no stub
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:
-    """Whether the running backward will add to ``leaf.grad``; its hooks run then.
+    """Return True if the running backward will add to ``leaf.grad``, which runs its hooks.
 
-    The engine refuses to say so of a leaf that ``torch.autograd.grad`` was asked for: nothing is accumulated there.
+    The engine raises an error for an input of ``torch.autograd.grad``, where nothing is accumulated.
     """
     try:
         return torch._C._will_engine_execute_node(accumulate_grad_node(leaf))
@@ -53,31 +53,31 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
         return False
 
 
-# Whether torch knows that a gradient's dtype was chosen (2.15).
+# True if torch records that Tensor.grad_dtype was set (since 2.15).
 _FLAGGED: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 
 def explicit_grad_dtype(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
-    """The ``grad_dtype`` that was set on ``param``, which may be None (any), in a tuple; () if none was.
+    """Return the ``grad_dtype`` that was set on ``param`` in a tuple; None in it means any dtype. () if none was set.
 
-    Before torch 2.15 one that equals the parameter's dtype cannot be told from the default.
+    Before torch 2.15, a value that equals the parameter's dtype cannot be told from the default.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # not every subclass knows what it is asked
+    with torch._C.DisableTorchFunctionSubclass():  # not every subclass implements these attributes
         dtype = param.grad_dtype
         chosen = param._has_grad_dtype_override if _FLAGGED else dtype != param.dtype  # type: ignore[attr-defined]  # since torch 2.15
     return (dtype,) if chosen else ()
 
 
 def accumulate_grad_node(leaf: torch.Tensor) -> Any:
-    """The autograd node that adds to ``leaf.grad``; it runs on the stream that it was made on, so it is not kept."""
+    """Return the autograd node that adds to ``leaf.grad``. Do not keep it: it runs on the stream of its creation."""
     with torch.enable_grad():
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has one
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]] | None:
-    """The hooks of ``register_hook`` and those of ``register_post_accumulate_grad_hook``; None if there is neither.
+    """Return the hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook``, or None if there are none.
 
-    Autograd never sees a shard, so fsdp2 runs the hooks on its reduced gradient.
+    Shards take no part in autograd, so fsdp2 runs their hooks on the reduced gradient.
     """
     on_gradient, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     if not on_gradient and not after:
@@ -86,19 +86,19 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list
 
 
 def have_gradient_hooks(tensors: Iterable[Any]) -> bool:
-    """Whether any of ``tensors`` has such hooks; one pass in Python over what may be thousands."""
+    """Return True if any of ``tensors`` has such hooks; fast for thousands of tensors."""
     return any([tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors])
 
 
-# The tensor that one is a view of, or None; changing a view in place goes through its base in autograd.
+# The base of a view, or None. Autograd records an in-place change of a view on its base.
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
-# Whether a transform of torch.func runs; tensors are wrapped then, and say wrongly that they need no gradient.
+# True while a transform of torch.func runs. Tensors are then wrapped, and their requires_grad is wrongly False.
 functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-# Its transforms are off in a block of this, so that tensors made there are plain ones.
+# A context that disables these transforms, so that tensors made in it are plain.
 without_functorch: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch
 
-# Profiler ranges cost microseconds each, so they are only opened while a profiler runs.
+# True while a profiler runs. Profiler ranges cost microseconds each, so they are opened only then.
 profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled

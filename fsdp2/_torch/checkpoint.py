@@ -9,14 +9,14 @@ from typing import Any
 __all__ = ["async_saves"]
 
 _THREAD, _FUNCTION = "AsyncCheckpointExecutor", "save_wrapper"
-_START_SECONDS = 1.0  # that a thread may need until it shows what it was started for; in truth microseconds
+_START_SECONDS = 1.0  # the longest wait for a new thread's function to start; it takes microseconds
 
 
 def async_saves() -> list[dict[str, Any]]:
-    """The arguments of each ``dcp.async_save`` whose thread runs in this process; ``process_group`` is one of them.
+    """Return the arguments of each ``dcp.async_save`` that runs in this process; ``process_group`` is one of them.
 
-    Nothing public says that a save is under way, nor on which group: its thread has a name, and the function that it
-    runs has the arguments.
+    No public function tells of a running save or of its group. A save is found by the name of its thread, and its
+    arguments in the frame of the function that the thread runs.
     """
     threads = [thread for thread in threading.enumerate() if thread.name.startswith(_THREAD)]
     found = [_arguments(thread) for thread in threads]
@@ -24,7 +24,7 @@ def async_saves() -> list[dict[str, Any]]:
 
 
 def _arguments(thread: threading.Thread) -> dict[str, Any] | None:
-    """What the thread was started with; None if it is through."""
+    """Return the arguments of the thread's function, or None if the thread has ended."""
     for _ in range(int(_START_SECONDS / 0.001)):
         frame = sys._current_frames().get(thread.ident or 0)
         while frame is not None:

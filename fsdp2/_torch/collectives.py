@@ -1,4 +1,4 @@
-"""Collectives of a process group, what they take, and the store beside them."""
+"""Collectives of a process group, their options, and the store of the process group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-# The public collectives spend more time in Python on checks than a small collective takes; a group's methods do not.
+# The checks of the public collectives in Python take longer than a small collective; a group's methods have none.
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -19,20 +19,20 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-# What ranks compare beside their collectives goes through the store the process group was made with.
+# Ranks compare themselves through the store that the process group was made with.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
-# Buffers from a process group's allocator or from symmetric memory; torch's own collectives for them serve as they are.
+# Collectives on buffers from a process group's allocator or from symmetric memory, used unchanged.
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-# The interfaces of set_custom_all_gather and set_custom_reduce_scatter; torch exports them nowhere public.
+# The interfaces of set_custom_all_gather and set_custom_reduce_scatter, which torch does not export.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
 )
 
-# The one collective that belongs to no step (which incarnation of the job is this?) is not for users' modes to count.
+# One collective belongs to no training step: it identifies the incarnation of the job. Users' modes must not count it.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
@@ -59,8 +59,8 @@ __all__ = [
 ]
 
 
-# Asked of the group itself, not of its class: a group written in Python (torch's threaded one, fault-tolerant ones)
-# overrides these methods, and the class's own would pass it by. torch 2.13 renamed all but the last.
+# Looked up on the group, not on its class: a group written in Python (torch's threaded one, fault-tolerant ones)
+# overrides these methods. torch 2.13 renamed all but the last.
 def _group_method(name: str, before: str) -> Callable[[dist.ProcessGroup | None], Callable[..., Any]]:
     return operator.attrgetter(name if hasattr(dist.ProcessGroup, name) else before)
 
@@ -71,8 +71,8 @@ group_all_gather_coalesced = _group_method("all_gather_single_coalesced", "allga
 
 group_reduce_scatter = _group_method("reduce_scatter_single", "_reduce_scatter_base")
 
-# One launch reduces several gradients from where autograd left them. No public function takes a list of whole tensors:
-# dist.reduce_scatter takes one tensor for each rank, and the coalescing manager costs more calls than it saves.
+# One launch reduces several gradients without copying them. No public function takes a list of whole tensors:
+# dist.reduce_scatter takes one tensor for each rank, and the coalescing manager needs more calls than it saves.
 group_reduce_scatter_coalesced = _group_method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
@@ -81,15 +81,15 @@ group_all_reduce = _group_method("allreduce", "allreduce")
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the collectives of ``group`` may take.
+    """Return the timeout of the collectives of ``group``.
 
-    Nothing public says it, and the store's own timeout is another one. A backend written in Python has no options.
+    There is no public function for it, and the store's timeout differs. A backend written in Python has no options.
     """
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", default_pg_timeout)
 
 
-# Newer than torch 2.11: symmetric memory for collectives.
+# Symmetric memory for collectives; torch 2.11 lacks it.
 SymmMemAllGather: Any = getattr(_fsdp_collectives, "SymmMemAllGather", None)
 SymmMemReduceScatter: Any = getattr(_fsdp_collectives, "SymmMemReduceScatter", None)
 

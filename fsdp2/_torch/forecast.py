@@ -1,4 +1,4 @@
-"""Private torch names that a forecast needs: fake tensors, dispatch modes, and what operators say of themselves."""
+"""Private torch names for forecasts: fake tensors, dispatch modes, and the schemas of operators."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The classes in which torch's own fully_shard takes a mesh for a single parameter.
+# Has the classes in which torch's own fully_shard takes a mesh for a single parameter.
 import torch.distributed.fsdp._fully_shard._fsdp_common as torch_common
 
-# Operators of process groups return a work in a box; this is one that is done. They name groups or put them in a box.
+# Operators of process groups return a boxed work; FakeWork is a finished one. Their groups are boxed, or names.
 from torch._C._distributed_c10d import FakeWork, _resolve_process_group
 
-# Tensors without memory that know their shape, dtype and device: a model of any size fits. What a device mesh keeps its
-# ranks in stays real.
+# Tensors with a shape, a dtype and a device but no memory, so a model of any size fits. The tensors in which a device
+# mesh keeps its ranks stay real.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-# A process group that sends nothing is made from a store that holds nothing.
+# The store of a process group that sends nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Sees each operator that runs, also in backward.
@@ -56,9 +56,10 @@ __all__ = [
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors made in the block have no memory, and modules may be cast as usual.
+    """Make all tensors in the block fake ones. Modules may be cast as usual.
 
-    The converter remembers each fake tensor weakly, and for that alone ``module.to(dtype)`` would refuse it.
+    The converter keeps a weak reference to each fake tensor, which alone would make ``module.to(dtype)`` raise an
+    error, so these references are dropped before a swap.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     remembered, swap = mode.fake_tensor_converter.meta_converter.tensor_memo, torch.utils.swap_tensors
@@ -67,7 +68,7 @@ def fake_tensors() -> Iterator[None]:
         remembered.clear()
         swap(first, second)
 
-    # What an operator says against its inputs is raised as well; the log would print its traceback before that.
+    # An operator's error about its inputs is raised as well; the log would print its traceback before that.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     muted, log.disabled = log.disabled, True
     torch.utils.swap_tensors = swap_forgotten
@@ -80,7 +81,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def makes_ranks_of_a_mesh() -> bool:
-    """Whether torch's device mesh calls the operator, for the ranks it is made of: their values count."""
+    """Return True if torch's device mesh calls the operator, to make the tensor of its ranks, whose values matter."""
     frame: Any = sys._getframe(2)
     for _ in range(8):
         if frame is None:
@@ -92,42 +93,42 @@ def makes_ranks_of_a_mesh() -> bool:
 
 
 def operator_arguments(func: Any) -> Any:
-    """The arguments of an operator's schema: their names, and whether one is written or viewed."""
+    """Return the arguments of an operator's schema, with their names and aliasing."""
     return func._schema.arguments
 
 
 def operator_returns(func: Any) -> Any:
-    """What an operator's schema says that it returns."""
+    """Return the results of an operator's schema."""
     return func._schema.returns
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """A number that Python objects of one storage share, as long as the storage lives."""
+    """Return a number that is the same for all Python objects of one storage while the storage exists."""
     return storage._cdata
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that tensors share if and only if they share their memory, as long as one of them lives."""
+    """Return a number that is equal for two tensors if and only if they share memory, while one of them exists."""
     return key_of(tensor.untyped_storage())
 
 
 def finished_work() -> Any:
-    """What an operator returns for a collective that is done."""
+    """Return the result of an operator for a finished collective."""
     return FakeWork().boxed()
 
 
 def unboxed_group(group: Any) -> dist.ProcessGroup:
-    """The process group of an operator's argument: a box, or for functional collectives its name."""
+    """Return the process group of an operator's argument: a boxed group, or a name in functional collectives."""
     if isinstance(group, dist.ProcessGroup):
         return group
     return _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]  # the stub takes a tensor
 
 
 def torch_placement(result: Any) -> Any:
-    """What ``shard_placement_fn`` returned, as torch's own takes it: the mesh of a result of ours in torch's class.
+    """Convert a result of ``shard_placement_fn`` for torch's own fully_shard.
 
     Raises:
-        NotImplementedError: this torch takes no mesh for a single parameter.
+        NotImplementedError: This torch version accepts no mesh for a single parameter.
     """
     mesh = getattr(result, "mesh_info", None)
     if not isinstance(mesh, dist.DeviceMesh):

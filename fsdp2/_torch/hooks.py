@@ -1,4 +1,4 @@
-"""What keeps torch out of hooks: torch.compile, and modes that see every operation."""
+"""Keep torch.compile and dispatch modes out of hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as checkpointing
 
-# Modes can be entered and left in public, but not taken off for a while.
+# Public functions enter and leave modes, but cannot remove one for a while.
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = [
@@ -22,23 +22,23 @@ __all__ = [
 
 _M = TypeVar("_M", bound=Callable[..., Any])
 
-# What Python frames are compiled by now; None outside of what is compiled, where there is nothing to turn off.
+# The function that compiles Python frames now; None outside of compiled code, where nothing has to be disabled.
 _compile_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-# How many modes there are; asked by every hook, so it must cost nothing.
+# The number of active modes. Every hook calls it, so it must be fast.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-# Selective checkpointing keeps results by operation and number, so a gather that happens in the forward alone, or in
-# the recomputation alone, makes it give out wrong ones or raise.
+# Selective checkpointing stores results by operation and count. A gather that runs only in the forward, or only in the
+# recomputation, would make it return wrong results or raise an error.
 _names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 _CHECKPOINTS = tuple(getattr(checkpointing, name) for name in _names if hasattr(checkpointing, name))
 
 
 def outside_dynamo(method: _M, among_modes: Callable[..., Any] | None = None) -> _M:
-    """``method`` with compilation off while it runs: torch.compile breaks its graph there instead of tracing hooks.
+    """Return ``method`` with compilation disabled: torch.compile breaks its graph there instead of tracing hooks.
 
-    Dynamo is not imported for it. Outside of what is compiled, a call costs one look at whether it is. Where there are
-    dispatch modes, ``among_modes`` runs in its place, if given.
+    Dynamo is not imported for this. Outside of compiled code, a call costs one test. If dispatch modes are active,
+    ``among_modes`` runs instead, if given.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -61,9 +61,10 @@ def outside_dynamo(method: _M, among_modes: Callable[..., Any] | None = None) ->
 
 
 def outside_dynamo_and_modes(outer: Callable[[Any], int]) -> Callable[[_M], _M]:
-    """Take a method out of sight of the modes of a checkpoint, too, and of all inside of the ``outer(self)`` first.
+    """Return a decorator that also hides a method from some dispatch modes.
 
-    Modes by which torch traces and makes fake tensors stay.
+    These are the modes of selective checkpointing, and all modes above the first ``outer(self)`` ones. Modes with which
+    torch traces or makes fake tensors stay.
     """
 
     def decorate(method: _M) -> _M:
@@ -86,5 +87,5 @@ def outside_dynamo_and_modes(outer: Callable[[Any], int]) -> Callable[[_M], _M]:
 
 
 def dynamo_is_tracing() -> bool:
-    """Whether Dynamo runs this function while it traces: it takes tensors it has not seen for constants."""
+    """Return True if Dynamo runs this function while it traces: it would treat unknown tensors as constants."""
     return "torch._dynamo" in sys.modules and torch._guards.TracingContext.try_get() is not None

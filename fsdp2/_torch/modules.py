@@ -1,4 +1,4 @@
-"""Modules: the state that an API keeps on them, and how they register, save and load."""
+"""Modules: the state of composable APIs, and how modules register, save and load."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-# The state of a composable API lives on the module under this key; `fully_shard.state(module)` reads it there, and
-# `replicate` and torch's own fully_shard read the registry to refuse a module that is already managed.
+# The state of a composable API is on the module under this key, where `fully_shard.state(module)` reads it.
+# `replicate` and torch's own fully_shard read the registry, and raise an error for a module that is already managed.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-# Libraries find the state of a module through this mapping; it keeps weak references, hence the class to derive from.
+# Libraries find the state of a module through this mapping. It has weak references, which the base class supports.
 from torch.distributed._composable_state import _get_module_state as composable_state
 from torch.distributed._composable_state import _insert_module_state as insert_composable_state
 from torch.distributed._composable_state import _State as ComposableState
@@ -30,24 +30,24 @@ __all__ = [
 
 
 def run_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]] | None:
-    """What a ModuleWrapPolicy or CustomPolicy matches in ``root``, each with its arguments; None for anything else."""
+    """Return the matches of a ModuleWrapPolicy or CustomPolicy with their arguments; None for any other policy."""
     return policy._run_policy(root, ignored, {}) if hasattr(policy, "_run_policy") else None
 
 
 def overrides_setattr(module: nn.Module) -> bool:
-    """Whether the class watches its attributes (nn.LSTM keeps a list of its weights), so ``setattr`` must be used."""
+    """Return True if the class overrides ``__setattr__``, so it must be used (nn.LSTM keeps a list of its weights)."""
     return type(module).__setattr__ is not nn.Module.__setattr__
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of the module's own buffers that state dicts leave out."""
+    """Return the names of the module's own buffers that state dicts omit."""
     return module._non_persistent_buffers_set
 
 
 def loads_as_torch_does(module: nn.Module) -> bool:
-    """Whether what ``load_state_dict`` gives ``module`` is loaded as it is: no code but torch's and ours sees it first.
+    """Return True if only code of torch and fsdp2 handles the values that ``load_state_dict`` loads into ``module``.
 
-    Such code may rename or reshape what it is given, so its module's state dict cannot be judged beforehand.
+    Other code may rename or reshape values, so the state dict of its module cannot be checked in advance.
     """
     if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
         return False

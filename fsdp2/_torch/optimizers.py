@@ -1,4 +1,4 @@
-"""Optimizers, and the kernels of clipping and loss scaling."""
+"""Optimizers, and kernels for clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
     "put_first_after_step",
 ]
 
-# One kernel unscales a list of gradients and notes whether one is not finite; what torch.amp.GradScaler itself calls.
+# One kernel unscales a list of gradients and records if one is not finite. torch.amp.GradScaler uses it too.
 check_finite_and_unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 
-# The same for norms and for scaling in place, which clipping is made of.
+# Kernels on lists for norms and for scaling in place, for clipping.
 foreach_norm: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
 
 foreach_mul: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
@@ -36,10 +36,10 @@ def around_init_group(
 ) -> None:
     """Let ``around(collect, group, lists)`` fill the lists with a group's tensors in each step of torch's optimizer.
 
-    All of torch's do that in this method: parameters with a gradient, gradients, then one list for each kind of state.
-    ``collect()`` does it their way; what it returns must be returned. What the lists hold in the end is what the step
-    computes with; the optimizer itself keeps what it has. A copy of the optimizer does without ``around``. A compiled
-    step breaks here, or calls it while it is traced (torch before 2.15).
+    All of torch's optimizers fill them in this method: parameters with a gradient, gradients, then one list for each
+    kind of state. ``collect()`` calls the original method; return its result. The step computes with the tensors in the
+    lists, while the optimizer keeps its own. A copy of the optimizer does not call ``around``. A compiled step has a
+    graph break here, or calls it during tracing (torch before 2.15).
     """
     own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]  # not in Optimizer
 
@@ -54,15 +54,15 @@ def around_init_group(
 def around_use(
     before_zeroing: Callable[[torch.optim.Optimizer], None], after_adding: Callable[[torch.optim.Optimizer], None]
 ) -> None:
-    """Call these before each ``zero_grad`` and after each ``add_param_group`` of every optimizer in the process.
+    """Call functions before each ``zero_grad`` and after each ``add_param_group`` of every optimizer in the process.
 
-    An optimizer's ``__init__`` adds its groups too. torch has hooks for steps and state dicts only, so the two methods
-    of the base class are replaced by ones that call them; subclasses that override them call the base class's.
+    An optimizer's ``__init__`` adds its groups by ``add_param_group`` too. torch has hooks only for steps and state
+    dicts, so the two methods of the base class are replaced. Subclasses that override them call the base class's.
     """
     base = torch.optim.Optimizer
     zero, add = base.zero_grad, base.add_param_group
 
-    @outside_dynamo  # as torch's own are
+    @outside_dynamo  # like torch's own methods
     @functools.wraps(zero)
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         before_zeroing(self)
@@ -78,5 +78,5 @@ def around_use(
 
 
 def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
-    """Move a hook after the step ahead of those that were registered before it; torch can only append one."""
+    """Move a step post-hook before all others; torch can only append one."""
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # a plain dict in the stubs

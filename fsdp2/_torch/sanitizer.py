@@ -1,4 +1,4 @@
-"""Torch's stream sanitizer, which is private."""
+"""torch's stream sanitizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class StreamError(Exception):
 
 @contextmanager
 def stream_sanitizer() -> Iterator[None]:
-    """Raise ``StreamError`` where a kernel of the block does not wait for another stream that uses the same memory.
+    """Raise ``StreamError`` if a kernel in the block does not wait for another stream that uses the same memory.
 
-    This uses the mode itself, since ``enable_cuda_sanitizer`` is for a whole program. Importing it makes torch report
-    each allocation and event until the process ends, so it is imported here and not by the package.
+    It uses the dispatch mode itself, because ``enable_cuda_sanitizer`` is for a whole program. Importing the mode makes
+    torch report each allocation and event until the process ends, so it is imported here and not with the package.
     """
     from torch.cuda._sanitizer import CUDASanitizerDispatchMode, CUDASanitizerErrors
 

@@ -1,4 +1,4 @@
-"""Tensors: DTensors from the inside, meshes, containers, and kernels over lists."""
+"""Tensors: internals of DTensors, meshes, containers, and kernels over lists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-# A tensor without memory keeps in its Python attributes what makes it one.
+# A fake tensor keeps its internals in Python attributes, which must not be copied to another tensor.
 from torch._subclasses.fake_tensor import FakeTensor
 
-# A gradient that tensor parallelism is still communicating; it must be waited for before it is packed.
+# A gradient that a collective of tensor parallelism is still writing; wait for it before packing.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 # The sharded parameter is a DTensor built from a local tensor without communication or autograd.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# A dimension that tensor parallelism cut before data parallelism: its shards interleave, which this placement states.
+# The placement of a dimension that tensor parallelism cuts before data parallelism: its shards interleave.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-# User-registered containers are walked the way torch walks them.
+# torch's own walk of containers, including those that users have registered.
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -59,17 +59,17 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._
 
 
 def versions_of(tensors: Iterable[Any]) -> list[int]:
-    """How often each was changed in place; -1 for inference tensors, which do not count. One pass in Python."""
+    """Return each tensor's count of in-place changes, or -1 for inference tensors, which have none."""
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
 def storages_of(tensors: Iterable[Any]) -> list[int]:
-    """A number for the storage of each, unique among living ones; assigning ``.data`` changes it, and no version."""
+    """Return a number for each tensor's storage, unique while that exists. Assigning ``.data`` changes only this."""
     return [t.untyped_storage()._cdata for t in tensors]
 
 
 def python_attributes(param: torch.Tensor) -> dict[str, Any]:
-    """What users stored on ``param``, without what tensor subclasses keep there to be tensors."""
+    """Return the attributes that users set on ``param``, without the internals of tensor subclasses."""
     if type(param) is nn.Parameter:
         return dict(param.__dict__)
     if isinstance(param, FakeTensor):
@@ -81,49 +81,49 @@ def python_attributes(param: torch.Tensor) -> dict[str, Any]:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dimensions of all: data-parallel ones outside tensor-parallel ones, as DTensor expects."""
+    """Return one mesh with the dimensions of all meshes: data-parallel before tensor-parallel ones, for DTensor."""
     return DeviceMesh._concatenate(meshes)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A 1D mesh over all ranks of ``mesh``, for data parallelism over several of its dimensions."""
+    """Return a 1D mesh over all ranks of ``mesh``, for data parallelism over several of its dimensions."""
     return mesh._flatten(name)
 
 
 def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:
-    """The arguments that let a mesh of the same ranks order its process groups as ``mesh`` does.
+    """Return arguments for a mesh of the same ranks that give its process groups the same order as those of ``mesh``.
 
-    They sort their ranks unless the mesh was told to preserve the order in which it lists them (torch 2.15).
+    Process groups sort their ranks, unless the mesh was made with ``preserve_rank_order=True`` (torch 2.15).
     """
     return {"preserve_rank_order": True} if getattr(mesh, "_preserve_rank_order", False) else {}
 
 
-# Modes do not see what happens in a block of this, not even those that make fake tensors of everything.
+# A context that hides operations from all dispatch modes, including FakeTensorMode.
 without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 
 
-# A DTensor around a local tensor itself; ``DTensor.from_local`` would make a view and check it on every call.
+# Makes a DTensor of a local tensor itself. ``DTensor.from_local`` would make a view and check it in every call.
 dtensor_from_local: Callable[[torch.Tensor, DTensorSpec], DTensor] = functools.partial(
     DTensor.__new__, DTensor, requires_grad=False
 )
 
 
-# The local tensor object of a DTensor; ``to_local`` would go through autograd and make a view.
+# Returns the local tensor object of a DTensor. ``to_local`` would go through autograd and make a view.
 local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def local_tensors(tensors: Iterable[Any]) -> list[Any]:
-    """The local tensor of each DTensor, the rest as it is; one pass in Python over what may be thousands."""
+    """Return the local tensor of each DTensor, and other values unchanged; fast for thousands of them."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:
-    """The spec of each DTensor, None for the rest; one pass in Python over what may be thousands."""
+    """Return the spec of each DTensor, and None for other values; fast for thousands of them."""
     return [t._spec if isinstance(t, DTensor) else None for t in tensors]
 
 
 def set_local_tensor(dtensor: Any, local: torch.Tensor, spec: DTensorSpec | None = None) -> None:
-    """Let a DTensor keep its identity while its local tensor moves into another buffer; ``spec`` equals its own."""
+    """Replace the local tensor of a DTensor, which stays the same object; ``spec`` equals its own spec."""
     dtensor._local_tensor, dtensor._spec = local, spec or dtensor._spec
 
 

@@ -81,7 +81,7 @@ __all__ = [
     "use_weights",
 ]
 
-# Training needs none of these: what they need of torch is imported where they are asked for.
+# Imported at the first use: they need parts of torch that training does not need.
 _LATER = {"forecast": "fsdp2.forecasting.run", "record_steps": "fsdp2.forecasting.recording"}
 
 

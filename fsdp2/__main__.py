@@ -1,4 +1,4 @@
-"""``python -m fsdp2 script.py args``: run a program that uses torch's ``fully_shard`` with fsdp2's, without an edit."""
+"""``python -m fsdp2 script.py args`` runs a program with fsdp2's ``fully_shard`` in place of torch's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ fsdp2.install() themselves."""
 
 
 def _forecast(arguments: Sequence[str]) -> int:
-    from fsdp2.forecasting.command import main  # what it needs of torch is only imported where it is asked for
+    from fsdp2.forecasting.command import main  # here: it imports parts of torch that other programs do not need
 
     return main(arguments)
 
@@ -48,7 +48,7 @@ _SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"forecast": _forecast
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what ``arguments`` ask for; the exit status."""
+    """Run the program or subcommand in ``arguments``; return the exit status."""
     parser = argparse.ArgumentParser(
         "python -m fsdp2",
         usage=_USAGE,
@@ -69,13 +69,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(program: str, arguments: Sequence[str], *, module: bool) -> None:
-    """Become ``program``: what it finds in ``sys`` is what it would find without us."""
+    """Run ``program`` with ``sys.argv`` and ``sys.path`` as Python would set them for it."""
     fsdp2.install(rebind=True)
     sys.argv[:] = [program, *arguments]
     if module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
-        # As Python does: the script's folder comes in place of the current one, which ``-m fsdp2`` put there.
+        # Like Python itself: the first entry is the script's folder. ``-m fsdp2`` had put the current folder there.
         sys.path[0] = os.path.dirname(os.path.abspath(program))
         runpy.run_path(program, run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""One seam for seeing what fsdp2 does: profiler ranges, a debug log, and the events tests listen to."""
+"""Profiler ranges, the debug log, and events for records and tests."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ _M = TypeVar("_M", bound=Callable[..., Any])
 
 
 class Recorder(Protocol):
-    """Notes when collectives run and what waits for them, and for which unit."""
+    """Records when collectives run and what waits for them, with the name of the unit."""
 
     def enter(self, name: str) -> None:
-        """What communicates or waits from now on is for the unit ``name``."""
+        """Attribute communication and waits from now on to the unit ``name``."""
 
     def moment(self) -> Any:
-        """This point in time on the stream that work is put on; without streams, of the host."""
+        """Return the current point in time on the current stream, or on the host if there are no streams."""
 
     def launched(self, what: tuple[str, str], axis: Any, nbytes: int, began: Any, work: Any) -> None:
-        """``what`` (lane, kind) was started at ``began``, over ``axis``; the host may have to wait for ``work``."""
+        """Record a collective ``what`` (lane, kind) over ``axis`` that started at ``began``; ``work`` is its handle."""
 
     def waited(self, began: Any, work: Any = None) -> None:
-        """Compute waited from ``began`` until now: on streams, or the host for ``work``."""
+        """Record that the compute stream, or the host for ``work``, has waited since ``began``."""
 
 
-# The second is torch's own, which TORCH_LOGS=+fsdp turns on.
+# The second is torch's own logger, which TORCH_LOGS=+fsdp enables.
 _LOGGERS = (logging.getLogger("fsdp2"), logging.getLogger("torch.distributed.fsdp.fully_shard"))
 _listeners: list[Callable[[str, str], None]] = []
-_log: logging.Logger | None = None  # the one of them whose debug level is on
+_log: logging.Logger | None = None  # the first of them with the debug level enabled
 _nothing = contextlib.nullcontext()
 recorder: Recorder | None = None
-recording = False  # whether anybody sees events or ranges; others need not call
+recording = False  # True if a listener, a recorder, the log or the profiler is active; callers skip events otherwise
 
 
 def refresh() -> None:
-    """Look who records; once per pass, so that events cost next to nothing when nobody does."""
+    """Update ``recording``. This runs once per pass, so that events cost almost nothing while nothing records."""
     global _log, recording
     _log = next((logger for logger in _LOGGERS if logger.isEnabledFor(logging.DEBUG)), None)
     recording = bool(_listeners) or recorder is not None or _log is not None or profiler_running()
 
 
 def emit(event: str, name: str, nbytes: int | None = None) -> None:
-    """Call listeners with ``event`` (such as "unshard") and the group ``name`` and log both, with the bytes it moves
-    or frees."""
+    """Pass ``event`` (such as "unshard") and the group's ``name`` to listeners, and log both with ``nbytes``.
+
+    ``nbytes`` is the number of bytes that the event moves or frees.
+    """
     if recorder is not None:
         recorder.enter(name)
     for listener in _listeners:
@@ -63,7 +65,7 @@ def emit(event: str, name: str, nbytes: int | None = None) -> None:
 
 
 def span(event: str, name: str) -> AbstractContextManager[object]:
-    """A profiler range called ``FSDP::event (name)``, or nothing when no profiler runs."""
+    """Return a profiler range called ``FSDP::event (name)``, or an empty context if no profiler runs."""
     if recorder is not None:
         recorder.enter(name)
     if not profiler_running():
@@ -72,9 +74,9 @@ def span(event: str, name: str) -> AbstractContextManager[object]:
 
 
 def profiled(event: str) -> Callable[[_M], _M]:
-    """Run a method of an object with a ``name`` as a profiler range.
+    """Return a decorator that runs a method of an object with a ``name`` inside a profiler range.
 
-    Transforms of functorch are off meanwhile: they would wrap the tensors that it resizes.
+    It disables functorch transforms meanwhile: they would wrap the tensors that the method resizes.
     """
 
     def decorate(method: _M) -> _M:
@@ -104,7 +106,7 @@ def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording_with(new: Recorder) -> Iterator[None]:
-    """Let ``new`` record what runs in the block, in place of whoever does around it."""
+    """Replace the recorder by ``new`` inside the block."""
     global recorder
     before, recorder = recorder, new
     refresh()
@@ -116,7 +118,7 @@ def recording_with(new: Recorder) -> Iterator[None]:
 
 
 def owned(name: str, operation: Generator[None, None, None]) -> Generator[None, None, None]:
-    """``operation``, which belongs to the unit ``name`` whenever it goes on."""
+    """Run ``operation``, and attribute it to the unit ``name`` each time it continues."""
     try:
         while True:
             if recorder is not None:

@@ -1,4 +1,4 @@
-"""Methods beside ``forward`` that compute with the parameters of a sharded module."""
+"""Methods other than ``forward`` that compute with the parameters of a sharded module."""
 
 from __future__ import annotations
 
@@ -14,13 +14,25 @@ __all__ = ["register_fsdp_forward_method"]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` gather and free parameters as ``forward`` does; does nothing to a plain module.
+    """Make ``module.method_name(...)`` gather and free parameters as ``forward`` does.
+
+    A plain module is not changed, so the same script also runs unsharded.
+
+    Args:
+        module: A sharded module.
+        method_name: The name of a method that reads the module's own parameters, such as "encode".
 
     Raises:
         ValueError: ``module`` has no such method.
+
+    Example::
+
+        fsdp2.fully_shard(autoencoder)
+        fsdp2.register_fsdp_forward_method(autoencoder, "encode")
+        code = autoencoder.encode(image)
     """
     if not isinstance(module, FSDPModule):
-        return  # the same script also runs unsharded
+        return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     original = getattr(module, method_name)
@@ -28,7 +40,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A deep copy of the module takes this method along, and must not compute with the original's parameters.
+        # A deep copy of the module has this method too; it must compute with the copy's parameters.
         call = MethodType(original.__func__, self) if of_module else original
         state = self._get_fsdp_state()
         args, kwargs = state.pre_forward(self, args, kwargs)

@@ -1,4 +1,4 @@
-"""What code written for FSDP1 asks of ``fully_shard`` and of a sharded module: done, or refused with the remedy."""
+"""Compatibility with code for FSDP1: methods of its wrapper, and errors that name the replacement of an argument."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REMEDIES = {
 
 
 def names_remedies(function: F) -> F:
-    """``function``, whose refusal of an argument of FSDP1 says what to pass instead."""
+    """Return ``function``, wrapped so that an argument of FSDP1 raises an error with the argument to use instead."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -51,12 +51,12 @@ def names_remedies(function: F) -> F:
 
 
 class FSDP1Methods:
-    """Methods of FSDP1's wrapper that training loops call; a model's own of these names come first."""
+    """Methods of FSDP1's wrapper that training loops call. The model's own methods of these names take precedence."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A block in which backwards accumulate gradients without communication, as ``fsdp2.no_sync(model)``."""
+        """Accumulate gradients without communication inside a ``with`` block, like ``fsdp2.no_sync(model)``."""
         return no_sync(cast(nn.Module, self))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients of all parameters to a total norm of at most ``max_norm``; return the old norm."""
+        """Scale all gradients to a total norm of at most ``max_norm``, and return the norm before scaling."""
         return clip_grad_norm_(cast(nn.Module, self).parameters(), max_norm, norm_type)

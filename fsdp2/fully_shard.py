@@ -1,4 +1,4 @@
-"""``fully_shard``: check arguments, choose parameters, build their groups, turn the modules into FSDPModules."""
+"""``fully_shard`` checks arguments, groups parameters, and turns modules into FSDPModules."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ __all__ = ["fully_shard"]
 
 logger = logging.getLogger("fsdp2")
 
-# The FSDP class of each class. Weak both ways: a class that is made in a function or a notebook may keep models alive,
-# by what its methods refer to.
+# The FSDP class of each class. Keys and values are weak: a class that is defined in a function or a notebook may keep
+# models alive through its methods.
 _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
@@ -68,50 +68,62 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it as an ``FSDPModule``.
 
-    The call makes one unit of all parameters below ``module`` that no earlier call on a submodule manages: call it
+    The call makes one unit of all parameters below ``module`` that no earlier call on a submodule manages. Call it
     bottom-up, on each block and then on the whole model, or let ``policy`` choose the blocks. A unit's parameters are
-    gathered before its forward and its backward and freed after; its gradients are reduced to shards of their mean.
+    gathered before its forward and its backward and freed afterwards. Its gradients are reduced to shards of their
+    mean.
 
     Args:
-        module: A module, or several that communicate as one unit and need not all run in every forward.
-        mesh: 1D: shard over it. 2D: replicate over the first dimension, shard over the second. Default: all ranks, on
-            the accelerator if there is one; the default process group is made if there is none.
+        module: A module, or a list of modules that form one unit; these need not all run in every forward.
+        mesh: A 1D mesh to shard over, or a 2D mesh to replicate over its first dimension and shard over its second.
+            Default: all ranks, on the accelerator if there is one. The default process group is initialized if there
+            is none.
         reshard_after_forward: Free the full parameters after forward (True), keep them for backward (False), or keep
             them sharded over this many neighbouring ranks, a factor of the shard axis (int). None: True, and False for
             the root.
-        shard_placement_fn: Returns the dimension to shard, ``Shard(d)``, of each parameter; None for the first. Any d,
-            even or not. A ``ShardPlacementResult`` also gives the mesh: such parameters make a group of their own.
-            "auto": the dimension with the least padding, of equal ones the slowest in memory, which is gathered without
-            a copy.
-        mp_policy: dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``. Or a policy for
-            each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (first match; ``""`` for all
-            others and for the unit's inputs and outputs), or a function of the name. One gather still serves the whole
-            unit. With ``policy``, names are those in ``module``.
+        shard_placement_fn: A function of a parameter that returns the dimension to shard, ``Shard(d)``, or None for the
+            first. The dimension need not divide evenly. A ``ShardPlacementResult`` also gives a mesh; such parameters
+            make a group of their own. "auto" chooses the dimension with the least padding, and of equal ones the
+            slowest in memory, which is gathered without a copy.
+        mp_policy: The dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``. Or a policy
+            for each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (the first match counts;
+            ``""`` stands for all others and for the unit's inputs and outputs), or a function of the name. The unit
+            still has one gather. With ``policy``, names are those in ``module``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU.
-        ignored_params: Parameters to leave alone: not sharded, not moved, their gradients not reduced.
-        dp_mesh_dims: The data-parallel dimensions of ``mesh``, which is then the whole mesh of the parameters, all of
-            them DTensors.
-        policy: Which submodules become units first, with the same arguments except ``output_dtype``, which applies only
-            to what ``module`` returns: torch's ``ModuleWrapPolicy`` or ``CustomPolicy``, any function for FSDP1's
-            ``auto_wrap_policy`` (``size_based_auto_wrap_policy``), a set of module classes, a function ``(module) ->
-            bool | dict`` (of arguments for that unit), or "auto": the blocks that repeat. ``plan_units`` shows the
-            result, and the logger "fsdp2" logs it at INFO.
+        ignored_params: Parameters to leave unchanged: they are not sharded or moved, and their gradients are not
+            reduced.
+        dp_mesh_dims: The data-parallel dimensions of ``mesh``. All parameters must then be DTensors on ``mesh``.
+        policy: The submodules that become units first, with the same arguments except ``output_dtype``, which applies
+            only to the outputs of ``module``. It is torch's ``ModuleWrapPolicy`` or ``CustomPolicy``, any function for
+            FSDP1's ``auto_wrap_policy`` (``size_based_auto_wrap_policy``), a set of module classes, a function
+            ``(module) -> bool | dict`` (of arguments for that unit), or "auto" for the blocks that repeat.
+            ``plan_units`` shows the result, and the logger "fsdp2" logs it at INFO.
         strategy: torch's ``ShardingStrategy``, which implies the kind of mesh and ``reshard_after_forward``: FULL_SHARD
             (True), SHARD_GRAD_OP (False), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (the same on a 2D mesh, by default
             sharded within a node) or NO_SHARD (whole on every rank of the mesh, gradients all-reduced).
-        replicated_params: Parameters kept whole on every rank, gradients all-reduced; ranks must start with equal ones.
-        ignored_modules: Modules to leave alone with everything below them, parameters and buffers.
-        compression: Send parameters, gradients or both in eight or four bits, for slow networks; None: uncompressed.
+        replicated_params: Parameters to keep whole on every rank; their gradients are all-reduced. All ranks must
+            start with the same values.
+        ignored_modules: Modules to leave unchanged, with all modules, parameters and buffers below them.
+        compression: Sends parameters, gradients or both in eight or four bits, for slow networks. None sends them
+            uncompressed.
 
     Returns:
-        The same object; its class is now a subclass of both its own and ``FSDPModule``.
+        The same object. Its class is now a subclass of both its own class and ``FSDPModule``.
 
     Raises:
-        ValueError: a container without forward, a mesh of the wrong rank or without this rank, a tree that torch's own
-            fully_shard manages, a policy that matches nothing, arguments that contradict the strategy.
-        TypeError: an argument of the wrong type.
+        ValueError: ``module`` is a container without forward, the mesh has the wrong number of dimensions or lacks
+            this rank, torch's own fully_shard manages a module of the tree, the policy matches nothing, or arguments
+            contradict the strategy.
+        TypeError: An argument has the wrong type.
         AssertionError: ``module`` already went through a fully_shard call (torch's contract).
-        NotImplementedError: ``reshard_after_forward`` as an int together with ``dp_mesh_dims``.
+        NotImplementedError: ``reshard_after_forward`` is an int and ``dp_mesh_dims`` is given.
+
+    Example::
+
+        for block in model.blocks:
+            fsdp2.fully_shard(block)
+        fsdp2.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     """
     modules = _check_modules(module)
     given = dict(
@@ -161,7 +173,7 @@ def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any],
 
 
 def _check_placements(calls: list[_Call]) -> None:
-    """Raise, before anything changes, what any of ``calls`` would raise; a parameter goes to the first that has it."""
+    """Raise the errors of all ``calls`` before anything changes; a parameter belongs to the first call that has it."""
     taken: set[nn.Parameter] = set()
     for modules, unit in calls:
         found = [f for f in collect(modules, unit.ignored, unit.ignored_modules).params if f.param not in taken]
@@ -170,12 +182,12 @@ def _check_placements(calls: list[_Call]) -> None:
 
 
 def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
-    """Return the dtypes of a unit by names in it, where ``policy_of`` has names in the whole module."""
+    """Return the policy by names in ``unit``, from ``policy_of``, which takes names in the whole module."""
 
     def of(name: str) -> MixedPrecisionPolicy:
         if name:
             return policy_of(f"{unit}.{name}")
-        return replace(policy_of(""), output_dtype=None)  # for what the whole module returns
+        return replace(policy_of(""), output_dtype=None)  # output_dtype is only for the whole module
 
     return of
 
@@ -260,7 +272,7 @@ def _check_set(given: dict[str, Any], name: str, kind: type) -> set[Any]:
 
 
 def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    """Return ``reshard_after_forward``, where as many ranks as the axis has become True, and one rank False."""
+    """Return ``reshard_after_forward``; the size of the shard axis becomes True, and 1 becomes False."""
     if value is None or isinstance(value, bool):
         return value
     size = mesh.shard.size
@@ -291,23 +303,24 @@ _OF_FSDP1 = {
     "optim_state_dict": "fsdp2.optim_state_dict",
     "optim_state_dict_to_load": "fsdp2.optim_state_dict_to_load",
 }
-"""Functions of FSDP1's class that would search a module for FSDP1's wrappers, find none and do nothing; and ours."""
+"""Functions of FSDP1's class that would find no FSDP1 wrappers and do nothing, and fsdp2's replacements."""
 
 
 class _Registry(dict):
-    """The composable APIs applied to a module; refuses torch's own fully_shard on a module above ours.
+    """The composable APIs applied to a module. It raises an error if torch's own fully_shard is called above our unit.
 
-    torch would take our shards for tensor-parallel parameters and shard them again. The only thing it asks of a module
-    it is about to manage is whether ``replicate`` is in here. Libraries that call torch's search for the modules of a
-    unit get an answer: that search ends where another unit begins. FSDP1's, which would do nothing, are refused.
+    torch would treat our shards as tensor-parallel parameters and shard them again. Its only test of a module that it
+    is about to manage is a look-up of ``replicate`` in this registry, so the error is raised there. Libraries may also
+    call torch's search for the modules of a unit; they get an answer that ends the search at our units. FSDP1's
+    functions, which would do nothing, raise an error.
     """
 
     def __contains__(self, name: object) -> bool:
-        asking = sys._getframe(1)
-        if name != "replicate" or asking.f_code.co_name != "_is_composable_with_fsdp":
-            _refuse_fsdp1(asking)
+        caller = sys._getframe(1)
+        if name != "replicate" or caller.f_code.co_name != "_is_composable_with_fsdp":
+            _refuse_fsdp1(caller)
             return super().__contains__(name)
-        search = frame = asking.f_back
+        search = frame = caller.f_back
         while frame is not None and frame.f_code.co_name in ("dfs", "_get_managed_modules"):
             frame = frame.f_back
         if frame is search or frame is None or str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
@@ -320,7 +333,7 @@ class _Registry(dict):
 
 
 def _refuse_fsdp1(frame: FrameType | None) -> None:
-    """Raise where a function of FSDP1's class looks for its wrappers, which are not there: it would do nothing."""
+    """Raise an error if a function of FSDP1's class searches for its wrappers: it would find none and do nothing."""
     if frame is None or frame.f_code.co_name != "_composable":
         return
     called = ""
@@ -337,7 +350,7 @@ def _refuse_fsdp1(frame: FrameType | None) -> None:
 
 
 def _attach(state: FSDPState) -> None:
-    """Make the state findable from its modules, by us and by torch, and register the hooks that drive it."""
+    """Store the state on its modules, where fsdp2 and torch look it up, and register the forward hooks."""
     for module in state.modules:
         keep_state(module, state)
         register_as_managed(module, _Registry(apis_of(module)))
@@ -347,7 +360,7 @@ def _attach(state: FSDPState) -> None:
 
 
 def _fsdp_class(cls: type) -> type:
-    """Return the class that is both ``cls`` and ``FSDPModule``."""
+    """Return the subclass of ``cls`` and ``FSDPModule``."""
     made = _classes[cls]() if cls in _classes else None
     if made is None:
         own: dict[str, Any] = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}

@@ -1,4 +1,4 @@
-"""``FSDPModule``: what a module can do after ``fully_shard``, and the functions that act on such modules."""
+"""``FSDPModule``: the methods of a module after ``fully_shard``, and functions that act on such modules."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = ["FSDPModule", "share_comm_ctx"]
 
 
 class FSDPModule(TorchFSDPModule):
-    """A module whose parameters are sharded; every ``fully_shard`` call turns its modules into these.
+    """A module with sharded parameters. ``fully_shard`` makes its modules instances of this class.
 
-    It is a ``torch.distributed.fsdp.FSDPModule`` too, so libraries that ask for one find it.
+    It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so ``isinstance`` tests in libraries work.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -46,10 +46,19 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False, *, recurse: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, and with ``recurse`` those of all units below it.
 
+        Between passes the full parameters stay until ``reshard()``, and are gathered again if their shards change.
+        Every rank must call it.
+
         Args:
-            async_op: Return a handle at once; forward waits by itself, so call ``wait()`` only to use the parameters
-                outside it.
-            recurse: Gather all units below, too; all are in memory at once until ``reshard(recurse=True)``.
+            async_op: Return a handle immediately. Forward waits by itself, so call ``wait()`` only if you use the
+                parameters outside of forward.
+            recurse: Gather all units below, too. All of them are in memory at once until ``reshard(recurse=True)``.
+
+        Returns:
+            A handle with a method ``wait()`` if ``async_op``, else None.
+
+        Raises:
+            RuntimeError: ``summon_full_params`` shows parameters of the module.
         """
         used = {group: state for state in self._states(recurse) for group in state.groups}
         for group in used:
@@ -63,45 +72,53 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self, *, recurse: bool = False) -> None:
-        """Free this module's own full parameters, with ``recurse`` those of all units below too; show the shards."""
+        """Free this module's own full parameters, with ``recurse`` those of all units below too, and show the shards.
+
+        Values that you wrote to the full parameters are lost.
+
+        Raises:
+            RuntimeError: ``summon_full_params`` shows parameters of the module.
+        """
         for group in [group for state in self._states(recurse) for group in state.groups]:
             group.residency.refuse_summoned("reshard")
             group.reshard()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of full parameters when they are freed (True), so that the next gather uses the same address.
+        """Keep the memory of full parameters after they are freed (True).
 
-        CUDA graphs need this; it costs the memory of all these units at once.
+        The next gather then uses the same addresses, as CUDA graphs need. It takes the memory of the full parameters
+        of all these units at once.
         """
         self._set("set_keep_unsharded_storage", recurse, keep_full_storage=_bool("keep", keep))
 
     def reset_iter_state(self) -> None:
-        """Recover after a forward or backward that raised: call it on the root, then go on with a new iteration.
+        """Recover after a forward or backward that raised an error. Call it on the root, then start a new iteration.
 
-        Collectives in flight are waited for and dropped, all parameters are resharded, and all gradients are discarded,
-        those already in ``.grad`` too: some may be of the iteration that failed (torch keeps them before 2.15).
+        It waits for collectives in flight and drops their results, reshards all parameters, and discards all
+        gradients. This includes gradients already in ``.grad``, because some may belong to the failed iteration (torch
+        before 2.15 keeps them).
 
         Raises:
-            RuntimeError: called on a module that is not the root.
+            RuntimeError: The module is not the root.
         """
         self._root_state("reset_iter_state").root.reset()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Start gathering ``modules`` when this one's forward starts, instead of the one that ran next last time."""
+        """Start gathering ``modules`` when this module's forward starts, instead of the unit that ran next before."""
         state, prefetch = self._get_fsdp_state(), _states(modules)
         if prefetch != state.forward_prefetch:
             state.forward_prefetch = prefetch
             state.root.options_changed("set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Start gathering ``modules`` when this one's backward starts, instead of the one whose forward ran before."""
+        """Start gathering ``modules`` when this module's backward starts, instead of the unit before it in forward."""
         state, prefetch = self._get_fsdp_state(), _states(modules)
         if prefetch != state.backward_prefetch:
             state.backward_prefetch = prefetch
             state.root.options_changed("set_modules_to_backward_prefetch")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free full parameters after forward (True) or keep them for backward (False), from the next forward on.
+        """Free full parameters after forward (True) or keep them for backward (False), starting with the next forward.
 
         Raises:
             ValueError: ``reshard_after_forward`` is not a bool.
@@ -116,9 +133,10 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free full parameters after backward (True) or keep them for the next forward (False).
 
-        Other setters start no collective. This one gathers at once if it gets False between a forward and a backward
-        that is not the last (``set_is_last_backward(False)``, or manual finalization): pipelines that split backward
-        (zero bubble) look weights up on the module before autograd runs. Call it on every rank.
+        Call it on every rank: unlike other setters, it may start a collective. With False, between a forward and a
+        backward that is not the last (``set_is_last_backward(False)``, or manual finalization), it gathers the
+        parameters immediately. Pipelines that split backward (zero bubble) read weights from the module before
+        autograd runs.
         """
         self._set(
             "set_reshard_after_backward",
@@ -129,7 +147,7 @@ class FSDPModule(TorchFSDPModule):
             state.unshard_before_backward()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Gather this module's parameters for backward (True) or not (False), as for an embedding, which needs none."""
+        """Gather this module's parameters for backward (True) or not (False); an embedding's backward needs none."""
         self._set(
             "set_unshard_in_backward", recurse, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward)
         )
@@ -137,30 +155,38 @@ class FSDPModule(TorchFSDPModule):
     # ---- gradients ----
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last one through the forwards so far, which are then forgotten."""
+        """Set whether the next backward is the last one through the forwards so far.
+
+        False keeps the state of these forwards, for more backwards through them.
+        """
         self._get_fsdp_state().root.is_last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Have backwards end with ``finalize_backward`` (True) instead of with autograd's; called on the root.
+        """End backwards with a call of ``finalize_backward`` (True) or with autograd's backward (False).
+
+        Call it on the root.
 
         Raises:
-            RuntimeError: the module is not the root, or a backward has begun and was neither ended nor reset.
+            RuntimeError: The module is not the root, or a backward has begun and was neither finalized nor reset.
         """
         self._root_state("set_manual_backward_finalization").root.set_manual(_bool("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce the gradients of the backwards since the last call, and free full parameters, by the current settings.
+        """Reduce the gradients of the backwards since the last call, and free full parameters as the settings say.
 
-        Call it on the root, with ``set_manual_backward_finalization(True)``, after one backward, or after several of
-        which all but the last had gradient reduction switched off. Before the first forward it does nothing.
+        Call it on the root, with ``set_manual_backward_finalization(True)``. Call it after one backward, or after
+        several if gradient reduction was off in all but the last. Before the first forward it does nothing.
 
         Args:
-            async_op: Return a handle at once. Call its ``wait()`` before using the gradients, before the next forward
-                and before the next call.
+            async_op: Return a handle immediately. Call its ``wait()`` before you use the gradients, before the next
+                forward, and before the next call.
+
+        Returns:
+            A handle with a method ``wait()`` if ``async_op``, else None.
 
         Raises:
-            RuntimeError: the module is not the root, manual finalization is off, a backward still runs, an earlier
-                call was not waited for, or all-reduce is switched off for a unit.
+            RuntimeError: The module is not the root, manual finalization is off, a backward is running, you did not
+                wait for an earlier call, or all-reduce is off for a unit.
         """
         state = self._root_state("finalize_backward")
         reduction = GradientReduction(None) if state.is_root is None else state.root.finalize()
@@ -170,12 +196,12 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in backward (True) or accumulate them unsharded and without communication (False)."""
+        """Reduce gradients in backward (True), or accumulate full gradients without communication (False)."""
         value = _bool("requires_gradient_sync", requires_gradient_sync)
         self._set("set_requires_gradient_sync", recurse, reduce_gradients=value, all_reduce_gradients=value)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a mesh with a replicate axis: all-reduce over it (True) or accumulate what the shard axis gave (False)."""
+        """All-reduce gradients over the replicate axis (True), or accumulate the results of the shard axis (False)."""
         self._set(
             "set_requires_all_reduce", recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce)
         )
@@ -183,7 +209,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks.
 
-        With ``recurse`` those of all units below it, too.
+        With ``recurse``, divide those of all units below it, too.
 
         Raises:
             ValueError: ``factor`` is not a positive number.
@@ -193,13 +219,13 @@ class FSDPModule(TorchFSDPModule):
         self._set("set_gradient_divide_factor", recurse, divide_factor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Let collectives only sum, and divide in a separate kernel; with ``recurse`` in all units below, too."""
+        """Sum in collectives and divide in a separate kernel (True); with ``recurse``, in all units below, too."""
         self._set("set_force_sum_reduction_for_comms", recurse, force_sum=_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Let ranks use different parameters: those without a gradient on a rank send zeros.
+        """Let ranks use different parameters (True): a rank sends zeros for parameters without a gradient.
 
-        A rank that skips a unit so marked gathers it when the others do, frees it, and takes part in its reductions.
+        A rank that skips such a unit gathers it when the others do, frees it, and takes part in its reductions.
         """
         self._set(
             "set_reduce_scatter_unused_params",
@@ -208,13 +234,13 @@ class FSDPModule(TorchFSDPModule):
         )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many chunks of gradients may be in flight: more of them overlap better and take more memory.
+        """Set the number of gradient chunks that may be in flight. More chunks overlap better and take more memory.
 
-        On an accelerator the number counts units instead, with all their gradients.
+        On an accelerator it is the number of units, each with all its gradients.
 
         Raises:
-            TypeError: not an int.
-            ValueError: less than 1, or more with symmetric memory.
+            TypeError: ``max_input_buffers`` is not an int.
+            ValueError: ``max_input_buffers`` is less than 1, or more than 1 with symmetric memory.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
@@ -226,25 +252,29 @@ class FSDPModule(TorchFSDPModule):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Call ``set_gradient_divide_factor``; this is its old name."""
+        """Call ``set_gradient_divide_factor``, whose old name this is."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     # ---- communication ----
 
     def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = False) -> None:
-        """Gather this module's parameters, with ``recurse`` all below, with ``comm``, in memory it allocates.
+        """Gather this module's parameters with ``comm``, in memory that ``comm`` allocates.
+
+        With ``recurse``, do so for all units below, too.
 
         Raises:
-            ValueError: a module's parameters are on several meshes.
+            ValueError: The parameters of a unit are on several meshes.
         """
         self._one_group("set_custom_all_gather", recurse)
         self._set("set_custom_all_gather", recurse, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = False) -> None:
-        """Reduce-scatter this module's gradients, with ``recurse`` all below, with ``comm``, in memory it allocates.
+        """Reduce-scatter this module's gradients with ``comm``, in memory that ``comm`` allocates.
+
+        With ``recurse``, do so for all units below, too.
 
         Raises:
-            ValueError: a module's parameters are on several meshes.
+            ValueError: The parameters of a unit are on several meshes.
         """
         self._one_group("set_custom_reduce_scatter", recurse)
         self._set("set_custom_reduce_scatter", recurse, reduce_scatter=comm)
@@ -254,16 +284,18 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Call ``hook(reduced)`` on the module's reduced gradients, before division, cast and accumulation.
 
-        It is called once per backward with all of them, or once for each pair of dtypes among the parameters; they are
-        reduced together for that.
+        The hook runs once per backward, or once for each pair of dtypes among the parameters. The gradients are
+        reduced together for it.
 
         Args:
-            hook: Changes its 1D argument in place, by an all-reduce of its own for example.
-            stream: Where to run ``hook``; not allowed with a replicate axis, whose all-reduce stream runs it.
-            recurse: In all units below this module, too.
+            hook: A function that changes its argument in place, for example by an all-reduce. The argument is a 1D
+                tensor with the summed shards of all gradients.
+            stream: The stream to run ``hook`` on. It is not allowed with a replicate axis, whose all-reduce stream
+                then runs the hook.
+            recurse: Also set the hook on all units below this module.
 
         Raises:
-            ValueError: ``stream`` with a replicate axis, or the module's parameters are on several meshes.
+            ValueError: ``stream`` is given with a replicate axis, or the parameters of a unit are on several meshes.
         """
         self._one_group("set_all_reduce_hook", recurse)
         if stream is not None:
@@ -278,9 +310,9 @@ class FSDPModule(TorchFSDPModule):
         self._change("set_all_reduce_hook", recurse, change)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
-        """Let the next forward's gathers wait for ``event`` instead of all work before the forward; used once.
+        """Let the gathers of the next forward wait for ``event`` instead of all work before the forward.
 
-        With None, which a CPU stream records, they wait for all work.
+        The event is used once. With None, which is the event of a CPU stream, they wait for all work.
 
         Raises:
             TypeError: ``event`` is neither an event nor None.
@@ -290,9 +322,9 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().root.post_optim_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Give gradients a communicator of their own, so that reductions do not queue behind gathers.
+        """Reduce gradients on a process group of their own, so that reductions do not queue behind gathers.
 
-        All ranks of a shard axis must call it; one process group is made per axis.
+        All ranks of a shard axis must call it. It makes one process group per axis.
         """
         _bool("enable", enable)
         made: dict[object, Axis] = {}
@@ -310,7 +342,7 @@ class FSDPModule(TorchFSDPModule):
         """Allocate communication buffers with the process group's own allocator, if it has one.
 
         Raises:
-            AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
+            AssertionError: A custom all-gather or reduce-scatter is set (torch's contract).
         """
         _bool("enable", enable)
 
@@ -325,8 +357,8 @@ class FSDPModule(TorchFSDPModule):
         """Allocate communication buffers in symmetric memory.
 
         Raises:
-            NotImplementedError: the mesh does not communicate with NCCL.
-            AssertionError: a custom all-gather or reduce-scatter is set (torch's contract).
+            NotImplementedError: The backend of the mesh is not NCCL.
+            AssertionError: A custom all-gather or reduce-scatter is set (torch's contract).
         """
 
         def change(group: FSDPParamGroup) -> GroupOptions:
@@ -354,19 +386,25 @@ class FSDPModule(TorchFSDPModule):
         exchange_bytes: int | None = None,
         recurse: bool = True,
     ) -> None:
-        """Set the sizes in bytes from which on communication changes. Call it before training: it moves shards.
+        """Set the sizes in bytes that decide how tensors are sent. Call it before training, because it moves shards.
+
+        None leaves a size unchanged.
 
         Args:
-            direct_param_bytes: Full parameters of this size or more are gathered into their place without a copy, each
-                by a collective of its own (default 1 MiB, but 32 KiB per rank where backends coalesce them). A huge
-                value packs everything. With NCCL at most the sixteen largest of a unit are gathered like this.
-            direct_group_bytes: Only in units of this size or more (default 8 MiB).
-            chunk_bytes: Gradients are reduced in up to eight chunks per unit, fewer on many ranks and on accelerators;
-                each has at least this size (default 1 MiB).
-            exchange_bytes: Chunks of this size or more, in the reduce dtype, are sent in the dtype of computation by an
-                all-to-all and summed in float32 (default: 256 KiB on gloo, whose reduce-scatter is slow; elsewhere
-                never).
-            recurse: For all units below this module, too.
+            direct_param_bytes: Full parameters of at least this size are gathered into their place without a copy, each
+                by a collective of its own (default 1 MiB; if the backend coalesces collectives, at least 32 KiB per
+                rank). A huge value packs all parameters. With NCCL only the sixteen largest of a unit are gathered
+                like this.
+            direct_group_bytes: The smallest unit in which that is done (default 8 MiB).
+            chunk_bytes: The smallest size of a chunk of gradients (default 1 MiB). Gradients are reduced in up to eight
+                chunks per unit, fewer on many ranks and on accelerators.
+            exchange_bytes: Chunks of at least this size, in the reduce dtype, are sent in the dtype of computation by
+                an all-to-all and summed in float32 (default: 256 KiB on gloo, whose reduce-scatter is slow; never on
+                other backends).
+            recurse: Also set the sizes for all units below this module.
+
+        Raises:
+            ValueError: A size is not a number of bytes.
         """
         values = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
         given = TransferSizes.given(values | {"chunk_bytes": chunk_bytes, "exchange_bytes": exchange_bytes})
@@ -379,12 +417,12 @@ class FSDPModule(TorchFSDPModule):
     def set_compression(self, compression: CompressionPolicy | None, *, recurse: bool = True) -> None:
         """Send the parameters and gradients of this module, with ``recurse`` of all units below, in fewer bytes.
 
-        None sends them uncompressed. Shards move to a new buffer; call it between two steps, on every rank.
+        None sends them uncompressed. Call it between two steps, on every rank, because it moves shards.
 
         Raises:
-            TypeError: neither a CompressionPolicy nor None.
-            RuntimeError: a forward or backward runs, or a backward on an earlier forward is still to come.
-            ValueError: a unit has a custom reduce-scatter, and the policy compresses ``reduce``.
+            TypeError: ``compression`` is neither a CompressionPolicy nor None.
+            RuntimeError: A forward or backward is running, or the backward of an earlier forward is still expected.
+            ValueError: A unit has a custom reduce-scatter, and the policy compresses ``reduce``.
         """
         if compression is not None and not isinstance(compression, CompressionPolicy):
             raise TypeError(f"compression must be a CompressionPolicy or None, got {compression!r}")
@@ -395,7 +433,7 @@ class FSDPModule(TorchFSDPModule):
                     f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected a call "
                     "between two steps. Call it after backward, after reset_iter_state() on the root if that raised"
                 )
-            if group in state.root.pending.inputs:  # what the forward saved would be gone
+            if group in state.root.pending.inputs:  # backward needs the buffers that the forward used
                 raise RuntimeError(
                     f"{group.name or 'the root'}: set_compression was called between a forward and its backward; "
                     "expected a call between two steps. Call it after the last backward, or after reset_iter_state() "
@@ -403,7 +441,7 @@ class FSDPModule(TorchFSDPModule):
                 )
         self._change("set_compression", recurse, lambda group: replace(group.options, compression=compression))
 
-    # ---- inside ----
+    # ---- internal ----
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not torch's class
         state = get_state(cast(nn.Module, self))
@@ -422,8 +460,8 @@ class FSDPModule(TorchFSDPModule):
             if len(state.groups) > 1:
                 raise ValueError(
                     f"{state.name or 'the module'}: {method} is not supported with multiple param groups (from "
-                    "per-param mesh via shard_placement_fn): what to do would be ambiguous across groups with "
-                    "different meshes"
+                    "per-param mesh via shard_placement_fn): it would be ambiguous across groups with different "
+                    "meshes"
                 )
 
     def _states(self, recurse: bool) -> list[FSDPState]:
@@ -434,26 +472,26 @@ class FSDPModule(TorchFSDPModule):
         self._change(setter, recurse, lambda group: replace(group.options, **changes))
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
-        """Change the options of groups on behalf of ``setter``; ranks compare those that all must have alike."""
+        """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""
         changes = [(state, group, change(group)) for state in self._states(recurse) for group in state.groups]
-        for state, group, options in changes:  # made, and so validated, before the first one takes effect
+        for state, group, options in changes:  # all are made, and so validated, before the first one takes effect
             alike = group.options.alike == options.alike
             group.set_options(options)
             if not alike:
                 state.root.options_changed(setter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as ``nn.Module`` does, and those that modules do not show: of shards, and unreduced ones."""
+        """Clear gradients like ``nn.Module``, also those that modules do not show: of shards, and unreduced ones."""
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
         for group in [group for state in self._states(recurse=True) for group in state.groups]:
             if group.is_idle:
                 group.gradients.zero(set_to_none=set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply ``to``, ``half``, ``to_empty`` and the like to the shards."""
+        """Apply ``to``, ``half``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
         groups = self._get_fsdp_state().groups
-        # A gradient whose dtype was chosen (Tensor.grad_dtype) must not be cast with its shard.
+        # A gradient with a dtype of its own (Tensor.grad_dtype) must not be cast with its shard.
         withheld = [(param, param.withhold_gradient()) for group in groups for param in group.params]
         try:
             result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
@@ -484,23 +522,24 @@ def _states(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
 
 
 class _Unsharding(UnshardHandle):
-    """The handle of ``unshard(async_op=True)``: gathers in flight."""
+    """The handle of ``unshard(async_op=True)``."""
 
     def __init__(self, groups: list[FSDPParamGroup]) -> None:
         self._groups = groups
 
     def wait(self) -> None:
-        """Wait until the full parameters may be used; they are then shown on the module."""
+        """Wait for the gathers, and show the full parameters on their modules."""
         groups, self._groups = self._groups, []
         for group in groups:
             group.wait_for_unshard()
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (the stages of a pipeline) use the same lanes, so that they reuse each other's memory.
+    """Let several roots (the stages of a pipeline) share communication streams, so that they reuse each other's memory.
 
     Raises:
-        ValueError: one of them is not an FSDPModule.
+        TypeError: ``modules`` is not a list.
+        ValueError: A module is not an FSDPModule.
     """
     states = _states(modules)
     for state in states[1:]:

@@ -1,7 +1,7 @@
-"""The policy classes that users pass: torch's own, re-exported so that ``isinstance`` agrees everywhere, and ours.
+"""Policy classes: torch's own, re-exported so that ``isinstance`` works with both packages, and fsdp2's.
 
-``MixedPrecisionPolicy`` is torch's here, which every policy is an instance of. Users get ``PublicMixedPrecisionPolicy``
-under that name: the same class, or where torch's lacks a field a subclass that has it.
+``MixedPrecisionPolicy`` is torch's class here, and every policy is an instance of it. Users get
+``PublicMixedPrecisionPolicy`` under that name: the same class, or a subclass if torch's lacks a field.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ __all__ = [
 
 @dataclass
 class _DataParallelMeshDims:
-    """Which dimensions of a mesh are data-parallel: torch's class of that name, for a torch that lacks it.
+    """The names of the data-parallel dimensions of a mesh, for torch versions without the class of that name.
+
+    Attributes:
+        shard: The dimension or dimensions that parameters are sharded over.
+        replicate: The dimension or dimensions that hold copies.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: Neither is given.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -61,7 +65,7 @@ class _DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The dimensions parameters are cut over."""
+        """The dimensions that parameters are sharded over."""
         return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
@@ -74,10 +78,10 @@ _DataParallelMeshDims.__name__ = _DataParallelMeshDims.__qualname__ = "DataParal
 
 
 class _GradientReductionHandle:
-    """What ``finalize_backward(async_op=True)`` returns: torch's class of that name, for a torch that lacks it."""
+    """The handle of ``finalize_backward(async_op=True)``, for torch versions without the class of that name."""
 
     def wait(self) -> None:
-        """Wait until the gradients are there."""
+        """Wait until the gradients are reduced."""
 
 
 _GradientReductionHandle.__name__ = _GradientReductionHandle.__qualname__ = "GradientReductionHandle"
@@ -85,17 +89,17 @@ _GradientReductionHandle.__name__ = _GradientReductionHandle.__qualname__ = "Gra
 
 @dataclass(frozen=True)
 class _MixedPrecisionPolicy(MixedPrecisionPolicy):
-    """torch's policy with the field that it has had since 2.15, for a torch that lacks it.
+    """torch's policy with a field of torch 2.15, for earlier versions.
 
     Attributes:
-        param_dtype_override_fn: Returns the dtype that a parameter is computed with: ``param_dtype``, the parameter's
-            own, or None for ``param_dtype``.
+        param_dtype_override_fn: A function of a parameter that returns the dtype to compute it with: ``param_dtype``,
+            the parameter's own dtype, or None for ``param_dtype``.
     """
 
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
 
-# As users see it and as it is pickled.
+# The name that users see, and under which it is pickled.
 _MixedPrecisionPolicy.__name__ = _MixedPrecisionPolicy.__qualname__ = "MixedPrecisionPolicy"
 _MixedPrecisionPolicy.__module__ = "fsdp2"
 
@@ -112,7 +116,7 @@ else:
 
 
 def check_dtypes(policy: MixedPrecisionPolicy) -> None:
-    """Raise ValueError where ``policy`` names something that is not a floating-point dtype."""
+    """Raise ValueError if ``policy`` has a dtype that is not a floating-point one."""
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -123,10 +127,10 @@ def check_dtypes(policy: MixedPrecisionPolicy) -> None:
 
 
 def policy_for(param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """``policy`` with what its ``param_dtype_override_fn``, which torch has since 2.15, says of ``param``.
+    """Return ``policy`` with the ``param_dtype`` that its ``param_dtype_override_fn`` chooses for ``param``.
 
     Raises:
-        ValueError: it gives neither None, nor ``param_dtype``, nor the dtype of the parameter.
+        ValueError: The function returned neither None, nor ``param_dtype``, nor the dtype of the parameter.
     """
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = None if override is None else override(param)
@@ -146,12 +150,12 @@ PolicyOf = Callable[[str], MixedPrecisionPolicy]
 
 
 def policy_by_name(given: object) -> PolicyOf:
-    """``mp_policy`` as a function of a parameter's name in the unit; the empty name stands for the unit itself.
+    """Return ``mp_policy`` as a function of a parameter's name in the unit; the empty name stands for the unit itself.
 
     Raises:
-        TypeError: ``given`` is no policy, no mapping of names or patterns to policies and no function, or gives
-            anything but a policy for a name.
-        ValueError: a dtype in a policy is not a floating-point one.
+        TypeError: ``given`` is not a policy, a mapping of names or patterns to policies, or a function, or it has
+            something other than a policy for a name.
+        ValueError: A dtype in a policy is not a floating-point one.
     """
 
     def checked(name: str, found: object) -> MixedPrecisionPolicy:
@@ -181,11 +185,11 @@ def policy_by_name(given: object) -> PolicyOf:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` returns to put a parameter on a mesh of its own, such as an expert's.
+    """A result of ``shard_placement_fn`` that puts a parameter on a mesh of its own, such as that of an expert.
 
     Attributes:
-        placement: The dimension to cut; None for the first.
-        mesh_info: The 1D or 2D mesh to cut it over, read as ``fully_shard`` reads its ``mesh``.
+        placement: The dimension to shard; None for the first.
+        mesh_info: The 1D or 2D mesh to shard over, with the meaning of ``mesh`` in ``fully_shard``.
     """
 
     placement: Shard | None
@@ -194,24 +198,30 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class CompressionPolicy:
-    """Which collectives of a unit are compressed: elements of eight or four bits in blocks, with a scale for each.
+    """Compresses collectives of a unit to elements of eight or four bits, in blocks with one scale each.
 
-    Shards, optimizers and checkpoints keep the original values. It pays where a step waits for the network.
+    Shards, optimizers and checkpoints keep the original values. Compression makes steps faster if they wait for the
+    network.
 
     Attributes:
-        gather: The format of parameters, rounded to the nearest: int8 or float8_e4m3fn. Forward and backward of an
-            iteration compute with the same values.
-        reduce: The format of gradients on the shard axis, decoded and summed in float32 by the receiving rank: int8,
-            float8_e5m2 or "int4".
-        replicate: The format of gradients on the replicate axis of hybrid sharding, as for ``reduce``.
-        block: Elements that share a scale, a multiple of 16.
-        stochastic: Round gradients stochastically, so that sums are unbiased; False rounds to the nearest.
+        gather: The format of parameters, rounded to nearest: int8 or float8_e4m3fn. Forward and backward of an
+            iteration compute with the same values. None sends them uncompressed.
+        reduce: The format of gradients on the shard axis: int8, float8_e5m2 or "int4". The receiving rank decodes and
+            sums them in float32. None sends them uncompressed.
+        replicate: The format of gradients on the replicate axis of hybrid sharding, like ``reduce``.
+        block: The number of elements that share a scale, a multiple of 16.
+        stochastic: Round gradients stochastically, so that sums are unbiased; False rounds to nearest.
         min_numel: Parameters with fewer elements (norms, biases) are sent uncompressed.
-        skip: ``skip(name, parameter)``, with names in the unit: others to send uncompressed.
+        skip: A function of a parameter's name in the unit and the parameter; if it returns True, the parameter is sent
+            uncompressed.
 
     Raises:
-        ValueError: a format, ``block`` or ``min_numel`` that is not supported.
-        TypeError: ``stochastic`` or ``skip`` of the wrong type.
+        ValueError: A format, ``block`` or ``min_numel`` is not supported.
+        TypeError: ``stochastic`` or ``skip`` has the wrong type.
+
+    Example::
+
+        fsdp2.fully_shard(model, compression=fsdp2.CompressionPolicy(gather=torch.int8, reduce=torch.int8))
     """
 
     gather: torch.dtype | None = None

@@ -258,8 +258,8 @@ _INTRODUCTION = (
     "measures one training step. If you send this to the project, attach the JSON file too.",
 )
 _RIGHT = (
-    "Each check trains a small model for three steps. *Same bits* means that nothing differs. Otherwise the table has the",
-    "largest difference and its bound. Sums in another order differ slightly.",
+    "Each check trains a small model for three steps. *Same bits* means that nothing differs. Otherwise the table has",
+    "the largest difference and its bound. Sums in another order differ slightly.",
 )
 _GOOD = (
     "A step is forward and backward, without an optimizer. The forecast is that of `python -m fsdp2 forecast` with the "

@@ -145,6 +145,13 @@ class FSDPParamGroup:
         self.unshard(False, take, in_backward)
         self.wait_for_unshard()
 
+    def _unshard_for_compute(self, take: Take, *, in_backward: bool) -> None:
+        """Show full parameters, and follow changes of requires_grad that somebody made on those that were shown."""
+        already = self.residency.is_full
+        self.unshard_now(take, in_backward=in_backward)
+        if already and any([param.sync_requires_grad() for param in self.params]):  # else show() has looked for them
+            self.store.note_change()
+
     # ---- state dicts ----
 
     def before_save(self, *unused: object) -> None:
@@ -184,12 +191,8 @@ class FSDPParamGroup:
         """
         if first and self.residency.is_outdated():
             self.reshard()
-        already = self.residency.is_full
         self.phases.enter("pre_forward")
-        self.unshard_now(take)
-        # show() looks for changes of requires_grad, which somebody may make on full parameters that stay shown
-        if already and any([param.sync_requires_grad() for param in self.params]):
-            self.store.note_change()
+        self._unshard_for_compute(take, in_backward=False)
         if torch.is_grad_enabled():
             self._generation = self.store.generation
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
@@ -248,7 +251,7 @@ class FSDPParamGroup:
         if _trace.recording:
             _trace.emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
-            self.unshard_now(take, in_backward=True)
+            self._unshard_for_compute(take, in_backward=True)
         return True
 
     def ends_with_its_gradients(self) -> bool:

@@ -246,6 +246,8 @@ class GroupGradients:
         if backward is None or plan is None:
             self._notice_backward()
             return
+        if i not in self._chunk_of:
+            return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
         chunk, waiting = self._chunk_of[i], backward.waiting
         backward.unfinished.discard(i)
         if not backward.unfinished:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -219,6 +221,42 @@ def test_requires_grad_change_is_never_lost(rank, world):
     module[0].requires_grad_(True)
     module(torch.ones(2, 4)).sum().backward()
     assert module[0].weight.grad is not None
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("frozen", ["before", "between", "until backward"])
+@transfers
+def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard, frozen, transfer):
+    """PEFT freezes adapters while a reference model computes between a forward and its backward. Backward raised a
+    KeyError about a weight that was frozen there: autograd calls its hooks, but makes no gradient."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    module = copy.deepcopy(alone)
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
+    module.set_transfer_sizes(**TRANSFERS[transfer])
+    for step in range(6):
+        for one in (module, alone):
+            layer = one[step % 3]
+            layer.weight.requires_grad_(frozen != "before")
+            output = one(torch.ones(2, 4))
+            layer.weight.requires_grad_(frozen == "before")
+            if frozen == "until backward":
+                with torch.no_grad():
+                    one(torch.ones(2, 4))
+                layer.weight.requires_grad_(True)
+            output.square().sum().backward()
+            layer.weight.requires_grad_(True)
+        for (name, got), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
+            assert (got.grad is None) == (expected.grad is None), (step, name)
+            if expected.grad is not None:
+                torch.testing.assert_close(
+                    got.grad.full_tensor(), expected.grad, msg=lambda text, n=name: f"{n}: {text}"
+                )
+        for one in (module, alone):
+            one.zero_grad()
 
 
 @on_ranks(2)

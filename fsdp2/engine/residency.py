@@ -13,7 +13,8 @@ backward will need, that ``set_reshard_after_backward(False)`` keeps for the nex
 with ``unshard()``. A forward uses held memory only if the shards have not changed since; otherwise it gathers anew.
 
 Beside the state there are two more fields. ``shown`` differs from what a state shows by default while a state dict is
-taken, so that saving neither frees nor gathers. ``summoned`` suspends all of it for ``summon_full_params``.
+taken, so that saving neither frees nor gathers, and where a unit stays in memory for backward alone. ``summoned``
+suspends all of it for ``summon_full_params``.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ _MOVES: dict[type[State], tuple[type[State], ...]] = {
     Pieces: (InFlight, Sharded),
 }
 _SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Full: "full", Pieces: "subgroup"}
-"""What the modules show in a state by default. A state dict makes them show shards, until the group is used next."""
+"""What the modules show in a state by default. Some show shards all the same, until the group is used next."""
 
 
 # ---- what is held ----
@@ -251,7 +252,9 @@ class Residency:
         if self.needs_gather:
             self._start_gather(take, optional, in_backward)
         elif self.shown != "full" and type(self.state) is Full and not self.summoned:
-            self.show("full")  # a state dict left the shards on the modules
+            if in_backward:
+                self.store.replaced(in_backward=True)  # refuses that; a forward has asked is_outdated()
+            self.show("full")
 
     @_trace.profiled("all_gather")
     def _start_gather(self, take: Take, optional: bool, in_backward: bool) -> None:
@@ -392,7 +395,10 @@ class Residency:
             self.store.note_change()
 
     def show_shards(self) -> None:
-        """Make the modules show shards and free nothing: a rank may save or copy alone, so it must not gather anew."""
+        """Make the modules show shards and free nothing.
+
+        A rank may save or copy alone, so it must not gather anew; and what stays for backward alone is not shown.
+        """
         if not self.summoned and self.shown != "sharded":
             self.show("sharded")
 

@@ -282,6 +282,8 @@ class FSDPState(ComposableState):
             if call is None or not group.shared or call.run.leave_shared(group, self):
                 after = run.after_forward(group) if isinstance(run, ForwardPass) else True
                 group.post_forward(None if in_backward else after)
+                if isinstance(run, ForwardPass) and group in run.kept:
+                    group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
         if torch.is_grad_enabled() and self.groups:
             made = autograd_sequence_number() - self._first_node
             for group in self.groups:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2._trace import listening
 from tests.ranks.apart import run_apart
@@ -320,3 +321,30 @@ def test_zero_grad_of_a_batch_that_was_not_reduced(rank, world, to_none):
     module.set_requires_gradient_sync(True)
     train(module, alone)
     evaluate(module, alone)
+
+
+# ---- the unit that forward ends with, which stays in memory from the second iteration on ----
+
+
+@on_ranks(1, 2)
+def test_shards_between_forward_and_backward(rank, world):
+    """The unit that forward ended with showed full parameters from the second iteration on. ``zero_grad()`` of a module
+    around the model left its gradients, weights written there were lost, and a teacher that follows its student got
+    plain tensors among DTensors."""
+    module, alone = models(world, reshard_after_forward=True)
+    pairs = [(one, nn.Sequential(one), torch.optim.SGD(one.parameters(), lr=0.1)) for one in (module, alone)]
+    for step in range(3):
+        for one, parent, optimizer in pairs:
+            loss = one(inputs(step)).square().mean()
+            assert one is alone or all(isinstance(parameter, DTensor) for parameter in one.parameters())
+            parent.zero_grad()
+            loss.backward()
+            optimizer.step()
+        evaluate(module, alone)
+        unused = module(inputs(step))  # a forward that no backward follows
+        with torch.no_grad():
+            for one, _, _ in pairs:
+                for parameter in one.parameters():
+                    parameter.mul_(0.5)
+        del unused
+        evaluate(module, alone)

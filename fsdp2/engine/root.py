@@ -40,7 +40,8 @@ class RootContext(Generic[U]):
         self.manual = False  # the caller ends backwards
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer = Unobserved()  # of the passes under this root
-        self._needed_first: FSDPParamGroup | None = None  # by backward, as the last forward to train has shown
+        self._ended_with: FSDPParamGroup | None = None  # the last forward with gradients
+        self._needed_first: FSDPParamGroup | None = None  # by the last backward
         self._compared = False  # whether the ranks have compared their units
 
     @property
@@ -179,7 +180,7 @@ class RootContext(Generic[U]):
             self.pending.used.update(run.gathered_skippable)
             self.pending.kept.update(run.kept)
             self.pending.forwards += 1
-            self._needed_first = run.ended_with
+            self._ended_with = run.ended_with
 
     # ---- backward ----
 
@@ -195,6 +196,7 @@ class RootContext(Generic[U]):
         if run.started:
             return run
         run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)
+        self._needed_first = self._ended_with  # not at the end of forward: no backward follows a frozen teacher's
         _trace.refresh()
         self.pending.manual = self.finalizes_manually
         more = "" if self.is_last_backward else ", more to come"
@@ -285,7 +287,7 @@ class RootContext(Generic[U]):
         self.observer.abandon()
         for group in self.groups:
             group.reset()
-        self.forward = self.backward = self._needed_first = None
+        self.forward = self.backward = self._ended_with = self._needed_first = None
         self.pending, self.known = Pending(), []
 
     # ---- backwards that the caller ends ----

@@ -348,3 +348,17 @@ def test_shards_between_forward_and_backward(rank, world):
                     parameter.mul_(0.5)
         del unused
         evaluate(module, alone)
+
+
+@on_ranks(2)
+def test_forwards_that_no_backward_follows_keep_no_unit(rank, world):
+    """A frozen teacher that is run with gradients enabled kept the unit that its forward ended with, besides its root,
+    through the student's whole step."""
+    module, alone = models(world)
+    module.requires_grad_(False)
+    for _ in range(3):
+        torch.testing.assert_close(module(inputs()), alone(inputs()))
+        assert not children(module)[0]._get_fsdp_state()._fsdp_param_group.is_unsharded
+    module.requires_grad_(True)
+    for _ in range(3):
+        train(module, alone)

@@ -81,10 +81,10 @@ def test_gathers_asked_for_once(rank, world, reshard):
             module(torch.ones(2, 4))
     # Others may not know that the root stays, so the first prefetch of the second forward waits until it is needed.
     ahead = ["0"]
-    # No backward comes, so the unit that the second forward ends with is still there in the third.
+    # No backward comes, so no forward keeps the unit that it ends with.
     expected = {
-        True: ["", "0", "1"] * 2 + ["", "0"],
-        None: ["", "0", "1", *ahead, "0", "1", "0"],
+        True: ["", "0", "1"] * 3,
+        None: ["", "0", "1", *ahead, "0", "1", "0", "1"],
         False: ["", "0", "1"],
     }
     assert asked == expected[reshard], asked

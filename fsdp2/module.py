@@ -19,7 +19,7 @@ from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import states_below
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.root import GradientReduction
+from fsdp2.engine.root import GradientReduction, RootContext
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.policies import AllGather, CompressionPolicy, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
@@ -205,6 +205,29 @@ class FSDPModule(TorchFSDPModule):
         self._set(
             "set_requires_all_reduce", recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce)
         )
+
+    def synchronize_gradients(self, *, recurse: bool = True) -> None:
+        """Reduce the gradients that backwards left unreduced, without another backward; wait until they are there.
+
+        Backwards after ``set_requires_gradient_sync(False)`` leave unsharded gradients, and on a mesh with a replicate
+        axis those after ``set_requires_all_reduce(False)`` leave sums over the shard axis alone. Both are added to the
+        shards' ``.grad``, whatever these settings are now, as the last backward of an accumulation would have done.
+        Call it if no such backward follows: the last micro-batch is empty, or all micro-batches are alike. Every rank
+        must call it. Where nothing was left, it does nothing.
+
+        Args:
+            recurse: For all units below this module, too.
+
+        Raises:
+            RuntimeError: a forward or backward runs, a backward with manual finalization was not ended, parameters are
+                shown by ``summon_full_params``, or, on every rank, ranks have gradients of different parameters (mark
+                the unit with ``set_reduce_scatter_unused_params(True)``) or do not all call it.
+        """
+        by_root: dict[RootContext[FSDPState], dict[FSDPParamGroup, None]] = {}
+        for state in self._states(recurse):
+            by_root.setdefault(state.root, {}).update(dict.fromkeys(state.groups))
+        for root, groups in by_root.items():
+            root.synchronize(list(groups))
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks.

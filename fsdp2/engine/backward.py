@@ -1,6 +1,7 @@
 """A backward pass: from the first hook that runs in a backward of autograd to its end.
 
-A finalization is the part of a backward that the caller ends with ``finalize_backward``.
+A finalization is the part of a backward that the caller ends with ``finalize_backward``. A synchronization reduces
+what backwards left open.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fsdp2.engine.passes import Pass
 from fsdp2.engine.phase import Phase
 from fsdp2.engine.steps import Observer, Step
 
-__all__ = ["BackwardPass", "Pending"]
+__all__ = ["BackwardPass", "Pending", "Synchronization"]
 
 
 class Pending:
@@ -88,3 +89,13 @@ class BackwardPass(Pass):
         # then.
         ahead = self._more_follow and group.residency.is_gathering and not group.options.reduce_unused
         group.post_backward(self.take, keep=self.creates_graph or ahead)
+
+
+class Synchronization(Pass):
+    """The reductions that backwards left open, which the caller asks for between passes."""
+
+    in_backward = True
+
+    def can_join(self, step: Step, planned: bool) -> bool:
+        """Return False: all ranks have left the same groups open, also units that only some of them have used."""
+        return False

@@ -93,13 +93,15 @@ class GroupGradients:
         self._chunk_of: dict[int, int] = {}
         self._backward: _Backward | None = None
         self._hooked: dict[int, torch.Tensor] = {}
-        # A backward did not reduce, so gradients may be in the reduce dtype, on whichever ranks have them.
-        self._kept = False
+        # Parameters whose gradients a backward left unreduced, in the reduce dtype, on whichever ranks have them. Alike
+        # on all ranks, as they run the same backwards.
+        self._kept: set[int] = set()
         # Whether autograd makes gradients that are reduced at once (True) or that accumulate; None before either.
         self._expects_reduced: bool | None = None
         self._at_once = False  # backward finishes all gradients together
         # Sums over the shard axis that were not all-reduced yet, by parameter.
         self._partial: dict[int, torch.Tensor] = {}
+        self._completes = False  # what is left open is reduced now, whatever the options say of backwards
 
     def use_axis(self, axis: Axis) -> None:
         """Send gradients over ``axis`` from now on, the same ranks as the shard axis."""
@@ -279,7 +281,7 @@ class GroupGradients:
                 )
         there = self._there()
         if not unused and True not in there and not self._partial:
-            self._kept = False  # nothing was kept, or it is gone
+            self._kept.clear()  # nothing was kept, or it is gone
             return
         plan, first, left = self._current_plan(), launched == 0, False
         for c, chunk in enumerate(plan.chunks):
@@ -288,7 +290,21 @@ class GroupGradients:
             if present:
                 left |= not self._launch(tuple(present), take, first=first)
                 first = False
-        self._kept = self._kept and left
+        if not left:
+            self._kept.clear()
+
+    @property
+    def left_open(self) -> bool:
+        """Whether backwards left gradients unreduced, or sums that were not all-reduced; alike on all ranks."""
+        return bool(self._kept or self._partial)
+
+    def complete(self, take: Take) -> None:
+        """Reduce what backwards left open, over both axes."""
+        self._completes = True
+        try:
+            self.reduce_rest(take)
+        finally:
+            self._completes = False
 
     def will_come(self) -> bool:
         """Return whether the backward that runs will finish a gradient of the group."""
@@ -303,11 +319,16 @@ class GroupGradients:
         return [param.full is not None and param.full.grad is not None for param in self._store.params]
 
     def _must_flush(self, i: int) -> bool:
-        return i in self._partial and self._store.options.all_reduce_gradients
+        return i in self._partial and self._all_reduces
+
+    @property
+    def _all_reduces(self) -> bool:
+        return self._completes or self._store.options.all_reduce_gradients
 
     def keep(self) -> None:
         """Leave the gradients unreduced for a later backward."""
-        self._backward, self._kept, self._expects_reduced = None, True, False
+        self._backward, self._expects_reduced = None, False
+        self._kept = set(range(len(self._store.params)))
         for param in self._store.params:
             if param.requires_grad:
                 param.expect_gradients(reduced=False, rounded=False)
@@ -315,6 +336,7 @@ class GroupGradients:
     def zero(self, *, set_to_none: bool) -> None:
         """Have no gradients, or zeros on the shards that have one; none that is still to be reduced in any case."""
         self._partial.clear()
+        self._kept.clear()
         for param in self._store.params:
             param.drop_gradient(to_zeros=not set_to_none)
 
@@ -322,7 +344,7 @@ class GroupGradients:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()
         self.comm.forget_later()
-        self._kept = False
+        self._kept.clear()
         self._backward = self._expects_reduced = None
         for param in self._store.params:
             param.drop_gradient()
@@ -410,7 +432,7 @@ class GroupGradients:
             for tensor in (*grads, *partial):
                 widest = torch.promote_types(dtypes.reduce, tensor.dtype)
                 dtypes = replace(dtypes, wire=widest, reduce=widest)
-        key = (dtypes, self._kept)
+        key = (dtypes, bool(self._kept))
         if key not in self._plans:
             self._plans[key] = self._make_reduce_plan(dtypes)
         return self._plans[key]
@@ -446,7 +468,7 @@ class GroupGradients:
 
     def _defer_or_reduce(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
         """Return what joins sums over the shard axis with earlier ones, to be all-reduced then (True) or kept."""
-        all_reduce = self._store.options.all_reduce_gradients
+        all_reduce = self._all_reduces
 
         def defer_or_reduce(pieces: list[torch.Tensor]) -> bool:
             for i, piece in zip(indices, pieces):

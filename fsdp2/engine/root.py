@@ -13,7 +13,7 @@ from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
-from fsdp2.engine.backward import BackwardPass, Pending
+from fsdp2.engine.backward import BackwardPass, Pending, Synchronization
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import Slot
@@ -335,6 +335,44 @@ class RootContext(Generic[U]):
             run.end()
         self.backward = None
         return reduction
+
+    # ---- backwards that left reductions open ----
+
+    @outside_dynamo
+    def synchronize(self, groups: list[FSDPParamGroup]) -> None:
+        """Reduce the gradients that backwards left open in ``groups``, as a pass of its own."""
+        self._check_synchronization(groups)
+        left = [group for group in reversed(groups) if group.gradients.left_open]
+        if not left:
+            return
+        run = Synchronization(self.groups, self.observer)
+        try:
+            with torch.no_grad(), _trace.span("synchronize_gradients", ""):
+                self.observer.begin(PassKind("synchronization"), outermost=True)
+                for group in left:
+                    group.gradients.complete(run.take)
+                run.end()
+                self.comm.reductions.finish()
+        except BaseException:
+            self.observer.abandon()  # the next pass is not a part of this one
+            raise
+
+    def _check_synchronization(self, groups: list[FSDPParamGroup]) -> None:
+        inside = self.running is not None or backward_runs() or not all(group.is_idle for group in groups)
+        if inside:
+            raise RuntimeError(
+                "synchronize_gradients was called while a forward or backward runs; expected a call between them. Call "
+                "it after loss.backward(), or after reset_iter_state() on the root module if that raised"
+            )
+        if self.comm.finalizing is not None or any(group in self.pending.deferred for group in groups):
+            raise RuntimeError(
+                "synchronize_gradients: a backward with manual finalization was not ended; call finalize_backward() on "
+                "the root module first, and wait() on what it returned"
+            )
+        for group in groups:
+            group.residency.refuse_summoned("synchronize_gradients")
+
+    # ---- checks of finalization ----
 
     def _check_finalization(self) -> None:
         if self.comm.finalizing is not None:

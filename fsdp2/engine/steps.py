@@ -65,7 +65,9 @@ class PassKind(NamedTuple):
     So a kind must contain every fact that changes the steps from one pass to the next on all ranks alike.
     """
 
-    name: str  # "forward", "evaluation", "backward", "finalization", or the function that the caller gathered with
+    # "forward", "evaluation", "backward", "finalization", "synchronization", or the function that the caller gathered
+    # with
+    name: str
     detail: str = ""  # for people
     used: tuple[int, ...] = ()
     """Of a backward: the groups marked with ``set_reduce_scatter_unused_params`` that its forwards gathered."""

@@ -29,6 +29,7 @@ __all__ = ["RankMonitor"]
 _DEVIATIONS = 1  # the number of deviations that a pass meets about before it is open
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
 _FORWARDS = ("forward", "evaluation")
+_BACKWARDS = ("backward", "finalization", "synchronization")
 _Job = Callable[[], None]
 
 
@@ -245,7 +246,7 @@ class RankMonitor:
         """Return a number that grows along the pass: in the order of groups in a forward, in reverse in a backward."""
         groups: Sequence[Member] = self._root.groups
         number = -1 if step.group is None else groups.index(step.group)
-        backward = kind is not None and kind.name == "backward"
+        backward = kind is not None and kind.name in _BACKWARDS
         return -self._places.get(step.group, number) if backward else number
 
     # ---- the history for other ranks ----

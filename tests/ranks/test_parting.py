@@ -98,6 +98,41 @@ def another_is_marked(rank: int, world: int) -> None:
     train(model, use_b=rank != world - 1)
 
 
+def accumulate(model: nn.Module, **branches: bool) -> None:
+    """One forward and backward that reduces nothing."""
+    model.set_requires_gradient_sync(False)
+    train(model, **branches)
+
+
+def synchronizes_at_first(rank: int, world: int) -> None:
+    """All ranks but the last one reduce what they have accumulated; the last one trains on."""
+    model = sharded()
+    accumulate(model)
+    if rank != world - 1:
+        model.synchronize_gradients()
+    train(model)
+
+
+def synchronizes_later(rank: int, world: int) -> None:
+    """The same in an iteration in which every rank knows what the others do, so that they start without a word."""
+    model = sharded()
+    for step in range(4):
+        accumulate(model)
+        if step < 3 or rank != world - 1:
+            model.synchronize_gradients()
+    train(model)
+
+
+def synchronizes_other_gradients(rank: int, world: int) -> None:
+    """The output of a unit takes part in no loss of the last rank, so it has no gradients to reduce."""
+    model = sharded()
+    model.b.register_forward_hook(lambda module, args, output: output.detach() if detach else None)
+    for step in range(4):
+        detach = step == 3 and rank == world - 1
+        accumulate(model)
+        model.synchronize_gradients()
+
+
 APART = {
     skip_first: "model.b",
     skip_later: "model.b",
@@ -106,6 +141,9 @@ APART = {
     another_is_marked: "model.b",
     evaluates: "",
     stops_early: "",
+    synchronizes_at_first: "",
+    synchronizes_later: "",
+    synchronizes_other_gradients: "model.b",
 }
 """Programs, and the unit for which the option for skipped units helps, if one does."""
 

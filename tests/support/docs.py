@@ -75,6 +75,7 @@ NEWER_METHODS = {
     "set_reduce_scatter_unused_params",
     "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
+    "synchronize_gradients",
 }
 NEWER_NAMES = {"DataParallelMeshDims", "GradientReductionHandle", "ShardPlacementResult"}
 NEWER_PARAMETERS = {"fully_shard": {"dp_mesh_dims"}}

@@ -457,6 +457,11 @@ class FSDPParam:
         if grad is not full.grad:
             full.grad = grad
 
+    def drop_unreduced_gradient(self) -> None:
+        """Drop the gradient that was still to be reduced."""
+        if self.full is not None:
+            self.full.grad = None
+
     def drop_gradient(self, *, to_zeros: bool = False) -> None:
         """Drop the reduced gradient, or make it zeros, and the one that was still to be reduced."""
         for tensor in (self.sharded, self.full):

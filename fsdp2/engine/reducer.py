@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,15 +19,38 @@ from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
+from fsdp2.engine.phase import Phase
 from fsdp2.engine.steps import Step, Take
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
 
-__all__ = ["GroupGradients"]
+__all__ = ["GroupGradients", "drop_left_open", "left_open_params", "may_be_left_open"]
 
 _NEVER = (-1, -1)
 # From here on a unit computes for milliseconds on any device, while the host goes ahead.
 _LATE_BYTES = 64 << 20
+
+
+_open: weakref.WeakSet[GroupGradients] = weakref.WeakSet()  # that may have left something open
+
+
+def may_be_left_open() -> bool:
+    """Return whether some backward has left gradients open, of whatever parameters."""
+    return bool(_open.data)
+
+
+def left_open_params(held: Collection[int]) -> list[FSDPParam]:
+    """Return the parameters with shards of these ids whose gradients backwards left open; alike on all ranks."""
+    found = []
+    for gradients in list(_open):
+        found += [param for i, param in gradients.find_left_open() if id(param.sharded) in held]
+    return found
+
+
+def drop_left_open(held: Collection[int]) -> None:
+    """Drop what backwards left open of parameters with shards of these ids."""
+    for gradients in list(_open):
+        gradients.drop_left_open(held)
 
 
 @dataclass(frozen=True)
@@ -298,6 +321,36 @@ class GroupGradients:
         """Whether backwards left gradients unreduced, or sums that were not all-reduced; alike on all ranks."""
         return bool(self._kept or self._partial)
 
+    def note_open(self) -> None:
+        """Remember that gradients are left to be reduced later, for those who would not see them on the shards."""
+        _open.add(self)
+
+    def find_left_open(self) -> list[tuple[int, FSDPParam]]:
+        """Return the parameters whose gradients were left open, by number; none while they are being reduced.
+
+        Where ranks may skip units, these are all parameters, since the ranks that have none send zeros.
+        """
+        params, unused = self._store.params, self._store.options.reduce_unused
+        if not params or params[0].group.phases.phase is not Phase.IDLE or self._completes:
+            return []
+        there = self._there()
+        found = [
+            (i, param)
+            for i, param in enumerate(params)
+            if there[i] or i in self._partial or (unused and i in self._kept and param.requires_grad)
+        ]
+        if not found and not self.left_open:
+            _open.discard(self)
+        return found
+
+    def drop_left_open(self, held: Collection[int]) -> None:
+        """Drop what was left open of parameters with shards of these ids, unless a pass uses it."""
+        for i, param in self.find_left_open():
+            if id(param.sharded) in held:
+                self._partial.pop(i, None)
+                self._kept.discard(i)
+                param.drop_unreduced_gradient()
+
     def complete(self, take: Take) -> None:
         """Reduce what backwards left open, over both axes."""
         self._completes = True
@@ -329,6 +382,7 @@ class GroupGradients:
         """Leave the gradients unreduced for a later backward."""
         self._backward, self._expects_reduced = None, False
         self._kept = set(range(len(self._store.params)))
+        self.note_open()
         for param in self._store.params:
             if param.requires_grad:
                 param.expect_gradients(reduced=False, rounded=False)
@@ -477,6 +531,7 @@ class GroupGradients:
                     piece += kept
                 if not all_reduce:
                     self._partial[i] = piece
+                    self.note_open()
             return all_reduce
 
         return defer_or_reduce

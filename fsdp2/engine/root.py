@@ -254,6 +254,7 @@ class RootContext(Generic[U]):
             self.pending.deferred.pop(group, None)
         elif manual:
             self.pending.deferred[group] = None
+            group.gradients.note_open()
         if not reduced and not (manual and reduces):
             run.post_backward(group)
 

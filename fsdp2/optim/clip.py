@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.index import param_of
 from fsdp2.engine.param import is_managed_tensor, is_temporary
+from fsdp2.optim.left_open import refuse_unreduced
 from fsdp2.optim.prebuilt import shards_of
 from fsdp2.optim.runs import joined, norms_of, scale
 from fsdp2.sharding.mesh import Axis, listed_ranks
@@ -70,8 +71,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: ``norm_type`` is not positive, or ``pp_mesh`` has more than one dimension.
         TypeError: ``parameters`` contains something other than tensors.
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank), or a parameter is
-            unsharded, so its reduced gradient is on its shard.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank), a parameter is
+            unsharded, so its reduced gradient is on its shard, or a gradient has not been reduced.
 
     Example::
 
@@ -81,6 +82,7 @@ def clip_grad_norm_(
     """
     params = shards_of([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
     norm_type = _check(params, float(norm_type), pp_mesh)
+    refuse_unreduced(params, "clip_grad_norm_")
     cuts = _cuts(params)
     measured, scaled = _collect(params, cuts)
     device = on_this_rank(params[0]).device if params else torch.device("cpu")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.collectives import all_reduce
+from fsdp2.optim.left_open import refuse_unreduced
 from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.runs import unscale
 from fsdp2.sharding.mesh import Axis
@@ -65,9 +66,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale gradients in place; return by device a number, above 0 if a gradient on any rank is not finite."""
-        repair(
-            optimizer
-        )  # the step does this too late: the optimizer must hold the shards whose gradients are unscaled
+        # The step does this too late: the optimizer must hold the shards whose gradients are unscaled.
+        repair(optimizer)
+        held = (param for group in optimizer.param_groups for param in group["params"])
+        refuse_unreduced(held, "ShardedGradScaler.unscale_")
         grads: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for param in group["params"]:

@@ -22,8 +22,10 @@ from fsdp2._torch.optimizers import around_use
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.index import managed_slots, originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
+from fsdp2.engine.reducer import may_be_left_open
 from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.engine.unit import live_states
+from fsdp2.optim.left_open import drop_unreduced, refuse_unreduced_step
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
 __all__ = ["STEPS_ON_WHOLE", "follow_parameters", "repair", "shards_of"]
@@ -40,8 +42,8 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
     """Remember the managed parameter that replaces each original."""
     global _hooked
     if not _hooked:
-        hook_optimizers(repair, note_optimizer_step)
-        around_use(repair, _follow_summoned)
+        hook_optimizers(_before_step, note_optimizer_step)
+        around_use(_before_zeroing, _follow_summoned)
         hook_registrations(is_managed_tensor)
         _hooked = True
     _remember(originals, params)
@@ -53,6 +55,18 @@ def _remember(originals: Iterable[nn.Parameter], params: Iterable[FSDPParam]) ->
     for original in originals:
         if original.grad is not None:
             _old_gradients[original] = weakref.ref(original.grad)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    repair(optimizer)
+    if may_be_left_open():
+        refuse_unreduced_step(optimizer)
+
+
+def _before_zeroing(optimizer: torch.optim.Optimizer) -> None:
+    repair(optimizer)
+    if may_be_left_open():
+        drop_unreduced(optimizer)
 
 
 @outside_dynamo

@@ -197,3 +197,154 @@ def test_calls_that_make_no_sense(rank, world):
         module.synchronize_gradients()
     module.finalize_backward()
     module.synchronize_gradients()
+
+
+def backward(module: nn.Module, rank: int, world: int, step: int) -> None:
+    """Run forward and backward on this rank's rows, or on all of them where nothing is sharded."""
+    for row in range(world) if not hasattr(module, "unshard") else [rank]:
+        (module(torch.full((2, 8), 1.0 + row + step)).square().mean()).backward()
+
+
+def two(prepare) -> tuple[nn.Module, nn.Module]:
+    """Return the sharded model and the same in one process."""
+    return play(api.ours, prepare, program=lambda run: None).module, play(None, plain, program=lambda run: None).module
+
+
+def expect_gradients(module: nn.Module, alone: nn.Module, world: int) -> None:
+    """Expect the mean over ranks of what one process has summed; None and zeros where it has these."""
+    for unit in module.modules():
+        if isinstance(unit, fsdp2.FSDPModule):
+            unit.reshard()
+    for (name, mine), its in zip(module.named_parameters(), alone.parameters(), strict=True):
+        assert (mine.grad is None) == (its.grad is None), name
+        if its.grad is not None:
+            torch.testing.assert_close(full(mine.grad), its.grad / world, msg=name)
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("way", ["optimizer", "to zeros", "module"])
+def test_zeroing_drops_unreduced_gradients(rank, world, way, reshard, setter):
+    """``optimizer.zero_grad()`` after a micro-batch that is to be thrown away (a loss of NaN) left its gradients on the
+    full parameters, and the next backward added them, with torch's fully_shard too.
+    """
+    prepare = partial(hybrid if world > 1 else plain, reshard_after_forward=reshard)
+    module, alone = two(prepare)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
+
+    def zero() -> None:
+        for one, optimizer in zip((module, alone), optimizers):
+            if way == "module":
+                one.zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none=way == "optimizer")
+
+    for one in (module, alone):  # a reduced gradient beside the unreduced one
+        backward(one, rank, world, 0)
+    getattr(module, setter)(False)
+    for one in (module, alone):
+        backward(one, rank, world, 1)
+    zero()
+    expect_gradients(module, alone, world)
+    for one in (module, alone):
+        backward(one, rank, world, 2)
+    getattr(module, setter)(True)
+    for one in (module, alone):
+        backward(one, rank, world, 3)
+    expect_gradients(module, alone, world)
+    getattr(module, setter)(False)
+    backward(module, rank, world, 4)
+    zero()
+    with Collectives() as seen:
+        module.synchronize_gradients()  # nothing is left
+    assert not seen.reductions
+    expect_gradients(module, alone, world)
+
+
+@on_ranks(2)
+def test_zeroing_some_parameters(rank, world):
+    """Two optimizers have a half of each unit: what one of them zeroes is gone, and the rest is reduced."""
+    module, alone = two(plain)
+    halves = [torch.optim.SGD([p for p in one.parameters() if p.ndim == 1], lr=0.1) for one in (module, alone)]
+    module.set_requires_gradient_sync(False)
+    for one in (module, alone):
+        backward(one, rank, world, 0)
+    for half in halves:
+        half.zero_grad()
+    module.synchronize_gradients()
+    expect_gradients(module, alone, world)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize("mark", [False, True])
+def test_what_reads_gradients_is_refused(rank, world, mark, setter):
+    """A step or clipping before the reduction went on without the gradients. It is refused on every rank, also on one
+    that skipped the units, and the remedy of the error helps.
+    """
+    prepare = hybrid if world == 4 else plain
+    if setter == SETTERS[1] and world == 2:
+        prepare = hybrid
+    module, alone = two(prepare)
+    module.set_reduce_scatter_unused_params(mark)
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone))
+    scaler = fsdp2.ShardedGradScaler("cpu")
+    getattr(module, setter)(False)
+    for one in (module, alone):
+        backward(one, rank, world, 0)
+    for call, name in (
+        (optimizer.step, "optimizer.step"),
+        (lambda: fsdp2.clip_grad_norm_(module.parameters(), 1.0), "clip_grad_norm_"),
+        (lambda: scaler.unscale_(optimizer), "unscale_"),
+    ):
+        scaler.scale(torch.ones(()))
+        for unit in module.modules():
+            unit.reshard()
+        with pytest.raises(RuntimeError, match=rf"{name}: got 6 .*0\.weight.*synchronize_gradients\(\)"):
+            call()
+    module.synchronize_gradients()
+    norms = [fsdp2.clip_grad_norm_(module.parameters(), 1e9)]
+    norms += [torch.nn.utils.clip_grad_norm_([p for p in alone.parameters()], 1e9) / world]
+    torch.testing.assert_close(*norms)
+    for parameter in alone.parameters():
+        parameter.grad /= world
+    for one in (optimizer, other):
+        one.step()
+        one.zero_grad()
+    for mine, its in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), its)
+
+
+@on_ranks(2)
+def test_other_optimizers_step(rank, world):
+    """An optimizer of parameters whose gradients are reduced steps while others accumulate, as with two optimizers on
+    parts of one model, of which one steps less often."""
+    module, _ = two(plain)
+    first, last = (torch.optim.SGD(module[i].parameters(), lr=0.1) for i in (0, 2))
+    module[2].set_requires_gradient_sync(False)
+    for step in range(2):
+        backward(module, rank, world, step)
+        before = full(module[0].weight)
+        first.step()
+        first.zero_grad()
+        assert not torch.equal(before, full(module[0].weight))
+    with pytest.raises(RuntimeError, match="got 2 parameters"):
+        last.step()
+    module[2].synchronize_gradients()
+    last.step()
+
+
+@on_ranks(2)
+def test_a_step_before_finalize_backward_is_refused(rank, world):
+    """With manual finalization the gradients that no hook reduced are there after ``finalize_backward`` only."""
+    module = play(api.ours, plain, program=lambda run: None).module
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.set_manual_backward_finalization(True)
+    module.set_requires_gradient_sync(False)
+    backward(module, rank, world, 0)
+    module.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
+        optimizer.step()
+    module.finalize_backward()
+    optimizer.step()

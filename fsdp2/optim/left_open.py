@@ -1,0 +1,48 @@
+"""Gradients that no backward has reduced yet: on no shard, so optimizers and clipping would not see them.
+
+After ``set_requires_gradient_sync(False)`` they are on full parameters, and after ``set_requires_all_reduce(False)``
+they are sums over a part of the ranks. Zeroing drops them, as it drops what an unsharded model has accumulated. What
+reads gradients is refused, on every rank, since it would go on as if there were none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fsdp2.engine.reducer import drop_left_open, left_open_params
+
+__all__ = ["drop_unreduced", "refuse_unreduced", "refuse_unreduced_step"]
+
+_SHOWN = 4  # names in an error
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def drop_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    """Drop what is unreduced of the parameters of ``optimizer``, whose gradients are about to be zeroed."""
+    drop_left_open(_ids(optimizer))
+
+
+def refuse_unreduced_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    """Raise RuntimeError if ``optimizer`` is about to step on parameters with unreduced gradients."""
+    refuse_unreduced((p for group in optimizer.param_groups for p in group["params"]), "optimizer.step")
+
+
+def refuse_unreduced(params: Iterable[Any], function: str) -> None:
+    """Raise RuntimeError if ``function`` would not see gradients of ``params``, since these are not reduced yet."""
+    places = {id(param): place for place, param in enumerate(params)}
+    found = sorted(left_open_params(places), key=lambda param: places[id(param.sharded)])  # alike on all ranks
+    if not found:
+        return
+    names = ", ".join(param.name for param in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+    raise RuntimeError(
+        f"{function}: got {len(found)} parameters whose gradients are not reduced ({names}), expected reduced ones on "
+        "the shards: backwards accumulated them after set_requires_gradient_sync(False), "
+        "set_requires_all_reduce(False) or set_manual_backward_finalization(True). Call synchronize_gradients() on the "
+        "root module first (finalize_backward() with manual finalization), or zero_grad() to drop them"
+    )

@@ -81,6 +81,11 @@ class ReducePlan:
     pin_memory: bool = False
     compression: Compression = field(default_factory=Compression)
 
+    @property
+    def divided_over_shards(self) -> float:
+        """What a sum over the shard axis is divided by when it is there; the rest follows over the replicate axis."""
+        return self.scaling.pre * (self.shard.size if self.scaling.average else 1)
+
     @cached_property
     def over_copies(self) -> _OverCopies:
         """How chunks are summed over the replicate axis."""
@@ -288,7 +293,7 @@ class _Exchange:
 
 
 class _CustomReduceScatter:
-    """The caller's collective sums, in one buffer that it allocated itself."""
+    """The caller's collective sums, in one buffer that it allocated itself, perhaps the same one each time."""
 
     def __init__(self, plan: ReducePlan, custom: ReduceScatter) -> None:
         self._plan, self._custom = plan, custom
@@ -312,7 +317,9 @@ class _CustomReduceScatter:
                 works = []
         reductions.hold(packed, list(grads), sum([grad.nbytes for grad in grads]))
         grads.clear()
-        return _Flying(out, works, done.event, [rows])
+        # A sum of our own: it may wait for later backwards and become a gradient, while the collective may write its
+        # memory again.
+        return _Flying(out, works, done.event, [rows], torch.clone)
 
 
 class _EncodedExchange:

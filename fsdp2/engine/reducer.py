@@ -122,8 +122,8 @@ class GroupGradients:
         # Whether autograd makes gradients that are reduced at once (True) or that accumulate; None before either.
         self._expects_reduced: bool | None = None
         self._at_once = False  # backward finishes all gradients together
-        # Sums over the shard axis that were not all-reduced yet, by parameter.
-        self._partial: dict[int, torch.Tensor] = {}
+        # Sums over the shard axis that were not all-reduced yet, by parameter, each with what it was divided by.
+        self._partial: dict[int, tuple[torch.Tensor, float]] = {}
         self._completes = False  # what is left open is reduced now, whatever the options say of backwards
 
     def use_axis(self, axis: Axis) -> None:
@@ -439,7 +439,7 @@ class GroupGradients:
         if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=plan.out_dtype, device=p.local.device) for p in params])
             return
-        defer_or_reduce = self._defer_or_reduce(indices) if store.mesh.replicate.size > 1 else None
+        defer_or_reduce = self._defer_or_reduce(indices, plan) if store.mesh.replicate.size > 1 else None
         reductions = self.comm.reductions
         operation = reduce_chunk(
             grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce, finished=finished
@@ -482,7 +482,7 @@ class GroupGradients:
     def _reduce_plan(self, indices: tuple[int, ...], grads: list[torch.Tensor]) -> ReducePlan:
         dtypes = self._dtypes[indices[0]]
         if dtypes.follows:
-            partial = [self._partial[i] for i in indices if i in self._partial]
+            partial = [self._partial[i][0] for i in indices if i in self._partial]
             for tensor in (*grads, *partial):
                 widest = torch.promote_types(dtypes.reduce, tensor.dtype)
                 dtypes = replace(dtypes, wire=widest, reduce=widest)
@@ -520,17 +520,20 @@ class GroupGradients:
         by_chance = policy is not None and policy.stochastic
         return Compression(reduce, replicate, *(self.comm.noise if by_chance else (None, None)))
 
-    def _defer_or_reduce(self, indices: tuple[int, ...]) -> Callable[[list[torch.Tensor]], bool]:
-        """Return what joins sums over the shard axis with earlier ones, to be all-reduced then (True) or kept."""
-        all_reduce = self._all_reduces
+    def _defer_or_reduce(self, indices: tuple[int, ...], plan: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
+        """Return what joins sums over the shard axis with earlier ones, to be all-reduced then (True) or kept.
+
+        Earlier ones may have been divided by something else, where a setter was called between micro-batches.
+        """
+        all_reduce, divided = self._all_reduces, plan.divided_over_shards
 
         def defer_or_reduce(pieces: list[torch.Tensor]) -> bool:
             for i, piece in zip(indices, pieces):
-                kept = self._partial.pop(i, None)
+                kept, before = self._partial.pop(i, (None, divided))
                 if kept is not None:
-                    piece += kept
+                    piece += kept if before == divided else kept * (before / divided)
                 if not all_reduce:
-                    self._partial[i] = piece
+                    self._partial[i] = piece, divided
                     self.note_open()
             return all_reduce
 

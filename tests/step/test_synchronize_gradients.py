@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -348,3 +349,78 @@ def test_a_step_before_finalize_backward_is_refused(rank, world):
         optimizer.step()
     module.finalize_backward()
     optimizer.step()
+
+
+class Fresh:
+    """A reduce-scatter of the caller's own."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class Persistent(Fresh):
+    """The same in memory that it has allocated once."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[object, torch.Tensor] = {}
+
+    def allocate(self, size, *, dtype, device):
+        if (size, dtype) not in self.buffers:
+            self.buffers[size, dtype] = super().allocate(size, dtype=dtype, device=device)
+        return self.buffers[size, dtype]
+
+
+def persistent(module) -> None:
+    """Give every unit memory of its own, for one reduction at a time."""
+    module.set_reduce_scatter_max_input_buffers(1)
+    for layer in module:
+        layer.set_custom_reduce_scatter(Persistent())
+
+
+CHANGES = {
+    "divide factor": (lambda module: module.set_gradient_divide_factor(8.0, recurse=True), 8.0),
+    "sums": (lambda module: module.set_force_sum_reduction_for_comms(True, recurse=True), None),
+    "hook": (lambda module: module.set_all_reduce_hook(lambda sums: sums.mul_(4), recurse=True), 0.25),
+    "reduce-scatter": (lambda module: module.set_custom_reduce_scatter(Fresh(), recurse=True), None),
+    "persistent memory": (persistent, None),
+    "dtype": (lambda module: module.double(), None),
+    "sizes": (lambda module: module.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0), None),
+    "zeros": (lambda module: module.set_reduce_scatter_unused_params(True), None),
+    "frozen": (lambda module: module[0].weight.requires_grad_(False), None),
+    "communicator": (lambda module: module.set_separate_reduce_scatter_group(), None),
+}
+"""What a program may change between two micro-batches, and what gradients are divided by then (None: the ranks).
+
+A hook multiplies what it sees, which is the sum of all micro-batches."""
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_changes_between_micro_batches(rank, world, dtype, setter, change):
+    """A change between micro-batches holds for the sum of all of them. Sums over the shard axis that waited for their
+    all-reduce had been divided as before the change, and were divided once more.
+    """
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    module, alone = two(partial(hybrid, mp_policy=policy))
+    apply, divisor = CHANGES[change]
+    getattr(module, setter)(False)
+    for one in (module, alone):
+        backward(one, rank, world, 0)
+    for one in (module, alone) if change in ("dtype", "frozen") else (module,):
+        apply(one)
+    factor = divisor if divisor is not None and change == "divide factor" else world * (divisor or 1.0)
+    for step in (1, 2):
+        for one in (module, alone):
+            rows = [rank] if one is module else range(world)
+            for row in rows:
+                one(torch.full((2, 8), 1.0 + row + step, dtype=one[2].weight.dtype)).square().mean().backward()
+    module.synchronize_gradients()
+    for mine, its in zip(module.parameters(), alone.parameters(), strict=True):
+        expected = its.grad / factor
+        tolerance = 1e-5 if dtype is torch.float32 else 4e-3
+        torch.testing.assert_close(full(mine.grad), expected, rtol=tolerance, atol=tolerance * expected.abs().max())

@@ -142,6 +142,8 @@ TESTS: dict[str, str] = {
     "use_local_shards": OPTIM + "test_local_shards.py::test_steps_are_those_on_dtensors",
     "use_local_shards(elementwise)": OPTIM + "test_proxies.py::test_other_classes_that_are_elementwise",
     "ShardedGradScaler": OPTIM + "test_grad_scaler.py::test_found_inf_agrees",
+    "cpu_offload_by_budget": BUILD + "test_offloading.py::test_a_budget_of_parameters_on_the_cpu",
+    "cpu_offload_by_budget(pin_memory)": BUILD + "test_offloading.py::test_a_budget_of_parameters_on_the_cpu",
     "fsdp_modules": BUILD + "test_modules.py::test_fsdp_modules",
     "no_sync": BUILD + "test_modules.py::test_no_sync_accumulates",
     "padding_report": BUILD + "test_padding.py::test_a_cut_chosen_by_padding_trains_alike",

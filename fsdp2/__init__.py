@@ -4,6 +4,7 @@ import importlib as _importlib
 import typing as _typing
 
 from fsdp2.build.modules import fsdp_modules, no_sync
+from fsdp2.build.offloading import cpu_offload_by_budget
 from fsdp2.build.padding import padding_report
 from fsdp2.build.plan import plan_units
 from fsdp2.compat import names as _names
@@ -53,6 +54,7 @@ __all__ = [
     "UnshardHandle",
     "broadcast_from_rank0",
     "clip_grad_norm_",
+    "cpu_offload_by_budget",
     "forecast",
     "fsdp_modules",
     "fully_shard",

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from types import FrameType
 from typing import Any
 
@@ -33,8 +34,10 @@ from fsdp2.policies import (
     CompressionPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    OffloadOf,
     OffloadPolicy,
     PolicyOf,
+    offload_by_name,
     policy_by_name,
 )
 from fsdp2.sharding.mesh import DataParallelMesh
@@ -57,7 +60,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] | PolicyOf = MixedPrecisionPolicy(),  # noqa: B008 (torch's signature; frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | OffloadOf = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     policy: Policy = None,
@@ -89,7 +92,9 @@ def fully_shard(
             for each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (the first match counts;
             ``""`` stands for all others and for the unit's inputs and outputs), or a function of the name. The unit
             still has one gather. With ``policy``, names are those in ``module``.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU. Or a
+            policy for each parameter: a mapping from names or patterns, as for ``mp_policy``, such as
+            ``cpu_offload_by_budget`` makes. Parameters of one policy make a group, gathered and reduced by itself.
         ignored_params: Parameters to leave unchanged: they are not sharded or moved, and their gradients are not
             reduced.
         dp_mesh_dims: The data-parallel dimensions of ``mesh``. All parameters must then be DTensors on ``mesh``.
@@ -166,8 +171,11 @@ def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any],
     }
     calls: list[_Call] = []
     for unit in units:
-        mixed = {"mp_policy": _mixed_precision_below(own.policy_of, unit.name)}
-        arguments = merge_arguments({**inner, **mixed}, unit.overrides, unit.name)
+        below = {
+            "mp_policy": _mixed_precision_below(own.policy_of, unit.name),
+            "offload_policy": _offload_below(own.offload_of, unit.name),
+        }
+        arguments = merge_arguments({**inner, **below}, unit.overrides, unit.name)
         calls.append(((unit.module,), _check_arguments((unit.module,), arguments)))
     return calls
 
@@ -190,6 +198,11 @@ def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
         return replace(policy_of(""), output_dtype=None)  # output_dtype is only for the whole module
 
     return of
+
+
+def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
+    """Return where parameters of a unit live by names in it, where ``offload_of`` has names in the whole module."""
+    return lambda name: offload_of(f"{unit}.{name}" if name else "")
 
 
 def _shard(modules: tuple[nn.Module, ...], unit: Unit) -> None:
@@ -227,7 +240,6 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
 
 def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> Unit:
     for name, kind in (
-        ("offload_policy", OffloadPolicy),
         ("dp_mesh_dims", (DataParallelMeshDims, type(None))),
         ("compression", (CompressionPolicy, type(None))),
     ):
@@ -250,13 +262,29 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
             f"fully_shard: {len(ignored & replicated)} parameters are to be ignored and in replicated_params; leave "
             "them out of one of the two: gradients of ignored parameters are not reduced"
         )
-    policy_of = policy_by_name(given["mp_policy"])
+    policy_of, offload_of = policy_by_name(given["mp_policy"]), offload_by_name(given["offload_policy"])
+    _check_names(modules, given["offload_policy"])
     mesh, reshard = follow_strategy(
         given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
     )
     reshard = _check_reshard(reshard, mesh)
-    options = GroupOptions(policy_of(""), given["offload_policy"], reshard, compression=given["compression"])
-    return Unit(mesh, options, placement_fn, ignored, policy_of, hook_group, frozenset(ignored_modules), replicated)
+    options = GroupOptions(policy_of(""), offload_of(""), reshard, compression=given["compression"])
+    ways = (placement_fn, ignored, policy_of, offload_of, hook_group)
+    return Unit(mesh, options, *ways, frozenset(ignored_modules), replicated)
+
+
+def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:
+    """Raise ValueError where a mapping names what is not below ``modules``: parameters would silently stay."""
+    if not isinstance(offload, Mapping):
+        return
+    names = [name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)]
+    unknown = [pattern for pattern in offload if pattern and not any(fnmatch(name, pattern) for name in names)]
+    if unknown:
+        raise ValueError(
+            f"fully_shard: offload_policy: {unknown[0]!r} matches no parameter; expected names in "
+            f"{type(modules[0]).__name__}, such as {names[0] if names else 'none'!r}. Make the mapping for the module "
+            "that the call gets, or pass policy=, which shards the blocks of a whole model by one mapping"
+        )
 
 
 def _check_set(given: dict[str, Any], name: str, kind: type) -> set[Any]:

@@ -286,7 +286,7 @@ class FSDPModule(TorchFSDPModule):
         With ``recurse``, do so for all units below, too.
 
         Raises:
-            ValueError: The parameters of a unit are on several meshes.
+            ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU.
         """
         self._one_group("set_custom_all_gather", recurse)
         self._set("set_custom_all_gather", recurse, all_gather=comm)
@@ -297,7 +297,7 @@ class FSDPModule(TorchFSDPModule):
         With ``recurse``, do so for all units below, too.
 
         Raises:
-            ValueError: The parameters of a unit are on several meshes.
+            ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU.
         """
         self._one_group("set_custom_reduce_scatter", recurse)
         self._set("set_custom_reduce_scatter", recurse, reduce_scatter=comm)
@@ -483,8 +483,8 @@ class FSDPModule(TorchFSDPModule):
             if len(state.groups) > 1:
                 raise ValueError(
                     f"{state.name or 'the module'}: {method} is not supported with multiple param groups (from "
-                    "per-param mesh via shard_placement_fn): it would be ambiguous across groups with different "
-                    "meshes"
+                    "per-param mesh via shard_placement_fn, or per-param offload_policy): what to do would be "
+                    "ambiguous across groups"
                 )
 
     def _states(self, recurse: bool) -> list[FSDPState]:

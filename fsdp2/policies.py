@@ -32,6 +32,7 @@ __all__ = [
     "DataParallelMeshDims",
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
+    "OffloadOf",
     "OffloadPolicy",
     "PolicyOf",
     "PublicMixedPrecisionPolicy",
@@ -39,6 +40,7 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "check_dtypes",
+    "offload_by_name",
     "policy_by_name",
     "policy_for",
 ]
@@ -181,6 +183,35 @@ def policy_by_name(given: object) -> PolicyOf:
         return ask("") if found is None and name else checked(name, found)
 
     return ask
+
+
+OffloadOf = Callable[[str], OffloadPolicy]
+
+
+def offload_by_name(given: object) -> OffloadOf:
+    """``offload_policy`` as a function of a parameter's name in the unit; the empty name stands for all others.
+
+    Raises:
+        TypeError: ``given`` is no policy, no mapping of names or patterns to policies and no function, or gives
+            anything but a policy for a name.
+    """
+
+    def checked(name: str, found: object) -> OffloadPolicy:
+        if isinstance(found, OffloadPolicy):
+            return found
+        raise TypeError(
+            "fully_shard: offload_policy must be a OffloadPolicy, or a mapping from names or patterns to policies, got "
+            f"{found!r}{f' for {name!r}' if name else ''}"
+        )
+
+    if isinstance(given, Mapping):
+        default = checked("", given.get("", OffloadPolicy()))
+        patterns = {pattern: checked(pattern, policy) for pattern, policy in given.items() if pattern}
+        return lambda name: next((p for pattern, p in patterns.items() if name and fnmatch(name, pattern)), default)
+    if isinstance(given, OffloadPolicy) or not callable(given) or isinstance(given, type):
+        policy = checked("", given)
+        return lambda name: policy
+    return lambda name: checked(name, given(name))
 
 
 @dataclass(frozen=True)

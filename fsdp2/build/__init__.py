@@ -13,4 +13,5 @@ ties       parameters that other calls manage already
 collect    the parameters of a call, and where modules show them
 modules    functions over all units below a module, by FSDP1's names
 padding    what equal pieces cost
+offloading  which parameters live on the CPU
 """

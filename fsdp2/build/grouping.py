@@ -20,7 +20,7 @@ from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor, show
 from fsdp2.engine.unit import FSDPState
 from fsdp2.optim.prebuilt import follow_parameters
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 
 __all__ = ["Unit"]
@@ -39,7 +39,8 @@ class Unit:
     options: GroupOptions
     placement_fn: PlacementFn | None
     ignored: set[nn.Parameter]
-    policy_of: Callable[[str], MixedPrecisionPolicy]
+    policy_of: PolicyOf
+    offload_of: OffloadOf
     hook_group: Callable[[FSDPParamGroup], None]
     ignored_modules: frozenset[nn.Module] = frozenset()
     replicated: set[nn.Parameter] = field(default_factory=set)
@@ -54,9 +55,10 @@ class Unit:
         slots = (Slot(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
         self.ignored_slots.update(slots)
         own, ties = find_ties(managed.params, self.mesh, state)
-        parts = _by_mesh(self.place(own), self.options)
-        offloads = isinstance(self.options.offload_policy, CPUOffloadPolicy)
-        move_to(self.mesh.device, [] if offloads else own, managed.buffers)
+        placed = self.place(own)
+        parts = _together(placed, self.options)
+        stay = [entry.found for entry in placed if not isinstance(entry.offload, CPUOffloadPolicy)]
+        move_to(self.mesh.device, stay, managed.buffers)
         join_ties(ties, state)
         state.groups[:0] = [_make_group(part, self.options, state) for part in parts]
         for module in managed.modules:  # Dynamo guards on these flags, and registrations on such modules are counted
@@ -73,8 +75,12 @@ class Unit:
         Raises:
             ValueError, AssertionError: ``shard_placement_fn`` returned an invalid placement.
         """
-        policies = self.policy_of
-        return [place(f, self.placement_fn, self.mesh, policies(f.name), f.param in self.replicated) for f in params]
+        policies, placed = self.policy_of, []
+        for found in params:
+            whole = found.param in self.replicated
+            entry = place(found, self.placement_fn, self.mesh, policies(found.name), whole)
+            placed.append(replace(entry, offload=self.offload_of(found.name)))
+        return placed
 
     def copied(self, memo: dict[int, Any]) -> Unit:
         """Return the same arguments for copied modules; ``memo`` of ``copy.deepcopy`` has the copied parameters."""
@@ -140,8 +146,8 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     logger.info("%s: took over the value of the parameter that replaced it", param.name)
 
 
-def _by_mesh(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:
-    """Return lists of parameters that communicate together: one for each mesh.
+def _together(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:
+    """Return lists of parameters that communicate together: those of one mesh whose shards are on one device.
 
     Parameters with an extension get a list of their own if ``reshard_after_forward`` keeps pieces on a subgroup, which
     is impossible for them.
@@ -150,7 +156,8 @@ def _by_mesh(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:
     groups: dict[object, list[Placed]] = {}
     for entry in placed:
         alone = has_extension(entry.piece) and subgroup
-        groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone), []).append(entry)
+        home = repr(entry.offload)
+        groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone, home), []).append(entry)
     return list(groups.values())
 
 
@@ -168,6 +175,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -
     pieces = [p.piece for p in placed]
     for entry, param in zip(placed, params):
         param.follow_compression(options.compression, entry.found.param)
+    options = replace(options, offload_policy=placed[0].offload)
     size = options.reshard_after_forward
     if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
         options = replace(options, reshard_after_forward=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2.build.collect import Found
 from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.extension import has_extension
-from fsdp2.policies import MixedPrecisionPolicy, ShardPlacementResult, policy_for
+from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult, policy_for
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 from fsdp2.sharding.spec import ShardedSpec, on_this_rank
 
@@ -32,6 +32,7 @@ class Placed:
     mesh: DataParallelMesh
     policy: MixedPrecisionPolicy
     cut: bool = False  # True: the parameter is already cut, its local tensor is this rank's piece
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
 
     @property
     def piece(self) -> torch.Tensor:

@@ -123,6 +123,10 @@ def _fully_shard(module: Any, **options: Any) -> Any:
     policy, place = options.get("mp_policy"), options.get("shard_placement_fn")
     if isinstance(policy, Mapping) or (callable(policy) and not isinstance(policy, type)):
         raise NotImplementedError(_LACKS.format(what="fully_shard(mp_policy=...) with a policy for each parameter"))
+    if isinstance(options.get("offload_policy"), Mapping) and not hasattr(torch_fsdp, "cpu_offload_by_budget"):
+        raise NotImplementedError(
+            _LACKS.format(what="fully_shard(offload_policy=...) with a policy for each parameter")
+        )
     if isinstance(place, str):
         raise NotImplementedError(_LACKS.format(what=f"fully_shard(shard_placement_fn={place!r})"))
     if place is not None:

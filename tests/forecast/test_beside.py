@@ -139,6 +139,7 @@ def keeps_a_copy(mesh: Any, sharding: Any = fully_shard) -> Any:
             r"fully_shard\(compression=\.\.\.\), which torch's own",
         ),
         (lambda made, mesh: fully_shard(made[0], mesh=mesh, mp_policy={}), "policy for each parameter"),
+        (lambda made, mesh: fully_shard(made[0], mesh=mesh, offload_policy={}), r"offload_policy=.*for each parameter"),
         (lambda made, mesh: fully_shard(made[0], mesh=mesh, shard_placement_fn="auto"), "shard_placement_fn='auto'"),
         (
             lambda made, mesh: fsdp2.plan_units(made, policy="auto"),

@@ -28,6 +28,7 @@ EXTRA_NAMES = {
     "ShardedGradScaler",
     "broadcast_from_rank0",
     "clip_grad_norm_",
+    "cpu_offload_by_budget",
     "forecast",
     "fsdp_modules",
     "get_state_dict_type",

@@ -41,6 +41,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
     "last dimension": {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
     "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+    "partly offloaded": {"offload_policy": {"*up*": fsdp2.CPUOffloadPolicy(pin_memory=False)}},
     "copied from the host": {"mp_policy": MIXED},
     "hybrid": {"hybrid": True},
     "hybrid, bfloat16": {"hybrid": True, "mp_policy": BF16},
@@ -104,6 +105,17 @@ def accumulation(run: Training) -> None:
             run.model.set_reshard_after_backward(last)
             run.backward()
         run.update()
+
+
+def synchronization(run: Training) -> None:
+    """Reductions of accumulated gradients without a backward."""
+    for setter in (run.model.set_requires_gradient_sync, run.model.set_requires_all_reduce):
+        setter(False)
+        for _ in range(2):
+            run.backward()
+        run.model.synchronize_gradients()
+        run.update()
+        setter(True)
 
 
 def evaluation(run: Training) -> None:
@@ -273,7 +285,7 @@ def captured(run: Training) -> None:
 
 PROGRAMS: list[Callable[[Training], None]] = [
     *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
-    *(outside, recomputed, unused, raising, finalized, ahead_of_the_step, captured),
+    *(outside, recomputed, unused, raising, finalized, ahead_of_the_step, captured, synchronization),
 ]
 
 

@@ -38,8 +38,9 @@ __all__ = ["Compression", "Finished", "ReducePlan", "pack_gradients", "reduce_ch
 
 
 Finished = Literal["early", "last", "together"]
-"""How the gradients of a chunk were finished: "early", while backward goes on in their unit, so that they are best
-packed beside it; as the "last" of their unit; or "together" with all others of it, so that nothing computes meanwhile.
+"""How the gradients of a chunk were finished: "early", while backward goes on in their unit, where activations still
+take memory; as the "last" of their unit, beside the next one; or "together" with all others of their unit or as the
+last of the backward, so that nothing computes meanwhile.
 """
 
 
@@ -368,77 +369,65 @@ def _inputs(
     A gradient is an input itself where its memory is one row for each rank in ``dtype``, unless the inputs have to be
     our ``own``. Others are copied, in memory of the compute stream, whose memory gradients and activations give back.
     """
-    rest = row.rest
-    large, small = [grads[i] for i in row.in_place], [grads[i] for i in row.packed]
-    layouts = [row.layouts[i] for i in row.in_place]
-    copied = [own or not _lies_as(grad, layout, dtype) for grad, layout in zip(large, layouts)]
-    packs = rest.numel > 0 and (own or not _sends_as_it_is(small, rest, dtype))
-    read = [grad for grad, copies in zip(large, copied) if copies] + (small if packs else [])
-    read_bytes = sum([grad.nbytes for grad in read])
+    lanes, device = reductions.lanes, grads[0].device
+    parts: list[_Part] = [([grads[i]], row.layouts[i]) for i in row.in_place]
+    if row.rest.numel:
+        parts.append(([grads[i] for i in row.packed], row.rest))
     grads.clear()
+    copied = [own or not _lies_as(part, place, dtype) for part, place in parts]
+    left = sum([grad.nbytes for (part, _), copies in zip(parts, copied) if copies for grad in part])
     if finished != "together":  # their memory is taken already, so there is nothing to wait for
-        reductions.make_room(row.numel * row.ranks * dtype.itemsize + read_bytes)
-    if not read:
-        return [_flat(grad) for grad in (*large, *small)], reductions.lanes.compute
-    # Beside compute only a little at a time: what another lane reads is held until compute has waited for that lane.
-    if finished == "early" and 3 * read_bytes <= reductions.limit_bytes:
-        return _pack_beside(large, small, row, dtype, reductions, copied, packs)
-    del read  # from here on two lists alone hold the gradients, and each gradient goes as soon as it is copied
-    inputs = []
-    with reductions.lanes.compute.here() as done:
-        for layout, copies in zip(layouts, copied):
-            inputs.append(_copied(large.pop(0), layout, dtype) if copies else _flat(large.pop(0)))
-        if packs:
-            rows = torch.empty(rest.numel * row.ranks, dtype=dtype, device=small[0].device)
-            pack_gradients(small, rest, rows)
-            inputs.append(rows)
-        else:
-            inputs += [_flat(grad) for grad in small]
-    return inputs, done.event
-
-
-def _pack_beside(
-    large: list[torch.Tensor],
-    small: list[torch.Tensor],
-    row: RowPlan,
-    dtype: torch.dtype,
-    reductions: Retained,
-    copied: list[bool],
-    packs: bool,
-) -> tuple[list[torch.Tensor], Before]:
-    """Do what ``_inputs`` does on the pack lane, while compute goes on."""
-    lanes, device = reductions.lanes, (large or small)[0].device
-    layouts = [row.layouts[i] for i in row.in_place]
-    # Memory of the compute stream, which is the current one only here.
-    inputs = [
-        torch.empty(layout.numel, dtype=dtype, device=device) if copies else _flat(grad)
-        for grad, layout, copies in zip(large, layouts, copied)
-    ]
-    if packs:
-        inputs.append(torch.empty(row.rest.numel * row.ranks, dtype=dtype, device=device))
-    else:
-        inputs += [_flat(grad) for grad in small]
+        reductions.make_room(row.numel * row.ranks * dtype.itemsize + left)
+    if not left:
+        return [_flat(part[0]) for part, _ in parts], lanes.compute
+    # The last of a unit are copied while compute goes on to the next one. They stay in memory until that has its first
+    # gradient, so they are about half a unit: two of the three large matrices of a block. What is more is copied before,
+    # and each gradient goes as soon as it is copied.
+    beside = reductions.limit_bytes * 3 // 5 if finished == "last" else 0
+    inputs: list[torch.Tensor] = []
+    later: list[tuple[torch.Tensor, _Part]] = []
+    with lanes.compute.here() as done:
+        for copies in copied:
+            part, place = parts.pop(0)
+            if not copies:
+                inputs.append(_flat(part[0]))
+                continue
+            numel = place.numel if isinstance(place, ShardLayout) else place.numel * place.ranks
+            inputs.append(torch.empty(numel, dtype=dtype, device=device))
+            if left <= beside:
+                later.append((inputs[-1], (part, place)))
+                continue
+            left -= sum([grad.nbytes for grad in part])
+            _copy(inputs[-1], part, place)
+            part.clear()
+    if not later:
+        return inputs, done.event
     with lanes.pack.after(lanes.compute) as done:
-        for rows, grad, layout, copies in zip(inputs, large, layouts, copied):
-            if copies:
-                rows.as_strided(layout.shape, layout.stride).copy_(grad)
-        if packs:
-            pack_gradients(small, row.rest, inputs[-1])
-    read = [grad for grad, copies in zip(large, copied) if copies] + (small if packs else [])
-    reductions.hold(done.event, read, sum([grad.nbytes for grad in read]))
+        for rows, (part, place) in later:
+            _copy(rows, part, place)
+    reductions.hold_packed(done.event, [grad for _, (part, _) in later for grad in part], left)
     return inputs, done.event
 
 
-def _copied(grad: torch.Tensor, layout: ShardLayout, dtype: torch.dtype) -> torch.Tensor:
-    rows = torch.empty(layout.numel, dtype=dtype, device=grad.device)
-    rows.as_strided(layout.shape, layout.stride).copy_(grad)
-    return rows
+_Part = tuple[list[torch.Tensor], ShardLayout | RowPlan]
+"""What one collective of a chunk sends: a gradient that is cut evenly along its slowest dimension, or the small ones.
+"""
 
 
-def _lies_as(grad: torch.Tensor, layout: ShardLayout, dtype: torch.dtype) -> bool:
-    """Whether the memory of ``grad`` is one row for each rank in ``dtype``, where NCCL is not slow to read it."""
+def _copy(rows: torch.Tensor, part: list[torch.Tensor], place: ShardLayout | RowPlan) -> None:
+    if isinstance(place, ShardLayout):
+        rows.as_strided(place.shape, place.stride).copy_(part[0])
+    else:
+        pack_gradients(part, place, rows)
+
+
+def _lies_as(part: list[torch.Tensor], place: ShardLayout | RowPlan, dtype: torch.dtype) -> bool:
+    """Whether the memory of ``part`` is one row for each rank in ``dtype``, where NCCL is not slow to read it."""
+    if not isinstance(place, ShardLayout):
+        return _sends_as_it_is(part, place, dtype)
+    grad = part[0]
     aligned = grad.storage_offset() * grad.itemsize % ALIGN_BYTES == 0
-    return aligned and grad.dtype == dtype and grad.stride() == layout.stride
+    return aligned and grad.dtype == dtype and grad.stride() == place.stride
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,12 @@ Every wait between lanes, and what it protects:
 | gather          | compute, before sent inputs go    | memory | GroupExtensions.decode        |
 | compute         | compute of a hook's own stream    | order  | ComputeLane.event             |
 | compute         | a hook's own stream, packing      | order  | ComputeLane.here              |
-| pack            | compute, gradients are finished   | order  | reduce._pack_beside           |
+| pack            | compute, gradients are finished   | order  | reduce._inputs                |
 | pack, reduce    | compute, gradients are finished   | order  | reduce.start                  |
 | reduce          | pack, compute, inputs are there   | order  | reduce.start                  |
 | compute         | pack, reduce, before inputs go    | memory | Retained.make_room            |
 | compute         | reduce, before the gather ahead   | memory | Retained.drop                 |
+| compute         | pack, before packed gradients go  | memory | Retained.drop_packed          |
 | pack            | reduce, before encoded rows go    | memory | Retained.add                  |
 | replicate       | reduce, the shard is summed       | order  | reduce.run                    |
 | replicate, hook | the sum, before the user's hook   | order  | reduce.reduce_chunk           |
@@ -279,6 +280,7 @@ class Retained:
         self._steps: deque[Generator[None, None, None]] = deque()
         self._later: deque[Generator[None, None, None]] = deque()
         self._inputs: deque[_Held] = deque()
+        self.packed: deque[_Held] = deque()  # gradients that are copied beside compute
         self._held_bytes = 0  # of all inputs: asked for each chunk, so it is kept up to date instead of summed
         self._rows: deque[_Held] = deque()
         self._sums: deque[_Held] = deque()
@@ -297,16 +299,21 @@ class Retained:
 
     def make_room(self, nbytes: int) -> None:
         """Let compute wait for the oldest operations, until ``nbytes`` more may be held."""
-        while self._inputs and self._held_bytes + nbytes > self.limit_bytes:
+        while (self.packed or self._inputs) and self._held_bytes + nbytes > self.limit_bytes:
             self._drop_oldest()
 
     def drop(self) -> None:
         """Give back all that is held of the compute stream's memory, which waits for it."""
-        while self._inputs:
+        while self.packed or self._inputs:
+            self._drop_oldest()
+
+    def drop_packed(self) -> None:
+        """Give back the gradients that were copied beside compute, which waits for that."""
+        while self.packed:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        held = self._inputs.popleft()
+        held = (self.packed or self._inputs).popleft()
         self._held_bytes -= held.nbytes
         # Before the references go: the allocator gives this memory to the next kernel of the compute stream.
         self.lanes.compute.wait(held.event)
@@ -325,6 +332,12 @@ class Retained:
         """Keep ``tensors``, ``nbytes`` of the compute stream, until ``event`` of the lane that reads them."""
         if event is not None and tensors:
             self._inputs.append(_Held(event, tensors, nbytes))
+            self._held_bytes += nbytes
+
+    def hold_packed(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
+        """Keep gradients, ``nbytes`` of the compute stream, until ``event`` of the pack lane, which copies them."""
+        if event is not None and tensors:
+            self.packed.append(_Held(event, tensors, nbytes))
             self._held_bytes += nbytes
 
     def hold_rows(self, event: torch.Event | None, rows: list[torch.Tensor]) -> None:
@@ -362,6 +375,7 @@ class Retained:
             self.lanes.compute.wait(event)
         self._ends.clear()
         self._inputs.clear()
+        self.packed.clear()
         self._held_bytes = 0
         self._rows.clear()
         self._sums.clear()

@@ -88,6 +88,7 @@ class _Backward:
     end: Callable[[], None]
     take: Take
     unfinished: set[int]
+    final: bool  # no unit is known to follow
     launched: int = 0
 
 
@@ -232,8 +233,11 @@ class GroupGradients:
         """
         self._at_once = nodes < len(self._chunk_of)
 
-    def begin_backward(self, take: Take, end: Callable[[], None], *, count: bool) -> None:
-        """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished."""
+    def begin_backward(self, take: Take, end: Callable[[], None], *, count: bool, final: bool = False) -> None:
+        """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished.
+
+        ``final``: no other group is known to follow.
+        """
         self.watch_all()
         plan = self._current_plan()
         reduced = self._store.options.reduce_gradients and not self._kept
@@ -244,7 +248,7 @@ class GroupGradients:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
         waiting = [set(chunk) for chunk in plan.streamed]
         awaited = self._expected() if count else None
-        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take, set(self._chunk_of))
+        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take, set(self._chunk_of), final)
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
@@ -275,6 +279,8 @@ class GroupGradients:
             return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
         chunk, waiting = self._chunk_of[i], backward.waiting
         backward.unfinished.discard(i)
+        if self.comm.reductions.packed:  # of the unit before: compute has come far enough for them to be copied
+            self.comm.reductions.drop_packed()
         if not backward.unfinished:
             self.comm.gather_now()  # at the latest: the unit may be through with its inputs much later
         if self._store.options.reduce_gradients and chunk < len(waiting):
@@ -294,6 +300,7 @@ class GroupGradients:
         """Reduce every gradient that is there and has not left; that ends the backward through the group."""
         backward, self._backward = self._backward, None
         launched = 0 if backward is None else backward.launched
+        finished: Finished = "together" if backward is None or backward.final else "last"
         params, unused = self._store.params, self._store.options.reduce_unused
         for param in params if unused else ():
             if param.requires_grad and param.reduce_dtype is None:
@@ -311,7 +318,7 @@ class GroupGradients:
             sent = c < launched
             present = [i for i in chunk if there[i] or (not sent and (unused or self._must_flush(i)))]
             if present:
-                left |= not self._launch(tuple(present), take, first=first)
+                left |= not self._launch(tuple(present), take, finished, first=first)
                 first = False
         if not left:
             self._kept.clear()
@@ -405,7 +412,7 @@ class GroupGradients:
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...], take: Take, finished: Finished = "last", *, first: bool) -> bool:
+    def _launch(self, indices: tuple[int, ...], take: Take, finished: Finished, *, first: bool) -> bool:
         """Reduce the gradients of these parameters, as one step of the pass if other ranks take part.
 
         It is the ``first`` chunk of the group in this backward, or a later one. Returns False if other ranks come to it

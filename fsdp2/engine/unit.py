@@ -354,8 +354,9 @@ class FSDPState(ComposableState):
         for group in entered:
             # No input can tell when backward is done with the group, but its parameters' gradients can.
             by_gradients = pending.inputs.get(group) == _NO_INPUTS and group.ends_with_its_gradients()
-            group.gradients.begin_backward(run.take, partial(run.post_backward, group), count=by_gradients)
             following = pending.calls.visit(group)  # recorded also with a prefetch list, as in forward
+            end, final = partial(run.post_backward, group), following is None
+            group.gradients.begin_backward(run.take, end, count=by_gradients, final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.gathered_with):
                     if other.options.unshard_in_backward and group.gradients.gathers_later:

@@ -47,11 +47,12 @@ _SCALE_BYTES = 4
 # with the number of ranks, so there are fewer on more than _CHUNKED_RANKS: a quarter on twice as many ranks, and a
 # single one on four times as many.
 _CHUNKS, _CHUNKED_RANKS = 8, 64
-# On streams every chunk costs host work, and it delays the next gather by its latency, about 5 us for each rank, so
-# there are fewer chunks. A chunk has at least _LEAST_BYTES_PER_RANK times ``chunk_bytes`` for each rank: sending 2 MiB
-# at 300 GB/s takes longer than the latency. On 64 ranks at most two chunks may be that small (_STREAMED_RANKS / 64);
-# further ones need _BYTES_PER_RANK times ``chunk_bytes``.
-_STREAMED_CHUNKS, _STREAMED_RANKS, _AT_ONCE_RANKS = 4, 128, 256
+# On streams every chunk costs host work, and it delays the next gather by its latency, about 5 us for each rank. With
+# more than two chunks, the first one (and the gather before it) would start while the activations of the unit take most
+# memory. A chunk has at least _LEAST_BYTES_PER_RANK times ``chunk_bytes`` for each rank, and _BYTES_PER_RANK times on
+# more than _STREAMED_RANKS: sending 2 MiB at 300 GB/s takes longer than the latency. From _AT_ONCE_RANKS on, a unit is
+# one chunk.
+_STREAMED_RANKS, _AT_ONCE_RANKS = 64, 256
 _LEAST_BYTES_PER_RANK, _BYTES_PER_RANK = 2, 12
 
 
@@ -286,11 +287,8 @@ def _number_of_chunks(nbytes: int, ranks: int, sizes: TransferSizes, *, streams:
     """Return the largest number of chunks for a unit of ``nbytes``."""
     if not streams:
         return min(_CHUNKS, max(_CHUNKS * _CHUNKED_RANKS**2 // ranks**2, 1))
-    if ranks >= _AT_ONCE_RANKS:
-        return 1
-    of_least, of_usual = (nbytes // (ranks * n * sizes.chunk_bytes) for n in (_LEAST_BYTES_PER_RANK, _BYTES_PER_RANK))
-    worth = max(min(of_least, _STREAMED_RANKS // ranks), of_usual)
-    return max(min(_STREAMED_CHUNKS, worth), 1)
+    least = ranks * sizes.chunk_bytes * (_LEAST_BYTES_PER_RANK if ranks <= _STREAMED_RANKS else _BYTES_PER_RANK)
+    return 2 if ranks < _AT_ONCE_RANKS and nbytes >= 2 * least else 1
 
 
 def plan_chunks(

@@ -381,7 +381,7 @@ def _inputs(
     if not left:
         return [_flat(part[0]) for part, _ in parts], lanes.compute
     # The last of a unit are copied while compute goes on to the next one. They stay in memory until that has its first
-    # gradient, so they are about half a unit: two of the three large matrices of a block. What is more is copied before,
+    # gradient, so they are about half a unit: two of the three large matrices of a block. The rest is copied before,
     # and each gradient goes as soon as it is copied.
     beside = reductions.limit_bytes * 3 // 5 if finished == "last" else 0
     inputs: list[torch.Tensor] = []

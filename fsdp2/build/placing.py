@@ -64,9 +64,10 @@ def place(
         if own is not mesh.mesh and own != mesh.mesh:
             mesh = DataParallelMesh.from_mesh(own)
     else:
+        even = ' For even pieces of experts pass shard_placement_fn="auto"' if _merges_dims(result) else ""
         raise ValueError(
             f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
-            "None"
+            f"None.{even}"
         )
     if isinstance(found.param, DTensor) and mesh.spmd is None and not whole and _shares_ranks(found.param, mesh):
         spec = ShardedSpec.of_shard(found.param, mesh)
@@ -79,6 +80,11 @@ def place(
         return Placed(found, spec, mesh, policy, cut=True)
     mesh = mesh.replicated() if whole else mesh
     return Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
+
+
+def _merges_dims(placement: object) -> bool:
+    """Return whether ``placement`` is the one that torch has for merged dimensions, if the installed torch has it."""
+    return type(placement).__name__ == "BlockShard"
 
 
 def _policy(found: Found, asked: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import Replicate, Shard
 
 import fsdp2
@@ -119,3 +121,78 @@ def test_a_cut_chosen_by_padding_trains_alike(rank, world, hybrid):
     before = (Replicate(),) if hybrid else ()
     assert run.module.up.placements == (*before, Shard(0 if alone else 1))
     assert run.module.down.placements == (*before, Shard(0 if alone else 2))
+
+
+class Rows(nn.Module):
+    """The same experts, kept as rows of one matrix and viewed where they are used."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.up = nn.Parameter(torch.randn(experts * width, hidden))
+        self.down = nn.Parameter(torch.randn(experts * hidden, width))
+
+    def forward(self, x):
+        up, down = (weight.unflatten(0, (self.experts, -1)) for weight in (self.up, self.down))
+        return torch.einsum("bw,ewh,ehv->bv", x, up, down)
+
+
+def test_160_experts_over_64_ranks() -> None:
+    """A tenth and more of the memory may be padding, and ranks may hold nothing. Another dimension cuts them evenly;
+    rows of one matrix do, too, and are gathered without a copy."""
+    with fake_mesh(64) as mesh:
+        for build, placement, share in (
+            (lambda: Experts(160, 1408, 512, device="meta"), None, 0.2),
+            (lambda: Experts(160, 1408, 512, device="meta"), "auto", 0.0),
+            (lambda: Rows(160, 1408, 512).to("meta"), None, 0.0),
+        ):
+            with torch.device("meta"):
+                experts = build()
+            fsdp2.fully_shard(experts, mesh=mesh, shard_placement_fn=placement)
+            ((_, _, parameters, padding),) = fsdp2.padding_report(experts)
+            assert padding == share * parameters
+            (group,) = experts._get_fsdp_state().groups
+            copies = [not param.spec.layout.rank_major for param in group.params]
+            assert copies == [placement == "auto"] * 2
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kept", ["auto", "rows"])
+def test_uneven_experts(rank, world, tmp_path, kept):
+    """10 experts over 4 ranks, in equal pieces: they train like one process, and their values go through whole state
+    dicts, files and checkpoints of one process and of another cut."""
+    build = (lambda: Experts(10, 8, 4)) if kept == "auto" else (lambda: Rows(10, 8, 4))
+    placement = "auto" if kept == "auto" else None
+
+    def prepare(module, fsdp) -> None:
+        fsdp.fully_shard(module, mesh=mesh_1d(), shard_placement_fn=placement)
+
+    module = assert_parity(prepare, build=build, against=("alone",)).module
+    assert fsdp2.padding_report(module)[0].padding == 0
+    assert {parameter.to_local().numel() for parameter in module.parameters()} == {10 * 8 * 4 // 4}
+    plain, other = build(), fsdp2.fully_shard(build(), mesh=mesh_1d())
+    values = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    plain.load_state_dict(get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in values.items())
+    dcp.save(module.state_dict(), checkpoint_id=tmp_path / "checkpoint")
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+    other.load_state_dict(state)
+    assert all(torch.equal(values[name], value.full_tensor()) for name, value in other.state_dict().items())
+    fsdp2.save_safetensors(other, tmp_path / "files")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    fsdp2.load_safetensors(module, tmp_path / "files")
+    assert all(torch.equal(values[name], value.full_tensor()) for name, value in module.state_dict().items())
+
+
+class BlockShard:
+    """A stand-in for the placement that torch's main has."""
+
+
+@on_ranks(1)
+def test_placements_of_merged_dimensions_are_refused(rank, world):
+    """The error says what to use instead."""
+    with pytest.raises(ValueError, match='shard_placement_fn="auto"'):
+        fsdp2.fully_shard(nn.Linear(2, 2), mesh=mesh_1d(), shard_placement_fn=lambda parameter: BlockShard())

@@ -36,7 +36,7 @@ _open: weakref.WeakSet[GroupGradients] = weakref.WeakSet()  # that may have left
 
 def may_be_left_open() -> bool:
     """Return whether some backward has left gradients open, of whatever parameters."""
-    return bool(_open.data)
+    return len(_open) > 0
 
 
 def left_open_params(held: Collection[int]) -> list[FSDPParam]:

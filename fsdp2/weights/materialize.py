@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.engine.param import parameter_like
+from fsdp2.engine.param import FSDPParam, parameter_like
 from fsdp2.sharding.spec import dtensor_like, on_this_rank
 from fsdp2.weights.select import Place
 
@@ -49,7 +49,7 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
         group.residency.adopt()
 
 
-def _shard_of(place: Place, going: set[object]) -> torch.Tensor:
+def _shard_of(place: Place, going: Collection[FSDPParam]) -> torch.Tensor:
     """Return the shard's new memory.
 
     If all parameters of its group are materialized, one expanded element stands in for the shard until ``adopt`` gives

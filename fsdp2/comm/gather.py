@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,16 +16,12 @@ from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.policies import AllGather
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, align
+from fsdp2.sharding.packing import BlockFormat, CastRun, FlatPlan, Item, align
 
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "HostCopies", "finish_gather", "start_gather"]
 
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # destinations, sources
-Encoding = tuple[torch.Tensor, Encoded, BlockFormat]  # values (1, elements), where they go
-Decoding = tuple[
-    Encoded, torch.Tensor, ShardLayout, BlockFormat
-]  # a row per rank, the full parameter's memory, its cut
-Split = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # rows of bytes, how many go where
+Planned = Callable[[], object]
+"""Kernels with the tensors that they read and write, found once and run in every gather."""
 
 
 class Buffer:
@@ -72,18 +69,15 @@ class GatherBuffers:
         self._ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
         self.from_host = _on_host(shards, device)
         self.wire = Buffer(plan.wire_bytes, device) if plan.casts or self.from_host else None
-        self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.encodes: list[Encoding] = []
-        wire_bytes = shards if self.wire is None else self._cast_to(self.wire, shards)
+        self.fills: list[Planned] = []  # of the wire buffer, from the shards
+        wire_bytes = shards if self.wire is None else self._plan_fills(self.wire, shards)
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         for i in plan.direct:
             self._send_directly(i, wire_bytes)
         self.packed = wire_view(wire_bytes[plan.packed_start :].view(self._packed_dtype))
         self.staging: Buffer | None = None
-        self.copies: Copies = ([], [])
-        self.decodes: list[Decoding] = []
-        self.split: Split | None = None
+        self.unpacks: list[Planned] = []  # of the staging buffer, to where the packed parameters lie
         if plan.packed:
             self._receive_packed(fused=device.type != "cpu" if fused is None else fused)
         # Views keep the storages; their memory is only there while a gather needs it.
@@ -104,15 +98,15 @@ class GatherBuffers:
         """Make the buffer that packed items are received in, and plan how they get from there to their places."""
         ranks, nbytes = self._ranks, self.packed.nbytes
         in_order = all(self.items[i].layout.rank_major for i in self.plan.packed)
-        slots = self._slots() if fused and in_order and not self.encodes else []
+        encoded = any(self.items[i].form is not None for i in self.plan.packed)
+        slots = self._slots() if fused and in_order and not encoded else []
         # One kernel splits whole rows, so it needs somewhere to put what lies between the items, too.
         gap = max((size for place, size in slots if place is None), default=0)
         self.staging = Buffer(ranks * (nbytes + gap), self.full.bytes.device)
         self.received = self.staging.bytes[: ranks * nbytes].view(self.packed.dtype)
         rows = self.received.view(torch.uint8).view(ranks, nbytes)
         if not slots:
-            self.copies = self.unpack_copies(rows)
-            self.decodes = self.decodings(rows)
+            self.unpacks = self._plan_unpacks(rows)
             return
         unused = self.staging.bytes[ranks * nbytes :]
         targets = [
@@ -120,17 +114,13 @@ class GatherBuffers:
             for place, size in slots
         ]
         shaped = [target.view(ranks, size) for target, (_, size) in zip(targets, slots)]
-        self.split = rows, [size for _, size in slots], shaped
+        self.unpacks = [partial(torch.split_with_sizes_copy, rows, [size for _, size in slots], 1, out=shaped)]
 
-    def _cast_to(self, wire: Buffer, shards: torch.Tensor) -> torch.Tensor:
+    def _plan_fills(self, wire: Buffer, shards: torch.Tensor) -> torch.Tensor:
         """Plan how each run of shards is cast or encoded before it is sent, and return the bytes that are sent."""
         for run in self.plan.runs:
             shard = shards[run.shard_offset : run.shard_offset + run.numel * run.dtype.itemsize].view(run.dtype)
-            if run.form is None:
-                self.casts.append((wire.view(run.wire_offset, run.numel, run.wire_dtype), shard))
-                continue
-            row = wire.bytes[run.wire_offset : run.wire_end].unsqueeze(0)
-            self.encodes.append((shard.unsqueeze(0), encoded_views(row, run.numel, run.form), run.form))
+            self.fills.append(_casting(run, shard, wire) if run.form is None else _encoding(run, run.form, shard, wire))
         return wire.bytes
 
     def _slots(self) -> list[tuple[int | None, int]]:
@@ -147,57 +137,43 @@ class GatherBuffers:
 
     def unpack(self, rows: torch.Tensor | None) -> None:
         """Bring packed parameters to their places, from ``rows`` (ranks, bytes) or from where they are received."""
-        if rows is None and self.split is not None:
-            source, sizes, targets = self.split
-            torch.split_with_sizes_copy(source, sizes, 1, out=targets)
-            return
-        copies = self.copies if rows is None else self.unpack_copies(rows)
-        if copies[0]:
-            copy_all(*copies)
-        if self.encodes:
-            for decoding in self.decodes if rows is None else self.decodings(rows):
-                _decode(*decoding)
+        for unpack in self.unpacks if rows is None else self._plan_unpacks(rows):
+            unpack()
 
     @property
     def _packed_dtype(self) -> torch.dtype:
         dtypes = {self.items[i].wire_dtype for i in self.plan.packed}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
-    def unpack_copies(self, rows: torch.Tensor) -> Copies:
-        """Return what to copy where to bring packed parameters from ``rows`` (ranks, bytes) to their places."""
-        copies: Copies = ([], [])
+    def _plan_unpacks(self, rows: torch.Tensor) -> list[Planned]:
+        """Plan how packed parameters are copied or decoded from ``rows`` (ranks, bytes) to their places."""
+        places: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        decodings: list[Planned] = []
         for i in self.plan.packed:
-            item = self.items[i]
+            item, layout = self.items[i], self.items[i].layout
+            flat = self.full.view(self.plan.full_offset[i], layout.full_storage_numel, item.wire_dtype)
             if item.form is not None:
+                decodings.append(partial(_decode, self._encoded_pieces(i, item.form, rows), flat, layout, item.form))
                 continue
             start = self.plan.wire_offset[i] - self.plan.packed_start
-            sent = rows[:, start : start + item.layout.slot_numel * item.wire_dtype.itemsize].view(item.wire_dtype)
-            flat = self.full.view(self.plan.full_offset[i], item.layout.full_storage_numel, item.wire_dtype)
-            layout = item.layout
+            sent = rows[:, start : start + layout.slot_numel * item.wire_dtype.itemsize].view(item.wire_dtype)
             if layout.rank_major:  # padding is copied as well
                 pairs = [(flat.view(layout.ranks, layout.slot_numel), sent)]
             else:
                 pairs = piece_pairs(flat.as_strided(layout.shape, layout.stride), sent, layout)
-            for piece, slot in pairs:
-                copies[0].append(piece)
-                copies[1].append(slot)
-        return copies
+            for place, source in pairs:
+                places.append(place)
+                sources.append(source)
+        return [partial(copy_all, places, sources), *decodings] if places else decodings
 
-    def decodings(self, rows: torch.Tensor) -> list[Decoding]:
-        """Return what to decode where to bring encoded parameters from ``rows`` (ranks, bytes) to their places."""
-        found: list[Decoding] = []
-        for i in self.plan.packed:
-            item, layout, form = self.items[i], self.items[i].layout, self.items[i].form
-            if form is None:
-                continue
-            run = self.plan.run_of(i)
-            start = run.wire_offset - self.plan.packed_start
-            sent = encoded_views(rows[:, start : start + form.nbytes(run.numel)], run.numel, form)
-            first = (self.plan.shard_offset[i] - run.shard_offset) // run.dtype.itemsize // form.block
-            flat = self.full.view(self.plan.full_offset[i], layout.full_storage_numel, item.wire_dtype)
-            blocks = slice(first, first + -(-layout.slot_numel // form.block))
-            found.append((sent.part(slice(None), blocks), flat, layout, form))
-        return found
+    def _encoded_pieces(self, i: int, form: BlockFormat, rows: torch.Tensor) -> Encoded:
+        """Return the pieces of item ``i`` in ``rows``, which were encoded together with its neighbours."""
+        run = self.plan.run_of(i)
+        start = run.wire_offset - self.plan.packed_start
+        sent = encoded_views(rows[:, start : start + form.nbytes(run.numel)], run.numel, form)
+        first = (self.plan.shard_offset[i] - run.shard_offset) // run.dtype.itemsize // form.block
+        return sent.part(slice(None), slice(first, first + -(-self.items[i].layout.slot_numel // form.block)))
 
     def allocate(self, *, staging: bool, full: bool) -> None:
         """Make what collectives read and write exist, and the ``full`` memory too if it cannot wait until then."""
@@ -210,10 +186,8 @@ class GatherBuffers:
         """Write what is sent where it is not the shards themselves."""
         if self.wire is not None:
             self.wire.allocate()
-        for wire, shard in self.casts:
-            wire.copy_(shard, non_blocking=True)
-        for encoding in self.encodes:
-            encode(*encoding)
+        for fill in self.fills:
+            fill()
 
     def free_temporaries(self) -> None:
         """Give back what only the gather itself needs."""
@@ -221,6 +195,17 @@ class GatherBuffers:
             self.wire.free()
         if self.staging is not None:
             self.staging.free()
+
+
+def _casting(run: CastRun, shard: torch.Tensor, wire: Buffer) -> Planned:
+    """Return the copy of a run's ``shard`` to its place in ``wire``, in the dtype that travels."""
+    return partial(wire.view(run.wire_offset, run.numel, run.wire_dtype).copy_, shard, non_blocking=True)
+
+
+def _encoding(run: CastRun, form: BlockFormat, shard: torch.Tensor, wire: Buffer) -> Planned:
+    """Return what encodes a run's ``shard`` to its place in ``wire``."""
+    row = wire.bytes[run.wire_offset : run.wire_end].unsqueeze(0)
+    return partial(encode, shard.unsqueeze(0), encoded_views(row, run.numel, form), form)
 
 
 def _decode(sent: Encoded, flat: torch.Tensor, layout: ShardLayout, form: BlockFormat) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdp2.comm.formats import encode
 from fsdp2.comm.gather import Buffer, GatherBuffers, HostCopies, finish_gather, start_gather
 from fsdp2.comm.streams import Lanes
 from fsdp2.sharding.layout import ShardLayout
@@ -189,7 +190,7 @@ def test_what_is_small_travels_together_without_a_copy_before_it() -> None:
 def test_a_group_of_one_dtype_is_cast_by_one_kernel() -> None:
     items = [Item(matrix(8, 16).layout, torch.float32, torch.bfloat16) for _ in range(5)]
     ranks = make_ranks(items, TransferSizes(direct_param_bytes=64, direct_group_bytes=0), numbered(items))
-    assert [len(rank.buffers.casts) for rank in ranks] == [1, 1]
+    assert [len(rank.buffers.fills) for rank in ranks] == [1, 1]
 
 
 def test_one_rank_communicates_nothing() -> None:
@@ -206,11 +207,11 @@ def test_one_kernel_unpacks_what_lies_in_rank_order(columns: int) -> None:
     """Whatever the alignment leaves between the pieces; a cut along another dimension goes by copies."""
     items = [matrix(4, columns), matrix(3, columns), Item(matrix(2, 3).layout, torch.float32, torch.bfloat16)]
     ranks = make_ranks(items, PACKED, numbered(items), fused=True)
-    assert all(rank.buffers.split is not None and not rank.buffers.copies[0] for rank in ranks)
+    assert all([one.func for one in rank.buffers.unpacks] == [torch.split_with_sizes_copy] for rank in ranks)
     gather(ranks)
     assert_gathered(ranks, numbered(items))
     others = make_ranks([*items, matrix(4, 4, dim=1)], PACKED, numbered([*items, matrix(4, 4)]), fused=True)
-    assert all(rank.buffers.split is None for rank in others)
+    assert all(one.func is not torch.split_with_sizes_copy for rank in others for one in rank.buffers.unpacks)
 
 
 # ---- custom collectives and extras ----
@@ -349,4 +350,4 @@ def test_encoded_parameters_of_a_group_travel_together_with_the_others() -> None
     (message,) = sent(ranks[0].axis)
     plain = 4 * (8 * 16 + 4 * 2) // 2
     assert 3 * 64 * 32 <= message.sent.nbytes - plain <= 1.05 * 3 * 64 * 32
-    assert len(ranks[0].buffers.encodes) == 1
+    assert [one.func for one in ranks[0].buffers.fills].count(encode) == 1

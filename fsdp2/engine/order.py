@@ -47,4 +47,8 @@ class BackwardOrder(Generic[T]):
         if not positions:
             return None
         position = positions.pop()
-        return self._calls[position - 1] if position > 0 else None
+        if position == 0:
+            return None
+        before = self._calls[position - 1]
+        # An earlier backward may be through with that call: only the last of several backwards drops the order.
+        return before if position - 1 in self._positions[id(before)] else None

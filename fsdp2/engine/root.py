@@ -218,7 +218,9 @@ class RootContext(Generic[U]):
             for some in (self.pending.used, gathered)
         )
         text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
-        return PassKind(name, text, used, kept, self.pending.forwards)
+        # Without units that ranks may skip, forwards that take no step need not be as many on all ranks.
+        forwards = self.pending.forwards if any(group.options.reduce_unused for group in groups) else 0
+        return PassKind(name, text, used, kept, forwards)
 
     def end_backward(self, run: BackwardPass) -> None:
         """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.

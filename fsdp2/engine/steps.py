@@ -74,7 +74,7 @@ class PassKind(NamedTuple):
     kept: tuple[int, ...] = ()
     """Of a backward: the groups that its forwards ended with and left in memory, which it does not gather again."""
     forwards: int = 0
-    """Of a backward: how many forwards it may be on, those included that took no step."""
+    """Of a backward with such groups: how many forwards it may be on, those included that took no step."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name

@@ -59,3 +59,39 @@ def test_ranks_with_different_numbers_of_micro_batches(rank, world, weights):
     dist.barrier()
     for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.full_tensor(), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ends", ["tells that more follow", "had dropped a loss"])
+def test_different_numbers_of_forwards_before_the_last_backward(rank, world, ends):
+    """Backwards were told apart by the number of forwards that they may be on, forwards that communicate nothing
+    included. So where ranks had run different numbers of them (``set_is_last_backward(False)`` before all but the last
+    micro-batch, or a loss that nobody went back from), one rank waited for a meeting that no other rank came to."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    module = copy.deepcopy(plain)
+    mesh = mesh_of(world) if ends == "tells that more follow" else mesh_of(world, 1, names=("replicate", "shard"))
+    for unit in (module[0], module[2], module):
+        fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]
+    for step in range(STEPS):
+        for unit in (module, module[0], module[2]):
+            unit.unshard()
+        if ends == "had dropped a loss":
+            module(torch.ones(3, 6))
+        batches = micro_batches(rank, step)
+        for i, batch in enumerate(batches):
+            last = i + 1 == len(batches)
+            module.set_requires_gradient_sync(last)
+            module.set_reshard_after_backward(last)
+            if ends == "tells that more follow":
+                module.set_is_last_backward(last)
+            module(batch).square().sum().backward()
+        for other in range(world):
+            for batch in micro_batches(other, step):
+                (plain(batch).square().sum() / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)

@@ -94,6 +94,16 @@ def test_backwards_in_the_order_of_the_forwards_find_their_own_calls() -> None:
     assert visits(recorded("abac"), "ca") == ["a", "b"]
 
 
+def test_a_call_whose_backward_is_over_is_not_expected_again() -> None:
+    """With ``set_is_last_backward(False)`` the calls of earlier micro-batches stay recorded. The last unit of one
+    backward was told to gather the first of the backward before, which nobody used."""
+    order = recorded("ab")
+    assert visits(order, "ba") == ["a", None]
+    for name in "ab":
+        order.record(GROUPS[name])
+    assert visits(order, "ba") == ["a", None]
+
+
 def test_a_group_that_backward_skips_does_not_mislead_the_others() -> None:
     assert visits(recorded("abc"), "ca") == ["b", None]
 

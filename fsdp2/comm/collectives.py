@@ -111,6 +111,8 @@ def all_gather(
         return [work for work in works if work is not None]
     options, what = _gather_options(async_op), ("gather", "all_gather")
     if len(outputs) > 1 and axis.is_nccl:
+        if len({tensor.dtype for tensor in inputs}) > 1:  # one launch has one dtype
+            outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
         work = _start(what, axis, outputs, group_all_gather_coalesced, outputs, inputs, options)
         return _works(work, axis, async_op)
     started: list[Work] = []
@@ -120,6 +122,10 @@ def all_gather(
         else:
             started += _works(_start(what, axis, [out], group_all_gather, out, inp, options), axis, async_op)
     return started
+
+
+def _as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(torch.uint8) for tensor in tensors]
 
 
 def _start(

@@ -117,6 +117,19 @@ def test_cut_along_the_last_dimension(hidden, world, dtype):
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
+def test_weights_of_several_dtypes_in_one_launch(transfer):
+    """An embedding in bfloat16 beside a norm and a head in float32: the unit's gather is one launch, which had
+    tensors of several dtypes. Not every version of torch and NCCL may take that."""
+    with strict_nccl(), fake_mesh(16) as mesh:
+        model = Units(2880, torch.float32)
+        model.embed.to(torch.bfloat16)
+        sharded(model, mesh, [[model.embed, model.norm, model.head]])
+        if TRANSFERS[transfer]:
+            model.set_transfer_sizes(**TRANSFERS[transfer])  # type: ignore[operator]
+        train(model)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @dtypes
 def test_hybrid(transfer, dtype):
     """Sums over the shard axis that are then all-reduced."""
@@ -168,10 +181,10 @@ def test_programs(program: Callable[..., None], setup, transfer):
 class Host:
     """In the place of the simulated device: a host has neither streams nor events."""
 
-    def Stream(self) -> None:  # as torch.cuda calls it
+    def Stream(self, device: object = None) -> None:  # as torch.cuda calls it
         """Return no stream."""
 
-    def current_stream(self) -> Host:
+    def current_stream(self, device: object = None) -> Host:
         """Return what records nothing."""
         return self
 
@@ -209,6 +222,12 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
         TypeError,
         lambda group: group.reduce_scatter_single_coalesced(
             [zeros(4), zeros(8, torch.bfloat16)], [zeros(16), zeros(32, torch.bfloat16)]
+        ),
+    ),
+    "two dtypes in a gather": (
+        TypeError,
+        lambda group: group.all_gather_single_coalesced(
+            [zeros(16), zeros(32, torch.bfloat16)], [zeros(4), zeros(8, torch.bfloat16)]
         ),
     ),
     "several to sum": (ValueError, lambda group: group.allreduce([zeros(4), zeros(4)])),

@@ -83,8 +83,10 @@ def check_gather(op: str, group: dist.ProcessGroup, output: Tensor, piece: Tenso
 
 
 def check_gathers(op: str, group: dist.ProcessGroup, outputs: Any, pieces: Any, options: Any = None) -> None:
-    """Check several gathers that are one launch."""
+    """Check several gathers that are one launch, of one dtype: not every version of torch and NCCL may take several."""
     check_tensors(op, [*outputs, *pieces])
+    if len({tensor.dtype for tensor in pieces}) > 1:
+        raise TypeError(f"{op}: tensors must have identical type, got {[tensor.dtype for tensor in pieces]}")
     for output, piece in zip(outputs, pieces, strict=True):
         check_pair(op, group, piece, output)
 

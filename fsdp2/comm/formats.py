@@ -59,7 +59,8 @@ def encode(values: torch.Tensor, into: Encoded, form: BlockFormat, draw: Draw | 
     scratch = None
     for part in _pieces(blocks):
         payload, scales = into.part(*part)
-        numbers = blocks[part].to(device=scales.device, dtype=torch.float32)
+        # From the host they are copied and then widened, both on the device: the host must not wait for the copy.
+        numbers = blocks[part].to(device=scales.device, dtype=torch.float32, non_blocking=True)
         scratch = _memory(scratch, numbers)
         peaks = torch.abs(numbers, out=scratch).amax(-1, keepdim=True)
         scales.copy_(peaks.div_(_largest(form)).clamp_(min=_SMALLEST))

@@ -242,6 +242,7 @@ class HostCopies:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self._sent: deque[tuple[Buffer, torch.Event | None]] = deque()
+        self._latest: torch.Event | None = None  # the end of the copy that was started last
 
     def start(self, buffers: GatherBuffers) -> torch.Event | None:
         """Copy what ``buffers`` gather; the gather lane has to wait for the event."""
@@ -249,7 +250,14 @@ class HostCopies:
             self._drop_oldest()
         with self.lanes.copy.after(self.lanes.shards_written) as done:
             buffers.fill_wire()
+        self._latest = done.event
         return done.event
+
+    def wait(self) -> None:
+        """Let the host wait until all shards are copied, after which it may write to them."""
+        event, self._latest = self._latest, None
+        if event is not None:
+            event.synchronize()
 
     def _drop_oldest(self) -> None:
         wire, gathered = self._sent.popleft()

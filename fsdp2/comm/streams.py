@@ -114,7 +114,9 @@ class Lane:
     def __init__(self, device: torch.device, *, priority: int = 0, stream: Any = None) -> None:
         """``stream`` is the caller's own; by default the lane makes one."""
         self._module = _device_module(device)
-        self._stream = None if self._module is None else stream or self._module.Stream(priority=priority)
+        if self._module is not None and stream is None:
+            stream = self._module.Stream(device=device, priority=priority)  # another device may be the current one
+        self._stream = None if self._module is None else stream
         # Whether collectives on this lane must be asked to run beside the host; a stream does so anyway.
         self.async_op = self._stream is None
 
@@ -139,6 +141,7 @@ class Moments:
     """Points in time: of the current stream of ``device``, or of the host where there are no streams."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module = _device_module(device)
 
     def now(self) -> Any:
@@ -146,7 +149,7 @@ class Moments:
         if self._module is None:
             return time.perf_counter()
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream())
+        event.record(self._module.current_stream(self._device))
         return event
 
     def wait(self) -> None:
@@ -167,13 +170,14 @@ class ComputeLane:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module = _device_module(device)
         self._backward: Any = None
 
     def enter_backward(self) -> None:
         """Backward runs on the current stream from now on."""
         if self._module is not None:
-            self._backward = self._module.current_stream()
+            self._backward = self._module.current_stream(self._device)
 
     def leave_backward(self) -> None:
         """Backward is over."""
@@ -183,7 +187,7 @@ class ComputeLane:
         """Marks all work put on the compute stream so far."""
         if self._module is None:
             return None
-        current = self._module.current_stream()
+        current = self._module.current_stream(self._device)
         event: torch.Event = current.record_event()
         if self._backward is None or self._backward == current:
             return event
@@ -199,7 +203,7 @@ class ComputeLane:
         """
         if self._module is None:
             return _HOST_DONE
-        current = self._module.current_stream()
+        current = self._module.current_stream(self._device)
         if self._backward is None or self._backward == current:
             return Done(current)
         self._backward.wait_event(current.record_event())
@@ -209,7 +213,7 @@ class ComputeLane:
         """Let the compute stream wait for ``event``."""
         if event is None or self._module is None:
             return
-        current = self._module.current_stream()
+        current = self._module.current_stream(self._device)
         recorder = _trace.recorder
         began = None if recorder is None else recorder.moment()
         current.wait_event(event)

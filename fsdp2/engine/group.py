@@ -167,6 +167,7 @@ class FSDPParamGroup:
         """Show the shards, so that values are loaded into them, and free what was made of the old ones."""
         if not self.residency.summoned:
             self.reshard()
+            self.comm.copies.wait()  # the host writes to shards on the host itself
 
     # ---- forward ----
 

@@ -174,6 +174,8 @@ class RootContext(Generic[U]):
         assert run is not None
         run.end()
         self.forward = None
+        if not run.trains:  # no reduction will make the host wait, and it may write to shards from here on
+            self.comm.copies.wait()
         if run.observed:
             self.known = run.order.calls or self.known
         if run.trains:

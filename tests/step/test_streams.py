@@ -70,6 +70,11 @@ class Training:
         """Return the loss of some tokens."""
         return self.model(torch.randint(11, (2, 5))).float().square().mean()
 
+    def evaluate(self) -> None:
+        """Run without gradients."""
+        with torch.no_grad():
+            self.forward()
+
     def backward(self) -> None:
         """Add to the gradients."""
         self.forward().backward()
@@ -398,6 +403,58 @@ def test_the_host_is_read_while_the_gather_before_is_on_its_way():
             run.forward()
     gathers = [before for before, _ in waits if before not in (None, comm.lanes.shards_written)]
     assert len(gathers) == 4 and not any(before in under_way for before, under_way in waits)
+
+
+def offloaded(mesh: Any, device: Device, setup: str, *, pinned: bool = True) -> Training:
+    """Return a model in bfloat16 whose shards are in memory of the host."""
+    run = Training(mesh, device, setup, "packed")
+    run.model.bfloat16()
+    run.evaluate()
+    for parameter in run.model.parameters():
+        device.on_host(parameter.to_local(), pinned=pinned)
+    return run
+
+
+@pytest.mark.parametrize("setup", ["copied from the host", "compressed"])
+def test_the_host_does_not_wait_for_copies_of_shards(setup):
+    """Shards in page-locked memory are copied while the host goes on. Where they were encoded (compression), the host
+    waited for each copy, and so for the gathers that the copy waits for."""
+    with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
+        offloaded(mesh, device, setup).evaluate()
+    assert not device.host_waits and not device.mistakes
+
+
+def test_the_host_waits_for_copies_of_pageable_shards():
+    """``CPUOffloadPolicy(pin_memory=False)``: no copy from there can be queued."""
+    with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
+        offloaded(mesh, device, "copied from the host", pinned=False).evaluate()
+    assert len(device.host_waits) >= 4
+
+
+def by_their_shards(run: Training) -> None:
+    """Average weights on the host."""
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.to_local().mul_(0.5)
+
+
+def from_a_file(run: Training) -> None:
+    """Load values, after a forward whose backward never comes."""
+    run.forward()
+    run.model.load_state_dict({name: value.clone() for name, value in run.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("write", [by_their_shards, from_a_file])
+def test_the_host_writes_to_shards_behind_an_evaluation(write):
+    """The host is ahead of the device. What it wrote to shards on the host could overtake the copies of the forward
+    before, which then computed with the new values. After an evaluation the host waits for the last copy; a backward
+    ends with gradients that it waits for in any case."""
+    with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
+        run = offloaded(mesh, device, "copied from the host")
+        run.evaluate()
+        write(run)
+        run.evaluate()
+    assert not device.mistakes
 
 
 def test_every_wait_is_left_out_once():

@@ -9,6 +9,9 @@ order. Every kernel, collectives too, is noted with the bytes it touches and wit
 that touch the same bytes, one of them writing, must be ordered by streams, events or the host. Memory goes back to the
 stream it came from; the next allocation there must be behind everything that used it elsewhere, as the caching
 allocator of a device assumes. While a graph is captured nothing may wait for what is outside of it.
+
+``device.on_host(tensor)`` says that memory is the host's. What is computed there runs at once, before what is still
+queued; a copy from or to it is queued, and where it cannot be, the host waits (``host_waits``).
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ class Memory:
     begin: int
     end: int
     accesses: list[Access] = field(default_factory=list)
+    host: str = ""  # "pinned" or "pageable" where it is the host's
 
 
 class Event:
@@ -106,24 +110,29 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.ignored = ignored
         self.mistakes: list[str] = []
+        self.asked_for: set[object] = set()  # the devices whose streams were asked for; None is the current one
+        self.host_waits: list[str] = []  # copies that the host had to wait for
         self.capture = self._captures = self._begin = 0  # which capture runs, how many there were, where it began
         self.compute = Stream(self, "compute")
         self.streams = [self.compute]
         self._current = [self.compute]
         self._host: Clocks = {}
+        self._cpu = Stream(self, "host")
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
         self._freed: dict[str, list[Memory]] = {}
         self._patched: list[tuple[Any, str, Any]] = []
 
     # ---- what torch.cuda has ----
 
-    def Stream(self, priority: int = 0) -> Stream:  # as torch.cuda calls it
+    def Stream(self, device: object = None, priority: int = 0) -> Stream:  # as torch.cuda calls it
         """Return a new stream."""
+        self.asked_for.add(device)
         self.streams.append(Stream(self, f"stream {len(self.streams)}"))
         return self.streams[-1]
 
-    def current_stream(self) -> Stream:
+    def current_stream(self, device: object = None) -> Stream:
         """Return the stream that kernels are put on."""
+        self.asked_for.add(device)
         return self._current[-1]
 
     @contextmanager
@@ -138,6 +147,10 @@ class Device(TorchDispatchMode):
         if self.capture:
             self.mistake(f"the host waits during a capture, in {_place()}")
         _merge(self._host, clocks)
+
+    def on_host(self, tensor: torch.Tensor, *, pinned: bool = True) -> None:
+        """Take the memory of ``tensor`` for the host's, page-locked (``pinned``) or not."""
+        self._memory_of(tensor.untyped_storage()).host = "pinned" if pinned else "pageable"
 
     # ---- graphs ----
 
@@ -195,10 +208,10 @@ class Device(TorchDispatchMode):
             if id(memory) not in held:  # the storage of a shard lies in that of a flat buffer
                 self._free(memory)
 
-    def _note(self, tensor: torch.Tensor, time: int, write: bool, where: str) -> None:
+    def _note(self, tensor: torch.Tensor, stream: Stream, time: int, write: bool, where: str) -> None:
         if not tensor.numel() or tensor.layout != torch.strided:
             return
-        memory, stream = self._memory_of(tensor.untyped_storage()), self._current[-1]
+        memory = self._memory_of(tensor.untyped_storage())
         start = tensor.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         access = Access(stream.name, time, start, start + (last + 1) * tensor.itemsize, write, where)
@@ -223,17 +236,26 @@ class Device(TorchDispatchMode):
         made = [t for t in _tensors(out) if _key(t) not in given]
         if not inputs and not made:
             return out
-        stream, where = self._current[-1], f"{func} in {_place()}"
+        where = f"{func} in {_place()}"
+        kinds = {self._memory_of(tensor.untyped_storage()).host for tensor in (*read, *written)}
+        of_host, copies = kinds - {""}, _name(func) == "_to_copy" or (_name(func) == "copy_" and "" in kinds)
+        stream = self._cpu if of_host and not copies else self._current[-1]
         time = self._tick(stream)
+        if stream is self._cpu:
+            _merge(self._host, {stream.name: time})
         if self.capture and stream is not self.compute and stream.clocks.get("compute", 0) < self._begin:
             self.mistake(f"{where} on {stream.name} is outside of the capture")
         for tensor in read:
-            self._note(tensor, time, False, where)
+            self._note(tensor, stream, time, False, where)
         for tensor in (*written, *([] if _name(func).startswith(("empty", "new_empty")) else made)):
-            self._note(tensor, time, True, where)
+            self._note(tensor, stream, time, True, where)
         for tensor in made:
-            self._memory_of(tensor.untyped_storage())
+            memory = self._memory_of(tensor.untyped_storage())
+            memory.host = "pageable" if stream is self._cpu else memory.host
         if _name(func) in ("_local_scalar_dense", "item"):
+            self.wait_on_host(stream.clocks)
+        if copies and of_host and ("pageable" in of_host or not _is_queued(func, args, kwargs)):
+            self.host_waits.append(where)
             self.wait_on_host(stream.clocks)
         return out
 
@@ -262,6 +284,12 @@ class Device(TorchDispatchMode):
         super().__exit__(*error)
         while self._patched:
             setattr(*self._patched.pop())
+
+
+def _is_queued(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a copy is asked not to make the host wait."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return bool(given.get("non_blocking"))
 
 
 def _supersedes(new: Access, old: Access) -> bool:

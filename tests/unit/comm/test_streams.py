@@ -95,6 +95,17 @@ def test_lanes_are_made_when_they_are_used() -> None:
         assert len(device.streams) == 2
 
 
+def test_lanes_are_made_on_the_device_of_the_mesh() -> None:
+    """Another device may be the current one when a lane is first used; the lane's stream was made there."""
+    second = torch.device("cuda", 1)
+    with Device() as device:
+        lanes = Lanes(second)
+        with lanes.gather.after(lanes.compute):
+            pass
+        lanes.compute.enter_backward()
+    assert device.asked_for == {second}
+
+
 def test_in_a_backward_compute_is_the_stream_that_it_entered_on() -> None:
     """The hooks of gradients may run on the stream of an earlier iteration: what they put there is waited for too."""
     with Device() as device:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import assert_parity, mesh_1d, mesh_2d, play, setting, shard_each, stack
+from tests.support.parity import Run, assert_parity, mesh_1d, mesh_2d, play, setting, shard_each, stack
 from tests.support.pool import on_ranks
 
 whens = pytest.mark.parametrize("when", ["before", "after"])
@@ -77,6 +77,63 @@ def test_custom_collectives(rank, world, prepare, when):
     alone = world == 2 and prepare is hybrid  # a shard axis of one rank
     expected = 0 if alone else steps
     assert gathers[0].calls == 2 * expected and scatters[0].calls == expected
+
+
+class Kept:
+    """Memory that is allocated once for each size and dtype, as registered or symmetric memory is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[object, torch.Tensor] = {}
+
+    def allocate(self, size, *, dtype, device):
+        key = (tuple(size), dtype)
+        if key not in self.kept:
+            self.kept[key] = torch.empty(*size, dtype=dtype, device=device)
+        return self.kept[key]
+
+
+class GatherInKept(Kept, Gather):
+    """The all-gather in such memory."""
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ScatterInKept(Kept, Scatter):
+    """The reduce-scatter in such memory."""
+
+
+@api.fsdp2_only
+@on_ranks(2, 4)
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("prepare", [plain, hybrid])
+def test_custom_collectives_in_memory_that_stays(rank, world, prepare, chunks):
+    """A unit's collectives may write the same memory every time, if its reductions go one after the other: gradients,
+    and sums that wait for their all-reduce, are not in it.
+    """
+
+    def setter(module, fsdp):
+        for unit in module:
+            comms = GatherInKept(), ScatterInKept()
+            unit.set_custom_all_gather(comms[0])
+            unit.set_custom_reduce_scatter(comms[1])
+        module.set_reduce_scatter_max_input_buffers(1)
+        if chunks > 1:
+            module.set_transfer_sizes(chunk_bytes=1)
+
+    def program(run: Run) -> None:
+        run.configure(setter)
+        for step in range(3):
+            for part in range(3):
+                run.configure(lambda module, fsdp, last=part == 2: module.set_requires_all_reduce(last))
+                run.backward(3 * step + part)
+            run.update()
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
+
+    assert_parity(prepare, build=build, program=program, against=("alone",))
 
 
 @on_ranks(2)

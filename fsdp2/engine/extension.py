@@ -3,6 +3,9 @@
 A shard whose local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (torchao's float8 weights, say) is
 sent as whatever the first returns. The contract is torch's: two accepted signatures, ``out=`` from the second gather
 on, and results that may alias the gathered tensors, whose storages are freed and allocated again with the parameter.
+
+On one rank nothing has to be sent. A tensor with ``fsdp_get_unsharded_view`` (torch's main has it) then gives the
+tensor to compute with itself, a view of its own memory; so do the other two functions, if the first returns no inputs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from fsdp2.comm.streams import ComputeLane, Lane
 from fsdp2.engine.param import FSDPParam
 
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+_VIEW = "fsdp_get_unsharded_view"
 
 __all__ = ["GatherExtension", "GroupExtensions", "has_extension"]
 
@@ -39,7 +43,7 @@ def has_extension(local: torch.Tensor) -> bool:
             f"{_RELEASE} requires fsdp_pre_all_gather and fsdp_post_all_gather to be defined: {type(local).__name__} "
             "defines neither"
         )
-    return pre
+    return pre or hasattr(local, _VIEW)
 
 
 class GatherExtension:
@@ -53,6 +57,8 @@ class GatherExtension:
         self._inner: list[torch.Tensor] = []
         self._input_sizes: list[torch.Size] = []
         self._metadata: Any = None
+        self._view: torch.Tensor | None = None  # to compute with, in memory of the shard
+        self._made_of: torch.Tensor | None = None  # the shard that the full parameter was made of
         self.releases = getattr(param.local, _RELEASE, bool)()
         if not isinstance(self.releases, bool):
             raise AssertionError(f"{param.name}: {_RELEASE} must return a bool, got {type(self.releases)}")
@@ -60,6 +66,10 @@ class GatherExtension:
     def encode(self) -> list[torch.Tensor]:
         """Return this rank's inputs of the gather, 1D each and of the same size on every rank."""
         local = self.param.local
+        self._view = self._own_view(local)
+        if self._view is not None:
+            self._input_sizes = []
+            return []
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
         arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]  # it has one
@@ -79,6 +89,34 @@ class GatherExtension:
         padded = [self._pad(tensor) for tensor in inputs]
         self._input_sizes = [tensor.size() for tensor in padded]
         return [tensor.contiguous().view(-1) for tensor in padded]
+
+    def _own_view(self, local: Any) -> torch.Tensor | None:
+        """Return the tensor that ``local`` gives to compute with, where this rank alone holds it; None if it does not.
+
+        Raises:
+            ValueError: it has another shape, dtype or device than the full parameter.
+            AssertionError: there is none, and ``local`` cannot be gathered.
+        """
+        make, param = getattr(local, _VIEW, None), self.param
+        if make is None:
+            return None
+        lends = self.mesh.size() == 1 and not param.requires_grad
+        view = make(self.mesh, param.module, param.policy) if lends else None
+        if view is None:
+            if not hasattr(local, "fsdp_pre_all_gather"):
+                raise AssertionError(
+                    f"{param.name}: {type(local).__name__} has {_VIEW}, which serves frozen parameters on one rank; "
+                    f"got {self.mesh.size()} ranks, requires_grad={param.requires_grad}"
+                    f"{', and None returned' if lends else ''}. Define fsdp_pre_all_gather and fsdp_post_all_gather too"
+                )
+            return None
+        expected = (torch.Size(param.spec.layout.shape), param.compute_dtype, self.device)
+        if (view.shape, view.dtype, view.device) != expected:
+            raise ValueError(
+                f"{param.name}: {_VIEW} must keep the parameter's local shape, dtype, and device: expected {expected}, "
+                f"got {(view.shape, view.dtype, view.device)}"
+            )
+        return view  # type: ignore[no-any-return]  # a tensor
 
     def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pad an input that is shaped like an uneven piece to the first rank's: all ranks must send the same size."""
@@ -122,16 +160,24 @@ class GatherExtension:
             for output, size in zip(self.outputs, self._input_sizes)
         )
         dtype = param.compute_dtype
-        if param.full is not None:
+        # What lies in the shard's own memory is made anew where another shard is in its place.
+        current = param.full is not None and (bool(self._input_sizes) or self._made_of is local)
+        self._made_of = local
+        if current and self._view is not None:
+            pass
+        elif current:
             for tensor in self._inner:
                 _allocate(tensor)
             local.fsdp_post_all_gather(gathered, self._metadata, dtype, out=param.full)
         else:
-            full, inner = local.fsdp_post_all_gather(gathered, self._metadata, dtype)
+            inner: Sequence[torch.Tensor] = ()
+            full = self._view
+            if full is None:
+                full, inner = local.fsdp_post_all_gather(gathered, self._metadata, dtype)
             self._inner = list(inner)
             with torch.no_grad():
                 param.set_full(full)
-        self._metadata = None
+        self._metadata = self._view = None
 
     def release(self) -> None:
         """Give back the memory of the gathered inputs; the extension says that the full parameter does not use it."""

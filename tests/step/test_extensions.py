@@ -412,3 +412,107 @@ def sent(store: ShardStore) -> int:
     """Return how many bytes are allocated for what the parameters of one unit send."""
     outputs = [tensor for extension in store.extensions._extensions for tensor in extension.outputs]
     return sum(tensor.untyped_storage().size() for tensor in outputs)
+
+
+class Lent(Halves):
+    """Frozen weights on a single rank: nothing is sent, and what forward computes with is a view of the shard itself.
+
+    torch's main calls a function of its own for this; the two that every torch has can do it, too.
+    """
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh):  # type: ignore[override]
+        assert mesh.size() == 1
+        return (), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None):
+        assert outputs == ()
+        return (self._tensor.detach(), ()) if out is None else None
+
+
+class Viewed(Halves):
+    """The same by torch's function."""
+
+    def fsdp_get_unsharded_view(self, mesh: DeviceMesh, module: nn.Module, mp_policy: MixedPrecisionPolicy):
+        assert mesh.size() == 1 and isinstance(module, nn.Linear)
+        return self._tensor.detach()
+
+
+def frozen_first(kind: type[Halves] | None) -> nn.Sequential:
+    """Return two layers, of which the first is frozen and of a ``kind`` of tensor."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
+    model[0].weight.requires_grad_(False)
+    if kind is not None:
+        model[0].weight = nn.Parameter(kind(model[0].weight.detach()), requires_grad=False)
+    return model
+
+
+@api.fsdp2_only
+@on_ranks(1)
+@pytest.mark.parametrize("kind", [Lent, Viewed])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_views_of_the_shards_on_one_rank(rank, world, reshard, kind):
+    """The full weights are where the shards are, in every forward, and loaded values are seen without a gather; so are
+    those of a tensor that was put in the shard's place."""
+    model, alone = frozen_first(kind), frozen_first(None)
+    shard_each(model, api.ours, mesh=mesh_1d(), reshard_after_forward=reshard)
+    inputs, addresses = torch.randn(2, 8), set()
+    for _ in range(3):
+        for one in (model, alone):
+            one.zero_grad()
+            one(inputs).square().sum().backward()
+        torch.testing.assert_close(model[1].weight.grad.full_tensor(), alone[1].weight.grad)
+        with torch.no_grad():
+            shard = model[0].state_dict()["weight"].to_local()._tensor
+            model.unshard(recurse=True)
+            addresses |= {model[0].weight.data_ptr(), shard.data_ptr()}
+            shard.mul_(2)
+            alone[0].weight.mul_(2)
+            torch.testing.assert_close(model[0].weight.detach(), alone[0].weight)
+            model.reshard(recurse=True)
+    assert len(addresses) == 1
+    before = model[0].weight
+    other = DTensor.from_local(kind(torch.ones(8, 8)), before.device_mesh, before.placements)
+    model[0].load_state_dict({"weight": other}, assign=True)
+    model(inputs)
+    model.unshard(recurse=True)
+    assert torch.equal(model[0].weight, torch.ones(8, 8))
+
+
+class OnlyViewed(Halves):
+    """A tensor that cannot be gathered, and gives any view."""
+
+    view: Any = None
+
+    def fsdp_get_unsharded_view(self, mesh: DeviceMesh, module: nn.Module, mp_policy: MixedPrecisionPolicy):
+        return type(self).view(self._tensor)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+def test_wrong_views(rank, world):
+    """A view of another shape or dtype is refused by name, and a tensor that gives no view and cannot be gathered."""
+    inputs = torch.randn(2, 8)
+    OnlyViewed.view = torch.Tensor.detach
+    model = frozen_first(OnlyViewed)
+    shard_each(model, api.ours, mesh=mesh_1d())
+    if world == 2:
+        with pytest.raises(AssertionError, match=r"0\.weight: OnlyViewed has .*got 2 ranks.*fsdp_pre_all_gather"):
+            model(inputs)
+        return
+    torch.testing.assert_close(model(inputs), frozen_first(None)(inputs))
+    for view, error, text in (
+        (lambda tensor: tensor.double(), ValueError, r"0\.weight: .*shape, dtype, and device: expected .*float64"),
+        (lambda tensor: tensor[:4], ValueError, r"0\.weight: .*expected"),
+        (lambda tensor: None, AssertionError, r"0\.weight: OnlyViewed.*None returned"),
+    ):
+        OnlyViewed.view = view
+        model = frozen_first(OnlyViewed)
+        shard_each(model, api.ours, mesh=mesh_1d())
+        with pytest.raises(error, match=text):
+            model(inputs)

@@ -1,11 +1,11 @@
-"""Write the comparison of fsdp2 with torch's fully_shard: every report among the tests run against both.
+"""Write the comparison of fsdp2 with torch's fully_shard: run every report among the tests with both.
 
     python docs/make_comparison.py                  # all of them: some minutes
     python docs/make_comparison.py --only test_tied_units test_deepcopy
 
-Each report is run in processes of its own, ended after some seconds if they hang, so that whatever happens there is a
-row and not the end of this script. The tables stand between two comments in docs/comparison.md.
-tests/docs/test_comparison.py fails when a report has no row.
+Each report runs in processes of its own, which are ended after some seconds, so that a crash or a hang is a row of the
+table and not the end of this script. The tables are between two comments in docs/comparison.md.
+tests/docs/test_comparison.py fails if a report has no row.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def outcomes(implementation: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def known_rows(text: str) -> dict[str, tuple[str, str]]:
-    """The cells of the rows in ``text`` by title."""
+    """Return the cells of the rows in ``text`` by title."""
     return {match["title"]: (match["fsdp2"], match["torch"]) for match in ROW.finditer(text)}
 
 
 def tables(cells: dict[str, tuple[str, str]], version: str) -> str:
-    """One table per heading, a row per report; reports without cells are left out."""
+    """Return one table per heading with a row per report, without reports that have no cells."""
     from tests.support.report import all_reports
 
     lines = []
@@ -64,7 +64,7 @@ def tables(cells: dict[str, tuple[str, str]], version: str) -> str:
 
 
 def write(path: Path, table: str) -> None:
-    """Replace what stands between the comments of a file; nothing where it has none."""
+    """Replace the text between the two comments of a file, if it has them."""
     text = path.read_text()
     if START not in text or END not in text:
         return

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.support.counting import Collectives
 from tests.support.memory import LiveBytes
 from tests.support.parity import Run, mesh_1d, shard_each, stack
-from tests.support.report import Absent, agrees, check, full_grads, report, same
+from tests.support.report import Absent, agrees, check, full_grads, report, same, thrifty
 
 
 def nested() -> nn.Sequential:
@@ -138,7 +138,7 @@ def test_deleting_frees(rank, world, fsdp):
     gc.collect()
     gc.collect()
     seen.append(bytes_alive())
-    check(seen[-1] - seen[1] < 1024, f"{(seen[-1] - seen[1]) // 2} bytes more after each model")
+    thrifty(seen[-1] - seen[1] < 1024, f"{(seen[-1] - seen[1]) // 2} bytes more after each model")
 
 
 @report('model.to("cpu") frees what is gathered; model.to("meta") frees everything', 1, 2, 4)
@@ -153,12 +153,12 @@ def test_sleep(rank, world, fsdp):
             module(torch.randn(2, 64))
         module.to("cpu")
         gc.collect()
-        check(live.now < 1.1 * shards, f"{live.now} bytes are held after .to('cpu') instead of {shards}")
+        thrifty(live.now < 1.1 * shards, f"{live.now} bytes are held after .to('cpu') instead of {shards}")
         values = {name: value.to_local().clone() for name, value in module.state_dict().items()}
         module.to("meta")
         gc.collect()
         held = live.now - sum(value.nbytes for value in values.values())
-        check(held < 0.1 * shards, f"{held} bytes are held after .to('meta')")
+        thrifty(held < 0.1 * shards, f"{held} bytes are held after .to('meta')")
         module.to_empty(device="cpu")
         for name, value in module.state_dict().items():
             value.to_local().copy_(values[name])
@@ -184,7 +184,7 @@ def test_copied_state_dict(rank, world, fsdp):
         for value in best.values()
     }
     own = sum(value.to_local().nbytes for value in best.values())
-    check(sum(held.values()) <= own + 64 * len(best), f"the copy holds {sum(held.values())} bytes for {own}")
+    thrifty(sum(held.values()) <= own + 64 * len(best), f"the copy holds {sum(held.values())} bytes for {own}")
     module.load_state_dict(best)
     for name, value in module.state_dict().items():
         check(torch.equal(value.to_local(), before[name]), f"{name} is not restored")
@@ -266,7 +266,7 @@ def test_generation_kept(rank, world, fsdp):
     """After ``unshard()`` of every unit a loop of many tokens gathers once. After a step of the optimizer, the next one
     must not go on with the old weights."""
     gathers, units = generate(fsdp, True, kept=True)
-    check(gathers <= units + 1, f"{gathers} gathers for 8 tokens of {units} units")
+    thrifty(gathers <= units + 1, f"{gathers} gathers for 8 tokens of {units} units")
 
 
 @report("Many small units", 1, 2, 4)

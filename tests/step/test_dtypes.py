@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support.counting import Collectives
 from tests.support.parity import Run, mesh_1d, mesh_2d, shard_each
-from tests.support.report import Absent, agrees, check, report
+from tests.support.report import Absent, agrees, check, report, thrifty
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOW = 0.05
@@ -77,7 +77,7 @@ def check_routed(run: Run) -> None:
         run.module(run.inputs(0))
     expected = {n: torch.bfloat16 if n.startswith("expert") else torch.float32 for n in run.module.dtypes}
     check(run.module.dtypes == expected, "a parameter computes in another dtype than asked")
-    check(seen.gathers == 1, f"{seen.gathers} gathers instead of one")
+    thrifty(seen.gathers == 1, f"{seen.gathers} gathers instead of one")
 
 
 def routed(policy):

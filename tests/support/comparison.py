@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import api
-from tests.support.report import Absent, Accepted, Report, Unhelpful, Wrong, all_reports
+from tests.support.report import Absent, Accepted, Report, Unhelpful, Wasteful, Wrong, all_reports
 from tests.support.worker import die_with_parent
 
 LIMIT_SECONDS, GRACE_SECONDS = 25.0, 6.0
@@ -69,6 +69,8 @@ def run_rank(one: Report, rank: int, world: int, port: int, answer: Connection) 
         answer.send(str(error))
     except Wrong as error:
         answer.send(f"silently wrong: {error}")
+    except Wasteful as error:
+        answer.send(f"right, but {error}")
     except Unhelpful as error:
         answer.send(shown(*str(error).split(": ", 1)))
     except BaseException as error:

@@ -4,8 +4,9 @@
     def test_something(rank, world, fsdp):
         '''The story, in two or three sentences.'''
 
-``fsdp`` is the implementation the program runs on, fsdp2 or ``torch.distributed.fsdp``. What must hold is said by
-``check``, ``same``, ``agrees`` and ``refused``, whose texts become cells of the table where an implementation fails.
+``fsdp`` is the implementation that the program runs on, fsdp2 or ``torch.distributed.fsdp``. The program tests it by
+``check``, ``thrifty``, ``same``, ``agrees`` and ``refused``. If an implementation fails, their text becomes its cell of
+the table.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "Accepted",
     "Report",
     "Unhelpful",
+    "Wasteful",
     "Wrong",
     "agrees",
     "all_reports",
@@ -40,6 +42,7 @@ __all__ = [
     "refused",
     "report",
     "same",
+    "thrifty",
 ]
 
 
@@ -49,6 +52,10 @@ class Wrong(AssertionError):
 
 class Accepted(Wrong):
     """No error where there should be one; the text says what happens instead."""
+
+
+class Wasteful(AssertionError):
+    """Right results with more work or memory than necessary; the text says how much."""
 
 
 class Unhelpful(AssertionError):
@@ -147,6 +154,12 @@ def check(right: object, wrong: str) -> None:
         raise Wrong(wrong)
 
 
+def thrifty(right: object, wasted: str) -> None:
+    """Raise ``Wasteful`` with the text unless ``right``."""
+    if not right:
+        raise Wasteful(wasted)
+
+
 def same(got: Tensor | None, expected: Tensor | None, what: str, tolerance: float = 1e-5) -> None:
     """Raise ``Wrong`` unless the tensors, whole on every rank, agree."""
     if got is None or expected is None:
@@ -193,7 +206,7 @@ def refused(*words: str, otherwise: str = "accepted without a word") -> Iterator
     """Expect an exception whose text has all these words."""
     try:
         yield
-    except (Wrong, Absent):
+    except (Wrong, Wasteful, Absent):
         raise
     except Exception as error:
         if any(word not in str(error) for word in words):

@@ -63,7 +63,7 @@ clean: ## remove the virtual environment and caches, keep runs/
 .venv-docs/.installed: pyproject.toml constraints.txt
 	@echo "setting up .venv-docs"
 	@$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/pip install -qq --disable-pip-version-check -c constraints.txt mkdocs-material "mkdocstrings[python]"
+	@.venv-docs/bin/pip install -qq --disable-pip-version-check -c constraints.txt mkdocs-material "mkdocstrings[python]" ruff
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt

@@ -1,9 +1,9 @@
-"""Write docs/compositions.md: which features are combined in tests, which combinations are refused and why.
+"""Write docs/compositions.md: the features that tests combine, and the combinations that raise errors.
 
     python docs/make_compositions.py
 
-Everything comes from the source of the tests: each says by a decorator of tests/support/composition.py what it
-combines. tests/docs/test_compositions.py fails where the file is not what this script writes.
+Everything comes from the source of the tests: decorators of tests/support/composition.py list the features of a test.
+tests/docs/test_compositions.py fails if the file differs from the output of this script.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.composition import FEATURES  # noqa: E402
 
-HEAD = """# What is combined with what
+HEAD = """# Feature combinations
 
-Written by `python docs/make_compositions.py` from the decorators of the tests; do not edit.
+`python docs/make_compositions.py` writes this page from the decorators of the tests; do not edit it.
 
-A dot means at least one test on 2, 4 or 8 gloo processes that compares losses, gradients and weights with torch's
-`fully_shard` under the same plan, or with a single process where torch refuses. A cross means that fsdp2 refuses the
-combination in some form; the last table lists which, and why. An empty field is a combination without a test.
+A dot marks a combination with at least one test on 2, 4 or 8 gloo processes. The test compares losses, gradients and
+weights with torch's `fully_shard` under the same plan, or with a single process if torch raises an error. A cross marks
+a combination for which fsdp2 raises an error in some form; the last table lists these forms and the reasons. An empty
+field is a combination without a test.
 """
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What one decorator says of one test; ``by`` is empty where the combination works."""
+    """The content of one decorator of a test; ``by`` is empty if the combination works."""
 
     features: frozenset[str]
     path: str
@@ -43,18 +44,18 @@ class Combination:
 
     @property
     def link(self) -> str:
-        """The test, linked from the docs folder."""
+        """A link to the test from the docs folder."""
         return f"[{self.test}](../{self.path})"
 
     @property
     def order(self) -> tuple[int, list[int], str, str]:
-        """Few features before many, then as FEATURES has them."""
+        """A key that sorts by the number of features, then in the order of FEATURES."""
         names = list(FEATURES)
         return len(self.features), sorted(names.index(f) for f in self.features), self.path, self.test
 
 
 def combinations_of(path: Path) -> Iterator[Combination]:
-    """What the decorators of one file say."""
+    """Yield the combinations in the decorators of one file."""
     for node in ast.walk(ast.parse(path.read_text())):
         for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
             if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Name):
@@ -67,24 +68,24 @@ def combinations_of(path: Path) -> Iterator[Combination]:
 
 
 def everything() -> list[Combination]:
-    """What all tests say."""
+    """Return the combinations of all tests."""
     found = [one for path in sorted((ROOT / "tests").rglob("test_*.py")) for one in combinations_of(path)]
     return sorted(set(found), key=lambda one: one.order)
 
 
 def pairs(found: list[Combination]) -> set[frozenset[str]]:
-    """Every two features, or one alone, that appear together."""
+    """Return all pairs of features that appear together, and each single feature."""
     together = {frozenset(pair) for one in found for pair in combinations(one.features, 2)}
     return together | {frozenset([feature]) for one in found for feature in one.features}
 
 
 def named(features: frozenset[str]) -> str:
-    """The features in the order of FEATURES."""
+    """Return the features as text, in the order of FEATURES."""
     return " + ".join(feature for feature in FEATURES if feature in features)
 
 
 def matrix(found: list[Combination]) -> Iterator[str]:
-    """The lines of the triangle of pairs."""
+    """Yield the lines of the table of pairs."""
     works = pairs([one for one in found if not one.by])
     refused = {one.features for one in found if one.by in ("fsdp2", "both")}
     names = list(FEATURES)
@@ -99,9 +100,9 @@ def matrix(found: list[Combination]) -> Iterator[str]:
 
 
 def text() -> str:
-    """The whole document."""
+    """Return the whole document."""
     found = everything()
-    lines = [HEAD, "## Pairs\n", *matrix(found), "\n## What the names mean\n", "| feature | meaning |", "|---|---|"]
+    lines = [HEAD, "## Pairs\n", *matrix(found), "\n## Names of features\n", "| feature | meaning |", "|---|---|"]
     lines += [f"| {name} | {meaning} |" for name, meaning in FEATURES.items()]
     lines += ["\n## Combinations\n", "| together | tests |", "|---|---|"]
     tests: dict[frozenset[str], list[str]] = defaultdict(list)

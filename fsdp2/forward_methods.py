@@ -25,11 +25,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: ``module`` has no such method.
 
-    Example::
-
+    Example:
+        ```python
         fsdp2.fully_shard(autoencoder)
         fsdp2.register_fsdp_forward_method(autoencoder, "encode")
         code = autoencoder.encode(image)
+        ```
     """
     if not isinstance(module, FSDPModule):
         return

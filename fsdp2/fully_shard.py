@@ -123,12 +123,13 @@ def fully_shard(
         AssertionError: ``module`` already went through a fully_shard call (torch's contract).
         NotImplementedError: ``reshard_after_forward`` is an int and ``dp_mesh_dims`` is given.
 
-    Example::
-
+    Example:
+        ```python
         for block in model.blocks:
             fsdp2.fully_shard(block)
         fsdp2.fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ```
     """
     modules = _check_modules(module)
     given = dict(

@@ -250,9 +250,10 @@ class CompressionPolicy:
         ValueError: A format, ``block`` or ``min_numel`` is not supported.
         TypeError: ``stochastic`` or ``skip`` has the wrong type.
 
-    Example::
-
+    Example:
+        ```python
         fsdp2.fully_shard(model, compression=fsdp2.CompressionPolicy(gather=torch.int8, reduce=torch.int8))
+        ```
     """
 
     gather: torch.dtype | None = None

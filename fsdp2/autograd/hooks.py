@@ -52,7 +52,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Inputs(Enum):
-    """How the end of a module's backward is detected from the gradients of its inputs."""
+    """The ways to detect the end of a module's backward from the gradients of its inputs."""
 
     ATTACHED = 0  # hooks on all inputs that require a gradient
     NONE_NEEDED = 1  # no input requires a gradient

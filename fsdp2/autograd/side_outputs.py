@@ -81,9 +81,8 @@ class SideOutputs:
 
     def _own_names(self, module: nn.Module) -> list[str]:
         names = [name for name in module.__dict__ if name not in self._not_own]
-        if type(module).__module__.startswith(
-            "torch.nn."
-        ):  # numbers on it are sizes, not attributes that get a loss later
+        # Numbers on torch's own modules are sizes, not attributes that get a loss later.
+        if type(module).__module__.startswith("torch.nn."):
             names = [name for name in names if not _is_size(module.__dict__[name])]
         return names
 

@@ -1,17 +1,17 @@
-"""From modules to units and groups: from the top down; a file imports only what stands below it.
+"""Make units and groups of modules. From the top down; a file imports only files below it.
 
-plan       which modules would become units, and what each would hold
-policy     which modules become units, in the words of FullyShardedDataParallel
-blocks     the repeated blocks of a model
-walk       what may be a unit, and what is looked at to find units
-strategy   how parameters are spread, in the words of FullyShardedDataParallel
-arguments  what a policy gives a unit of its own
-copying    deep copies of sharded modules
-grouping   from parameters to groups, now and when some are added later
-placing    how each parameter is cut, and over which mesh
-ties       parameters that other calls manage already
-collect    the parameters of a call, and where modules show them
-modules    functions over all units below a module, by FSDP1's names
-padding    what equal pieces cost
-offloading  which parameters live on the CPU
+plan        lists the units that a policy would make
+policy      chooses the modules that become units, by policies of any form
+blocks      finds the repeated blocks of a model
+walk        tests for modules that can be units
+strategy    translates FSDP1's sharding strategies to meshes
+arguments   merges the arguments of a call with those of a policy
+copying     copies of sharded modules
+grouping    makes groups of parameters, now and when parameters are added later
+placing     chooses the mesh and the dimension for each parameter
+ties        parameters that several calls share
+collect     collects the parameters of a call and the modules that show them
+modules     functions over all units below a module, by FSDP1's names
+padding     reports the padding of shards
+offloading  chooses the parameters that stay on the CPU
 """

@@ -39,12 +39,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``module`` is part of a unit above it, which reduces the gradients.
 
-    Example::
-
+    Example:
+        ```python
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with contextlib.nullcontext() if last else fsdp2.no_sync(model):
                 model(batch).sum().backward()
+        ```
     """
     states = states_below(module)
     if not states and module.__dict__.get("_is_fsdp_managed_module"):

@@ -51,9 +51,10 @@ def padding_report(module: nn.Module) -> PaddingReport:
     Raises:
         ValueError: No parameter of ``module`` is sharded.
 
-    Example::
-
+    Example:
+        ```python
         print(fsdp2.padding_report(model))
+        ```
     """
     groups = groups_below(module, required_by="padding_report")
     names: dict[object, str] = {param: name for name, param in module.named_parameters()}

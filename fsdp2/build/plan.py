@@ -48,9 +48,10 @@ def plan_units(
     Raises:
         TypeError, ValueError: As in ``fully_shard``.
 
-    Example::
-
+    Example:
+        ```python
         print(fsdp2.plan_units(model))
+        ```
     """
     ignored, left_alone = list(ignored_modules or ()), set(ignored_params or ())
     units = [] if policy is None else choose_units((module,), policy, ignored, left_alone)

@@ -129,17 +129,17 @@ def _classes(policy: Policy) -> tuple[type[nn.Module], ...]:
 
 
 def _asks_recursively(policy: Policy) -> bool:
-    """Whether a function is one for FSDP1's ``auto_wrap_policy``; the others take a module alone.
+    """Return True if a function takes the arguments of FSDP1's ``auto_wrap_policy``, False if it takes a module.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: It takes neither.
     """
     try:
         signature = inspect.signature(policy)
         if "recurse" in signature.parameters:
             return True
         signature.bind(None)
-    except ValueError:  # built in: nobody can tell what it takes
+    except ValueError:  # a built-in function has no signature
         return False
     except TypeError:
         raise TypeError(

@@ -240,10 +240,10 @@ class Report:
         """Return a line for each kind of rank; ranks that differ only in their number share a line."""
         alike: dict[str, list[int]] = {}
         for rank, facts in enumerate(self.ranks):
-            told = ", ".join(f"{name} {value}" for name, value in facts.items())
-            alike.setdefault(told, []).append(rank)
+            text = ", ".join(f"{name} {value}" for name, value in facts.items())
+            alike.setdefault(text, []).append(rank)
         shown = list(alike.items())
-        lines = [f"{_ranks(ranks, len(self.ranks))}: {told}" for told, ranks in shown[:16]]
+        lines = [f"{_ranks(ranks, len(self.ranks))}: {text}" for text, ranks in shown[:16]]
         return lines + ([f"and {len(shown) - 16} more"] if len(shown) > 16 else [])
 
 
@@ -272,13 +272,13 @@ def _cells(row: Row) -> list[str]:
     columns: dict[str, list[str]] = {}
     for one in row.compared:
         place = one.against if one.against in ("torch's own", "one process") else "itself"
-        columns.setdefault(place, []).append(_told(one))
+        columns.setdefault(place, []).append(_cell(one))
     cells = ["; ".join(dict.fromkeys(columns.get(place, ["-"]))) for place in ("torch's own", "one process", "itself")]
     about = f"{row.about} ({row.text})" if row.verdict == "skipped" else row.about
     return [row.name, row.verdict.upper() if row.verdict in BAD else row.verdict, *cells, about]
 
 
-def _told(one: Comparison) -> str:
+def _cell(one: Comparison) -> str:
     if one.same_bits:
         return "same bits"
     difference = "missing" if math.isinf(one.difference) else f"{one.difference:.1e}"
@@ -305,7 +305,7 @@ def _flat(hardware: dict[str, Any]) -> dict[str, str]:
     links = [f"{one['seconds'] * 1e3:.3g} ms, {one['bytes_per_second']:.4g} B/s" for one in hardware.get("links", ())]
     ranks = [one["ranks"] for one in hardware.get("links", ())]
     found.pop("links", None)
-    return found | {f"a collective of {count} ranks": told for count, told in zip(ranks, links)}
+    return found | {f"a collective of {count} ranks": text for count, text in zip(ranks, links)}
 
 
 def _facts(facts: dict[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Frame", "Stuck", "hanging", "innermost", "told"]
+__all__ = ["Frame", "Stuck", "describe", "hanging", "innermost"]
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _WAITS = ("/torch/distributed/", "/torch/cuda/", "/fsdp2/comm/", "/fsdp2/ranks/", "/fsdp2/check/place.py")
@@ -104,7 +104,7 @@ def hanging(ranks: Sequence[Stuck]) -> list[Stuck]:
     return list(ranks) if len(ranks) == 1 else []
 
 
-def told(ranks: Sequence[Stuck], seconds: float) -> str:
+def describe(ranks: Sequence[Stuck], seconds: float) -> str:
     """Return the text for the report about ranks without progress for ``seconds``."""
     guilty = hanging(ranks)
     others = [rank for rank in ranks if rank not in guilty]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.check.place import Outcome
-from fsdp2.check.stacks import Stuck, innermost, told
+from fsdp2.check.stacks import Stuck, describe, innermost
 from fsdp2.check.tasks import Task
 from fsdp2.check.worker import Orders, work
 
@@ -292,7 +292,7 @@ class Supervisor:
             stuck = [Stuck(rank, one["doing"], one["dump"]) for rank, one in found.items() if one["dump"]]
             self.outcomes[task] = Outcome(
                 "hangs",
-                told(stuck, self.patience),
+                describe(stuck, self.patience),
                 figures={"stacks": own["dump"]},
             )
         elif task not in self.outcomes:

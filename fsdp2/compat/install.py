@@ -183,12 +183,13 @@ def install(*, rebind: bool = False) -> Installation:
         An object that lists the replaced names, usable as a context manager. A second call replaces nothing more and
         returns the same object. Blocks may be nested; the end of the outermost restores torch's functions.
 
-    Example::
-
+    Example:
+        ```python
         import fsdp2
 
         fsdp2.install()
         import trl  # uses fsdp2's fully_shard from now on
+        ```
     """
     global _installed
     with _lock:

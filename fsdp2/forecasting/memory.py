@@ -72,7 +72,7 @@ class Memory(TorchDispatchMode):
 
     # ---- live storages ----
 
-    def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+    def set_kind(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Set the purpose of ``tensors``, and follow them from now on."""
         for tensor in tensors:
             local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

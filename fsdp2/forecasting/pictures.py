@@ -105,7 +105,10 @@ def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
 
 
 def picture(timelines: Sequence[Timeline]) -> Any:
-    """Draw lanes and memory of ``timelines``, on one scale of time if they are not too far apart; return the figure."""
+    """Return a matplotlib figure with lanes and memory of ``timelines``.
+
+    They share one scale of time, unless their durations differ by more than a factor of ``_APART``.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -142,12 +142,13 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
     Raises:
         ValueError: ``model`` has no units.
 
-    Example::
-
+    Example:
+        ```python
         with fsdp2.record_steps(model) as record:
             for batch in batches:
                 train(model, batch)
         record.save("step.html")
+        ```
     """
     units = fsdp_modules(model)
     groups = {group: None for unit in units for group in unit._get_fsdp_state().groups}

@@ -73,8 +73,8 @@ def forecast(
         TypeError: ``build`` did not return a module.
         ValueError: ``mesh`` is not a mesh, it does not have the ``rank``, or ``steps`` or ``beside`` is invalid.
 
-    Example::
-
+    Example:
+        ```python
         def build(mesh):
             with torch.device(mesh.device_type):
                 model = Transformer(config)
@@ -84,6 +84,7 @@ def forecast(
             model(torch.zeros(1, 2048, dtype=torch.long)).sum().backward()
 
         print(fsdp2.forecast(build, step, mesh={"shard": 64}))
+        ```
     """
     if steps < 1 or beside not in (None, "torch"):
         raise ValueError(f'forecast: steps={steps}, beside={beside!r}; expected at least one step, and None or "torch"')
@@ -193,26 +194,26 @@ def _measured(job: _Job, library: str) -> Forecast:
         model, optimizer = built_model(job.build(mesh))
         check_units(model, library)
         # A program may drop its gradients before the step ends, so we look at them when its backward does.
-        following.after_backward = lambda: memory.know(_gradients(model), "gradients")
+        following.after_backward = lambda: memory.set_kind(_gradients(model), "gradients")
         begin = 0.0
         for number in range(1, job.steps + 1):
-            _know(memory, model, optimizer)
+            _set_kinds(memory, model, optimizer)
             following.begin(f"step {number} of {job.steps}", "step")
             begin = clock.begin()
             memory.begin()
             job.step(model, optimizer)
-        _know(memory, model, optimizer)
+        _set_kinds(memory, model, optimizer)
         timeline = _timeline(clock, memory, following.marks, (begin, job.rank, library))
         return _result(job.mesh, clock, memory, timeline, model)
 
 
-def _know(memory: Memory, model: nn.Module, optimizer: Any) -> None:
+def _set_kinds(memory: Memory, model: nn.Module, optimizer: Any) -> None:
     parameters = list(model.parameters())
-    memory.know(parameters, "shards")
-    memory.know(_gradients(model), "gradients")
-    memory.know(model.buffers(), "other")
+    memory.set_kind(parameters, "shards")
+    memory.set_kind(_gradients(model), "gradients")
+    memory.set_kind(model.buffers(), "other")
     if optimizer is not None:
-        memory.know(tensors_in([*optimizer.state.values()]), "optimizer state")
+        memory.set_kind(tensors_in([*optimizer.state.values()]), "optimizer state")
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -74,11 +74,12 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank), a parameter is
             unsharded, so its reduced gradient is on its shard, or a gradient has not been reduced.
 
-    Example::
-
+    Example:
+        ```python
         loss.backward()
         norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
+        ```
     """
     params = shards_of([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
     norm_type = _check(params, float(norm_type), pp_mesh)

@@ -24,9 +24,10 @@ _PER_STEP = (
 
 @dataclass(frozen=True)
 class _Group:
-    """How torch filled the lists of one group. ``keys`` are the state keys of the lists after parameters and gradients.
+    """A record of how torch filled the lists of one group.
 
-    A key is None if its list stays empty. ``found`` is the value that torch returned.
+    ``keys`` are the state keys of the lists after parameters and gradients; a key is None if its list stays empty.
+    ``found`` is the value that torch returned.
     """
 
     params: list[torch.Tensor]

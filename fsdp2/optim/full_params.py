@@ -60,10 +60,11 @@ def use_full_params(
         ValueError: ``optimizer`` needs a closure or sparse gradients, or already steps on local shards; or
             ``bucket_mb`` is not positive.
 
-    Example::
-
+    Example:
+        ```python
         fsdp2.fully_shard(model)
         optimizer = fsdp2.use_full_params(torch.optim.Muon(matrices, lr=0.02))
+        ```
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(

@@ -34,12 +34,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: False makes all methods do nothing.
         process_group: The ranks that must make the same decision.
 
-    Example::
-
+    Example:
+        ```python
         scaler = fsdp2.ShardedGradScaler()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        ```
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 values = on_this_rank(grad)
                 if (
                     values.is_sparse
-                ):  # of an ignored parameter: unscaled here; a copy of its values is then only checked
+                ):  # of an ignored parameter: unscaled here, and a copy of its values is checked below
                     values = values.mul_(inv_scale.to(values.device)).coalesce().values().clone()
                 grads.append(values)
         found = unscale(grads, found_inf, inv_scale)

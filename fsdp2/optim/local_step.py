@@ -76,9 +76,10 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
         TypeError: ``optimizer`` is not a torch.optim.Optimizer.
         ValueError: ``optimizer`` is not elementwise, or its class is unknown and ``elementwise`` is False.
 
-    Example::
-
+    Example:
+        ```python
         optimizer = fsdp2.use_local_shards(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        ```
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(

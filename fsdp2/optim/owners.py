@@ -107,7 +107,7 @@ def assign_owners(params: Sequence[DTensor], cost: Callable[[torch.Tensor], floa
     """Return the global rank that owns each parameter.
 
     The most expensive parameters are assigned first, each to the rank of its mesh with the least load. Parameters on
-    more ranks are assigned before those on fewer, whose ranks all know the load from them.
+    more ranks are assigned before those on fewer, so the load is known on all ranks of the latter.
     """
     costs = [float(cost(param)) for param in params]
     ranks = [mesh_ranks(param) for param in params]

@@ -91,7 +91,7 @@ def _is_summoned(param: torch.Tensor) -> bool:
 
 
 def shards_of(params: list[Any]) -> list[Any]:
-    """Return ``params`` with originals replaced by their shards; tensors that modules show now stay."""
+    """Return ``params`` with originals replaced by their shards; shards and full parameters of modules are kept."""
     if not originals_remembered():
         return params
     managed = (None if is_managed_tensor(param) else param_of(param) for param in params)

@@ -115,7 +115,7 @@ class RankMonitor:
 
     def _guess(self, kind: PassKind) -> list[Step] | None:
         """Return the probable steps of the first pass of a kind: a gather of each group in the model's order."""
-        if kind.name not in _FORWARDS or self.log.knows(kind) or self._may_skip:
+        if kind.name not in _FORWARDS or self.log.has_way(kind) or self._may_skip:
             return None
         groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
         return [*(Step("gather", group, group.store.formats_digest) for group in groups), END]

@@ -188,8 +188,8 @@ def _make_process(world: dist.ProcessGroup) -> _Process | None:
         warnings.warn(
             f"the store of the process group has no {missing}, so ranks are not compared: a rank that skips a unit "
             "makes the others hang, and set_reduce_scatter_unused_params does not let it skip one. Expected: a store "
-            "with compare_set, check and delete_key (deleteKey in a subclass of Store), such as TCPStore; to go on "
-            "without, call fsdp2.set_rank_checks(False) on every rank",
+            "with compare_set, check and delete_key (deleteKey in a subclass of Store), such as TCPStore. To "
+            "continue without the comparison, call fsdp2.set_rank_checks(False) on every rank",
             stacklevel=2,
         )
         return None

@@ -101,7 +101,7 @@ class StepLog:
     def _places_of(self, kind: PassKind) -> list[Place]:
         return [*((*before, kind) for before in self._lately()), (kind,)]
 
-    def knows(self, kind: PassKind) -> bool:
+    def has_way(self, kind: PassKind) -> bool:
         """Return True if there was a pass of ``kind``."""
         return kind in self._ways
 

@@ -311,7 +311,7 @@ def plan_chunks(
     """
     largest = max(sum(nbytes), unit_bytes)
     chunks = _number_of_chunks(largest, ranks, sizes, streams=streams)
-    # A little less than an equal part: two equal matrices are two halves, whatever small gradients lie beside them.
+    # A little less than an equal part: two equal matrices then make two chunks in spite of small gradients beside them.
     share = largest * 9 // (10 * chunks) if streams else largest // chunks
     chunk_bytes = max(share, sizes.chunk_bytes)
     # With one chunk, send it at the end of the unit, together with the small gradients.

@@ -46,11 +46,12 @@ def iter_full_params(
         RuntimeError: Parameters are on the meta device, or ``summon_full_params`` shows them.
         NotImplementedError: A tensor subclass has an all-gather extension, and its elements cannot be found.
 
-    Example::
-
+    Example:
+        ```python
         for name, tensor in fsdp2.iter_full_params(model, dtype=torch.bfloat16):  # on every rank
             if rank == 0:
                 engine.load_weight(name, tensor)
+        ```
     """
     selection = select(module, "iter_full_params")
     limit = bucket_bytes(bucket_mb)

@@ -65,10 +65,11 @@ def broadcast_from_rank0(
     An error is raised on every rank and leaves the model unchanged. If the error occurs while rank 0 reads its tensors,
     the model is partly loaded, and the error says so.
 
-    Example::
-
+    Example:
+        ```python
         weights = torch.load("model.pt", weights_only=True) if rank == 0 else None
         fsdp2.broadcast_from_rank0(model, weights)
+        ```
     """
     ranks = ranks_of(model, managed=True) or Ranks.world()
     with ranks.agreed():
@@ -109,12 +110,13 @@ def load_safetensors(
     If one rank fails, every rank raises an error that names that rank. All headers are checked before anything is
     changed.
 
-    Example::
-
+    Example:
+        ```python
         with torch.device("meta"):
             model = Transformer(config)
         fsdp2.fully_shard(model)
         fsdp2.load_safetensors(model, "checkpoints/llama")
+        ```
     """
     default = torch.get_default_device()
     ranks = ranks_of(model) or Ranks.alone(None if default.type == "meta" else default)

@@ -70,9 +70,10 @@ def save_safetensors(
 
     Errors are raised on every rank.
 
-    Example::
-
+    Example:
+        ```python
         fsdp2.save_safetensors(model, "checkpoints/final", dtype=torch.bfloat16)  # on every rank
+        ```
     """
     ranks = ranks_of(model) or Ranks.alone()
     with contextlib.ExitStack() as stack:
@@ -287,7 +288,7 @@ def _commit(target: _Target, files: list[list[_Tensor]], partial: Path) -> None:
             for number, path in enumerate(paths):
                 os.replace(partial / str(number), path)
             os.replace(partial / "index", index)
-        except BaseException:  # no index names these files yet, so nobody else would remove them
+        except BaseException:  # no index names these files yet, so no later save would remove them
             for path in paths:
                 path.unlink(missing_ok=True)
             raise

@@ -61,10 +61,11 @@ def summon_full_params(
             parameters; parameters are on the meta device; only some ranks have a gradient; or a parameter has another
             shape at the end of the block.
 
-    Example::
-
+    Example:
+        ```python
         with fsdp2.summon_full_params(model, writeback=False):
             print(model.embed.weight.norm())
+        ```
     """
     if rank0_only and writeback:
         raise NotImplementedError(

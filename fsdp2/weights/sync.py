@@ -42,11 +42,12 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
         TypeError: ``module`` is not an nn.Module.
         ValueError: ``bucket_mb`` is not a positive number.
 
-    Example::
-
+    Example:
+        ```python
         model = Transformer(config)  # with a different seed on every rank
         fsdp2.sync_module_states(model)
         fsdp2.fully_shard(model)
+        ```
     """
     ranks = ranks_of(module, managed=True) or Ranks.world()
     with contextlib.ExitStack() as stack:

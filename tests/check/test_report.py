@@ -11,7 +11,7 @@ from fsdp2.check.environment import known_problems
 from fsdp2.check.forecasted import fitted_link, hardware_of
 from fsdp2.check.place import Comparison, Outcome, Place, worst
 from fsdp2.check.report import Figure, Report, figures_of, row_of
-from fsdp2.check.stacks import Stuck, hanging, innermost, told
+from fsdp2.check.stacks import Stuck, describe, hanging, innermost
 
 
 def comparison(difference: float, **options: object) -> Comparison:
@@ -105,11 +105,11 @@ def test_the_rank_that_hangs():
     late = Stuck(1, "step 1", WAITS)
     assert hanging([waits[0], late, waits[2]]) == [late]
     assert hanging(waits) == [] and hanging(waits[:2]) == [] and hanging(stands[:1]) == stands[:1]
-    text = told([waits[0], stands[1], waits[2]], 45)
+    text = describe([waits[0], stands[1], waits[2]], 45)
     assert text.startswith(
         "there was no progress for 45 s. rank 1, step 2, at home/me/data.py:7 (read) hangs. waiting: rank 0"
     )
-    assert "all ranks wait for each other" in told(waits, 45)
+    assert "all ranks wait for each other" in describe(waits, 45)
 
 
 def test_known_problems():

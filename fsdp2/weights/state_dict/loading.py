@@ -58,9 +58,8 @@ def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign
             raise RuntimeError(f"Error in loading state_dict: {problem}")
         local = value["piece"].detach()
     elif isinstance(value, torch.Tensor):
-        if sharded.ndim == 0 and tuple(value.shape) == (
-            1,
-        ):  # as in files of very old torch versions, which torch loads too
+        # Files of very old torch versions have scalars of shape (1,), which torch loads too.
+        if sharded.ndim == 0 and tuple(value.shape) == (1,):
             value = value[0]
         if value.shape != sharded.shape or placed_alike(value, sharded):
             return value

@@ -73,10 +73,11 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Call ``set_state_dict_type`` for the length of a ``with`` block, and restore each module's setting after it.
 
-    Example::
-
+    Example:
+        ```python
         with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             full = model.state_dict()  # on every rank
+        ```
     """
     settings = _check(module, state_dict_type, state_dict_config, optim_state_dict_config)
     before = {submodule: submodule.__dict__.get(SETTING) for submodule in module.modules()}

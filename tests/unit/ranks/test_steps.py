@@ -40,10 +40,10 @@ def learned(*passes: tuple[PassKind, list[Step]], times: int = 2) -> StepLog:
 
 def test_an_iteration_that_is_repeated_is_followed() -> None:
     log = learned(*ITERATION, times=1)
-    assert not log.follows(FORWARD)  # what comes after a first backward nobody knows
+    assert not log.follows(FORWARD)  # nothing is expected after a first backward
     log = learned(*ITERATION)
     assert [run(log, kind, steps) for kind, steps in ITERATION] == [True, True]
-    assert log.knows(FORWARD) and not log.knows(EVALUATION) and not log.follows(EVALUATION)
+    assert log.has_way(FORWARD) and not log.has_way(EVALUATION) and not log.follows(EVALUATION)
 
 
 def test_a_pass_of_a_new_kind_is_open() -> None:

@@ -255,13 +255,14 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
     for module in ignored_modules:
         if module in modules:
             raise ValueError(
-                f"fully_shard: {type(module).__name__} is to be sharded and in ignored_modules; leave it out of one"
+                f"fully_shard: {type(module).__name__} is the module to shard and in ignored_modules; leave it out of "
+                "ignored_modules, or do not call fully_shard on it"
             )
         ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
     if ignored & replicated:
         raise ValueError(
-            f"fully_shard: {len(ignored & replicated)} parameters are to be ignored and in replicated_params; leave "
-            "them out of one of the two: gradients of ignored parameters are not reduced"
+            f"fully_shard: {len(ignored & replicated)} parameters are in ignored_params and in replicated_params; "
+            "leave them out of one of the two: gradients of ignored parameters are not reduced"
         )
     policy_of, offload_of = policy_by_name(given["mp_policy"]), offload_by_name(given["offload_policy"])
     _check_names(modules, given["offload_policy"])

@@ -460,7 +460,7 @@ class FSDPModule(TorchFSDPModule):
                 raise RuntimeError(
                     f"{group.name or 'the root'}: set_compression was called between a forward and its backward; "
                     "expected a call between two steps. Call it after the last backward, or after reset_iter_state() "
-                    "on the root, which drops gradients, where no backward follows"
+                    "on the root, which drops gradients, if no backward follows"
                 )
         self._change("set_compression", recurse, lambda group: replace(group.options, compression=compression))
 

@@ -109,8 +109,8 @@ class Installation:
                 unsure.append(f"{module.__name__}.{attribute}")
         if unsure:
             warnings.warn(
-                f"fsdp2.uninstall(): {', '.join(sorted(unsure))} became fsdp2's while it was installed and stay so, "
-                "since their source does not tell whether they were imported from torch; import them again",
+                f"fsdp2.uninstall(): {', '.join(sorted(unsure))} were imported while fsdp2 was installed and stay "
+                "fsdp2's, because their source does not show if they were imported from torch; import them again",
                 stacklevel=3,
             )
 

@@ -100,7 +100,9 @@ def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
     try:
         figure = picture(timelines)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{path.name}: a picture needs matplotlib; pip install 'fsdp2[plots]'") from error
+        raise ModuleNotFoundError(
+            f"{path.name}: a picture needs matplotlib, which is not installed; pip install matplotlib"
+        ) from error
     figure.savefig(path)
 
 

@@ -200,7 +200,8 @@ def check_mesh(mesh: Mapping[str, int], rank: int) -> int:
         ranks *= size
     if not mesh or not 0 <= rank < ranks:
         raise ValueError(
-            f"forecast: rank {rank} of a mesh of {ranks if mesh else 0} ranks; expected 0 or more, and less than that"
+            f"forecast: rank {rank} of a mesh of {ranks if mesh else 0} ranks; expected a number of at least 0 that is "
+            "less than the number of ranks"
         )
     return ranks
 

@@ -98,7 +98,7 @@ class Record:
         """
         if not self.steps:
             raise RuntimeError(
-                "record_steps recorded no forward; run steps of the model inside of the block, and read the record "
+                "record_steps recorded no forward; run steps of the model inside the block, and read the record "
                 "after it"
             )
         return self.steps[-1]

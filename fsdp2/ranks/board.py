@@ -83,8 +83,9 @@ class Board:
 
     def _meet(self, epoch: int, want: str, history: History, last: Callable[[], str] | None) -> str | None:
         keys, ranks, mine = self._keys, len(self.ranks), _digest(want) << _COUNT_BITS | 1
+        # The counter has the number of ranks that came and, above these bits, the sum of the digests of their wants.
         total = keys.add(f"meet/{epoch}", mine)
-        if total % _DIFFER == ranks:
+        if total % _DIFFER == ranks:  # this rank is the last: it compares, and wakes the others through "go"
             same = total == ranks * mine
             keys.delete(f"meet/{epoch}")
             outcome = last() if same and last is not None else ""
@@ -95,7 +96,7 @@ class Board:
             same = self._wait_for(f"go/{epoch}", history) < _DIFFER
             outcome = keys.get(f"chosen/{epoch}") if last is not None and same else ""
             left = keys.add(f"go/{epoch}", 1)
-        if left % _DIFFER != ranks:
+        if left % _DIFFER != ranks:  # other ranks have still to read "go"
             keys.note(f"go/{epoch}")
         else:
             if last is not None:

@@ -61,7 +61,7 @@ class _Chosen:
 
 @dataclass(frozen=True)
 class _Open:
-    """Nothing."""
+    """No step is expected: the steps are compared when the pass ends."""
 
     way: Way = ()
 

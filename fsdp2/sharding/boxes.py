@@ -132,8 +132,8 @@ def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[P
             continue
         if type(placement) is not Shard or here is None:
             raise NotImplementedError(
-                f"{name}: its pieces are no boxes; got a DTensor placed as {placements} on {mesh}, expected "
-                "Shard and Replicate alone, on a mesh with this rank; redistribute it first"
+                f"{name}: its pieces are not boxes; got a DTensor placed as {placements} on {mesh}, expected "
+                "only Shard and Replicate, on a mesh with this rank; redistribute it first"
             )
         start, length = box[placement.dim]
         first, held = ShardLayout((length,), (1,), 0, mesh.size(i)).bounds(here[i])

@@ -145,7 +145,7 @@ def _open(path: Path, where: str) -> Any:
         from safetensors import safe_open
     except ImportError as error:
         raise ImportError(
-            f"{where}: reading needs the package safetensors, which is not installed; pip install 'fsdp2[weights]'"
+            f"{where}: reading needs the package safetensors, which is not installed; pip install safetensors"
         ) from error
     if not path.is_file():
         raise FileNotFoundError(f"{where}: {path} is missing; its index names it; copy it there as well")

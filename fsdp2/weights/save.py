@@ -165,12 +165,12 @@ def _tensors(selection: Selection, dtype: torch.dtype | None) -> _Mine:
     for place in _with_extras(selection):
         if RESERVED in place.names:
             raise NotImplementedError(
-                f"{_WHERE}: a tensor is named {RESERVED}, which the safetensors format keeps for itself; got the names "
+                f"{_WHERE}: a tensor is named {RESERVED}, which the safetensors format reserves; got the names "
                 f"{place.names}, expected others; rename it"
             )
         if place.local.is_meta:
             raise RuntimeError(
-                f"{_WHERE}: {place.name} has no values; got the meta device, expected memory; load or initialise it "
+                f"{_WHERE}: {place.name} has no values; got the meta device, expected memory; load or initialize it "
                 "first"
             )
         as_written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype

@@ -183,12 +183,12 @@ def test_what_appears_in_an_ignored_module_stays_ignored(rank, world):
 def test_wrong_ignored_modules(rank, world):
     """Modules, none of them the one to shard."""
     module = stack()
-    with pytest.raises(ValueError, match="Sequential is to be sharded and in ignored_modules"):
+    with pytest.raises(ValueError, match="Sequential is the module to shard and in ignored_modules"):
         fsdp2.fully_shard(module, ignored_modules=[module])
     for wrong in (module[0], ["0"], 3, list(module[0].parameters())):
         with pytest.raises(TypeError, match="ignored_modules must be a set of nn.Module, got"):
             fsdp2.fully_shard(module, ignored_modules=wrong)
-    with pytest.raises(ValueError, match="Block is to be sharded and in ignored_modules"):
+    with pytest.raises(ValueError, match="Block is the module to shard and in ignored_modules"):
         fsdp2.fully_shard(Net(), policy=lambda part: {"ignored_modules": [part]} if isinstance(part, Block) else False)
 
 

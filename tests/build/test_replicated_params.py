@@ -257,7 +257,7 @@ def test_on_named_dimensions(rank, world, dims, all_of_them):
 def test_what_is_refused(rank, world):
     """Parameters cannot be ignored and replicated, and must be parameters."""
     module = stack()
-    with pytest.raises(ValueError, match="1 parameters are to be ignored and in replicated_params"):
+    with pytest.raises(ValueError, match="1 parameters are in ignored_params and in replicated_params"):
         fsdp2.fully_shard(module, replicated_params={module[0].weight}, ignored_modules=[module[0]])
     with pytest.raises(TypeError, match="replicated_params must be a set of nn.Parameter"):
         fsdp2.fully_shard(module, replicated_params={"0.weight"})

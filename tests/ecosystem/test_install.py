@@ -180,7 +180,9 @@ def test_modules_imported_meanwhile(tmp_path, monkeypatch):
         del sys.modules[name]
         clients[name] = importlib.import_module(name)
         assert clients[name].shard is fsdp2.fully_shard
-    with pytest.warns(UserWarning, match="client_of_both.shard became fsdp2's while it was installed and stay so"):
+    with pytest.warns(
+        UserWarning, match="client_of_both.shard were imported while fsdp2 was installed and stay fsdp2's"
+    ):
         fsdp2.uninstall()
     assert early.theirs is theirs
     assert clients["client_of_torch"].shard is theirs

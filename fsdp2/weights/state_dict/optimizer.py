@@ -111,7 +111,7 @@ def _places(where: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[
         for param in group["params"]:
             if param not in places:
                 raise ValueError(
-                    f"{where}: a parameter of shape {tuple(param.shape)} in group {number} of the optimizer is no "
+                    f"{where}: a parameter of shape {tuple(param.shape)} in group {number} of the optimizer is not a "
                     f"parameter of {type(model).__name__}; pass the model whose parameters the optimizer was given"
                 )
     return places
@@ -242,15 +242,15 @@ def _numbers_to_names(saved: Any, optim: torch.optim.Optimizer, places: Mapping[
         sizes, expected = [len(group["params"]) for group in groups], [len(group) for group in own]
         if sizes != expected:
             raise ValueError(
-                f"optim_state_dict_to_load: the state dict has numbers for names, in groups of {sizes} parameters, "
+                f"optim_state_dict_to_load: the state dict has numbers as names, in groups of {sizes} parameters, "
                 f"expected {expected} as in the optimizer; save with fsdp2.optim_state_dict, which names parameters"
             )
         names = {key: name for group, home in zip(groups, own) for key, name in zip(group["params"], home)}
     strange = [key for key in saved["state"] if isinstance(key, int) and key not in names]
     if strange:
         raise ValueError(
-            f"optim_state_dict_to_load: the numbers {strange} in the state are of no parameter; expected those of the "
-            f"groups, {list(names)}; save with fsdp2.optim_state_dict, which names parameters"
+            f"optim_state_dict_to_load: the numbers {strange} in the state belong to no parameter; expected those of "
+            f"the groups, {list(names)}; save with fsdp2.optim_state_dict, which names parameters"
         )
     result = {**saved, "state": {names.get(key, key): value for key, value in saved["state"].items()}}
     if groups is not None:

@@ -262,7 +262,9 @@ def test_what_is_refused(rank, world):
     """Foreign parameters, shapes and pieces, by name."""
     module, optimizer = trained()
     stranger = torch.optim.SGD([*module.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
-    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) in group 0 of the optimizer is no parameter of"):
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \(3,\) in group 0 of the optimizer is not a parameter of"
+    ):
         fsdp2.optim_state_dict(module, stranger)
     with pytest.raises(TypeError, match="expected a module and its optimizer"):
         fsdp2.optim_state_dict(module, module)
@@ -435,11 +437,11 @@ def test_numbers_that_fit_no_parameters(rank, world):
         parts = [params[:count]] if groups == 1 else [params[:count], params[count:]]
         other = torch.optim.AdamW([{"params": part} for part in parts])
         train(plain, other, range(1))
-        with pytest.raises(ValueError, match=rf"numbers for names, in {got}, expected .*fsdp2.optim_state_dict"):
+        with pytest.raises(ValueError, match=rf"numbers as names, in {got}, expected .*fsdp2.optim_state_dict"):
             load(module, optimizer, other.state_dict())
     state = optimizer.state_dict()
     state["state"][99] = {}
-    with pytest.raises(ValueError, match=r"the numbers \[99\] in the state are of no parameter"):
+    with pytest.raises(ValueError, match=r"the numbers \[99\] in the state belong to no parameter"):
         load(module, optimizer, state)
 
 

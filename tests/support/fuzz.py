@@ -211,6 +211,8 @@ class Execution:
     def skip(self, index: int, value: bool) -> None:
         """Leave a part of the tree out from now on, or not."""
         parts = trees(self.model)
+        if any(tree.node.recompute for tree in parts):
+            self.pending.clear()  # a checkpoint must recompute what its forward computed; the single process has none
         parts[index % len(parts)].skipped = value
 
     def lone(self, index: int, batch: int) -> None:

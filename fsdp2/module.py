@@ -196,7 +196,12 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in backward (True), or accumulate full gradients without communication (False)."""
+        """Reduce gradients in backward (True), or accumulate full gradients without communication (False).
+
+        ``.grad`` of shards does not show unreduced gradients. The next backward that reduces, or
+        ``synchronize_gradients``, adds them to it, and ``zero_grad`` of the module or the optimizer drops them. Until
+        then a step, ``fsdp2.clip_grad_norm_`` and ``ShardedGradScaler`` raise RuntimeError on every rank.
+        """
         value = _bool("requires_gradient_sync", requires_gradient_sync)
         self._set("set_requires_gradient_sync", recurse, reduce_gradients=value, all_reduce_gradients=value)
 
@@ -295,6 +300,9 @@ class FSDPModule(TorchFSDPModule):
         """Reduce-scatter this module's gradients with ``comm``, in memory that ``comm`` allocates.
 
         With ``recurse``, do so for all units below, too.
+
+        It may allocate the same memory every time, if it serves one unit with one reduction in flight: call
+        ``set_reduce_scatter_max_input_buffers(1)``. Results are copied out of that memory.
 
         Raises:
             ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU.

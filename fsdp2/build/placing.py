@@ -25,13 +25,13 @@ PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Li
 
 @dataclass
 class Placed:
-    """A parameter to manage, its spec, the mesh that it is cut over, and its dtypes."""
+    """A parameter to manage, its spec, the mesh that it is sharded over, and its dtypes."""
 
     found: Found
     spec: ShardedSpec
     mesh: DataParallelMesh
     policy: MixedPrecisionPolicy
-    cut: bool = False  # True: the parameter is already cut, its local tensor is this rank's piece
+    cut: bool = False  # True: the parameter is already sharded: its local tensor is this rank's piece
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
 
     @property
@@ -52,7 +52,7 @@ def place(
     policy = _policy(found, policy)
     result: object = None
     if isinstance(placement_fn, str):
-        # The inputs of an extension are rows, so cut the first dimension.
+        # The inputs of an extension are rows, so shard the first dimension.
         result = None if has_extension(_plain(found.param)) else ShardedSpec.least_padded(found.param, mesh)
     elif placement_fn is not None:
         result = placement_fn(found.param)
@@ -74,8 +74,8 @@ def place(
         if spec is None:
             raise ValueError(
                 f"{found.name}: got a DTensor on {found.param.device_mesh} placed as {found.param.placements}; "
-                "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one cut as fully_shard "
-                "shards it, on its mesh. Register it before fully_shard, or create it from full values"
+                "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one on the mesh of "
+                "fully_shard with its sharding. Register it before fully_shard, or create it from full values"
             )
         return Placed(found, spec, mesh, policy, cut=True)
     mesh = mesh.replicated() if whole else mesh

@@ -88,7 +88,7 @@ def hybrid(trial: Trial) -> None:
 
 
 def tensor_parallel(trial: Trial) -> None:
-    """matrices cut over pairs of ranks, shards over the rest"""
+    """matrices sharded over pairs of ranks, shards over the rest"""
     if trial.place.world % 2:
         raise Skip("needs an even number of ranks")
     mesh = trial.mesh(trial.place.world // 2, 2, names=("shard", "tensor"))

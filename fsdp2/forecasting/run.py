@@ -250,7 +250,7 @@ def _remedy(name: str, nbytes: int, param: FSDPParam) -> str:
     )
     if best.padding_numel <= min(layout.padding_numel, layout.numel) / 2:
         left = best.padding_numel / layout.numel
-        return text + f'shard_placement_fn="auto" cuts dimension {best.dim} instead ({left:.1%} padding)'
+        return text + f'shard_placement_fn="auto" shards dimension {best.dim} instead ({left:.1%} padding)'
     return text + (
         "no dimension divides better: shard it over fewer ranks, with another mesh or a ShardPlacementResult of "
         "shard_placement_fn"

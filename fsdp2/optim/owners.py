@@ -77,7 +77,7 @@ def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
     if mine is None or tuple(length for _, length in mine) != tuple(on_this_rank(param).shape):
         raise NotImplementedError(
             f"{where}: its pieces are not known here; got a DTensor placed as {placements} on {mesh}, expected pieces "
-            "cut by Shard and Replicate on a mesh with this rank; redistribute it, or leave it to another optimizer"
+            "sharded by Shard and Replicate on a mesh with this rank; redistribute it, or leave it to another optimizer"
         )
     return tuple(found[rank] for rank in sorted(found))
 

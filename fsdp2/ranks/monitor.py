@@ -34,7 +34,7 @@ _Job = Callable[[], None]
 
 
 class RankMonitor:
-    """The observer of the passes of one root on one rank, and the history that other ranks compare.
+    """Records the passes of one root on one rank, and compares them with those of other ranks.
 
     ``run`` runs a function that waits for other ranks: immediately, or in the background if the host must not wait.
     ``conflict`` returns the reason why no pass may start now, or "".

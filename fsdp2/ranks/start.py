@@ -79,7 +79,7 @@ def compare(
 
 
 class _Plan:
-    """The units and options of one rank, as the history that other ranks compare."""
+    """The units and options of one rank, in the form in which ranks compare histories: one line for each."""
 
     def __init__(self, lines: list[Line]) -> None:
         self._lines = [*lines, Line("", "nothing more")]
@@ -123,7 +123,7 @@ def _describe(group: FSDPParamGroup) -> list[Line]:
         layout = param.spec.layout
         trains = "" if param.requires_grad else ", frozen"
         encoded = f", {param.formats}" if any(param.formats) else ""
-        texts.append(f"{param.name} is {tuple(layout.shape)} {param.dtype} cut along {layout.dim}{trains}{encoded}")
+        texts.append(f"{param.name} is {tuple(layout.shape)} {param.dtype} sharded along {layout.dim}{trains}{encoded}")
     return [Line(text, text) for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""The elements of a tensor that each rank holds when one dimension is cut: arithmetic without tensors."""
+"""The elements of a tensor that each rank holds when one dimension is sharded: arithmetic without tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["ShardLayout"]
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The cut of a tensor of ``shape`` and dense ``stride`` along ``dim`` over ``ranks`` ranks.
+    """The sharding of a tensor of ``shape`` and dense ``stride`` along ``dim`` over ``ranks`` ranks.
 
     The pieces are those of ``torch.chunk``: ceil(size / ranks) indices of the dimension each, the last ones shorter or
     empty. A piece keeps the order of dimensions in memory, so a channels_last weight has channels_last pieces.
-    ``dim=None`` cuts nothing: every rank holds the whole tensor (a scalar has no dimension to cut).
+    With ``dim=None``, every rank holds the whole tensor (a scalar has no dimension to shard).
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class ShardLayout:
 
     @classmethod
     def least_padded(cls, shape: tuple[int, ...], stride: tuple[int, ...], ranks: int) -> ShardLayout:
-        """Return the cut with the least padding; of equal cuts a ``rank_major`` one, or else the first dimension's."""
+        """Return the layout with the least padding; on a tie, a ``rank_major`` one or that of the lowest dimension."""
         cuts = [cls(shape, stride, dim, ranks) for dim in range(len(shape))] or [cls(shape, stride, None, ranks)]
         return min(cuts, key=lambda cut: (cut.padding_numel, not cut.rank_major))
 
@@ -47,7 +47,7 @@ class ShardLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """The number of indices of the cut dimension that the first rank holds; other ranks hold as many or fewer."""
+        """The number of indices of the sharded dimension on the first rank; other ranks hold as many or fewer."""
         return 0 if self.dim is None else -(-self.shape[self.dim] // self.ranks)
 
     @cached_property
@@ -83,7 +83,7 @@ class ShardLayout:
         return self.ranks * self.slot_numel - self.numel
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return (start, length) of ``rank``'s piece in the cut dimension."""
+        """Return (start, length) of ``rank``'s piece in the sharded dimension."""
         assert self.dim is not None
         size = self.shape[self.dim]
         start = min(rank * self.chunk, size)

@@ -20,7 +20,7 @@ from fsdp2.policies import DataParallelMeshDims
 __all__ = ["Axis", "DataParallelMesh", "default_mesh", "listed_ranks", "regroup", "simulated_backend"]
 
 
-# new_group sorts the ranks by default. Gradients are cut for the order of the mesh, so the group must keep it.
+# new_group sorts the ranks by default. Gradients are sharded in the order of the mesh, so the group must keep it.
 _IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 
 
@@ -108,7 +108,7 @@ _ABSENT = Axis(None, 1, 0, "none")
 
 @dataclass(frozen=True)
 class DataParallelMesh:
-    """The mesh of one call: parameters are cut over ``shard``, gradients summed over ``shard`` and ``replicate``.
+    """The mesh of one call: parameters are sharded over ``shard``, gradients summed over ``shard`` and ``replicate``.
 
     ``mesh`` has only the data-parallel dimensions: (shard), (replicate, shard) or (replicate). Two dimensions may be
     one replicate axis. With ``dp_mesh_dims``, ``spmd`` is the mesh that parameters already lie on, and ``dims`` names
@@ -236,7 +236,7 @@ class DataParallelMesh:
 
     @property
     def shard_mesh_size(self) -> int:
-        """The number of ranks that parameters are cut over (torch's name)."""
+        """The number of ranks that parameters are sharded over (torch's name)."""
         return self.shard.size
 
     @property
@@ -246,7 +246,7 @@ class DataParallelMesh:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1D mesh that parameters are cut over, which all-gather extensions receive."""
+        """The 1D mesh that parameters are sharded over, which all-gather extensions receive."""
         if self.mesh.ndim == 1:
             return self.mesh
         assert self.mesh.mesh_dim_names is not None

@@ -336,7 +336,7 @@ def plan_chunks(
 def reduced_in_place(layouts: Sequence[ShardLayout], itemsize: int, sizes: TransferSizes) -> tuple[int, ...]:
     """Choose gradients that are the input of a reduce-scatter without a copy, of elements of ``itemsize`` bytes.
 
-    They are cut along their slowest dimension into equal pieces, so their memory has one row for each rank. Only a few
+    They are split along their slowest dimension into equal pieces, so their memory has a row for each rank. Only a few
     large ones are chosen, because each is a collective of its own in the one launch.
     """
     if not layouts or layouts[0].ranks == 1:

@@ -1,4 +1,4 @@
-"""The cut of one parameter: the DTensor of its shard, and the DTensor of the full parameter if it had been one."""
+"""The sharding of one parameter: the DTensor of its shard, and that of the full parameter if it was a DTensor."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShardedSpec:
-    """The cut of one parameter over a mesh.
+    """The sharding of one parameter over a mesh.
 
     ``layout`` cuts the tensor that this process computes with: the parameter, or its local tensor if tensor parallelism
     made it a DTensor. ``rank`` is the index of this process's piece. ``dtensor`` is the DTensor spec of the shard, and
@@ -87,7 +87,7 @@ class ShardedSpec:
 
     @classmethod
     def of(cls, param: torch.Tensor, placement: Shard | None, mesh: DataParallelMesh, name: str) -> ShardedSpec:
-        """Return the cut of ``param`` along the dimension of ``placement`` (default: the first).
+        """Return the spec of ``param`` along the dimension of ``placement`` (default: the first).
 
         Raises:
             AssertionError: The placement is not a ``Shard``, or its dimension does not exist (torch's contract).
@@ -118,7 +118,7 @@ class ShardedSpec:
 
     @classmethod
     def of_shard(cls, shard: DTensor, mesh: DataParallelMesh) -> ShardedSpec | None:
-        """Return the cut of a DTensor that is already sharded over ``mesh`` as fsdp2 does it, or None for any other."""
+        """Return the spec of a DTensor already sharded over ``mesh`` as fsdp2 shards, or None for any other."""
         placed = dtensor_spec(shard)
         dim = next((p.dim for p in placed.placements if isinstance(p, Shard)), None)
         own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
@@ -215,7 +215,7 @@ class ShardedSpec:
         return local_tensor(grad)
 
     def on_subgroup(self, mesh: DataParallelMesh, size: int) -> ShardedSpec:
-        """Return the same parameter cut over ``size`` neighbours of the shard axis, replicated over the rest."""
+        """Return the spec for ``size`` neighbours of the shard axis, replicated over the rest."""
         layout = replace(self.layout, ranks=size)
         dp_dims = mesh.mesh.ndim
         grouped = regroup(self.dtensor.mesh, dp_dims, size)
@@ -236,14 +236,14 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def _dp_placement(role: str, dim: int | None, factor: int) -> Placement:
-    """Return the placement for a data-parallel dimension, after others cut the parameter ``factor`` times."""
+    """Return the placement for a data-parallel dimension, after others have sharded the parameter ``factor`` times."""
     if role == "replicate" or dim is None:
         return Replicate()
     return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
 
 
 def _on_spmd_mesh(layout: ShardLayout, full: DTensorSpec, mesh: DataParallelMesh, name: str) -> ShardedSpec:
-    """Return the cut of a parameter that already lies on the mesh of ``dp_mesh_dims``."""
+    """Return the spec of a parameter that already lies on the mesh of ``dp_mesh_dims``."""
     assert mesh.dims is not None and mesh.spmd is not None
     names = mesh.spmd.mesh_dim_names or ()
     if full.mesh is not mesh.spmd and full.mesh != mesh.spmd:

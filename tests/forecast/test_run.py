@@ -391,7 +391,7 @@ def test_padding_comes_with_a_remedy():
     result = forecast(builds, trains, mesh={"shard": 64})
     (text,) = result.padded
     assert text.startswith("layers.*.up: 15.0 MiB; 4 rows over 64 ranks are padded to 64, 16 times as much; ")
-    assert text.endswith('shard_placement_fn="auto" cuts dimension 1 instead (0.0% padding)') and text in str(result)
+    assert text.endswith('shard_placement_fn="auto" shards dimension 1 instead (0.0% padding)') and text in str(result)
     better = forecast(partial(builds, shard_placement_fn="auto"), trains, mesh={"shard": 64})
     assert better.padding_bytes < result.padding_bytes / 100 and not any("up" in text for text in better.padded)
     text = forecast(partial(builds, width=16), trains, mesh={"shard": 64}).padded[0]

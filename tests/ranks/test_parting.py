@@ -286,12 +286,12 @@ def test_another_policy_later_is_noticed_before_its_first_gather():
     [
         (
             other_shape,
-            "ranks were given different models: rank 1: a.weight is (6, 6) torch.float32 cut along 0, rank 0: a.w",
+            "ranks were given different models: rank 1: a.weight is (6, 6) torch.float32 sharded along 0, rank 0: a.w",
         ),
         (on_meta, "should be materialized from meta device"),
         (
             other_policy,
-            "rank 1: a.weight is (8, 8) torch.float32 cut along 0, gather=torch.int8 in blocks of 16, rank 0",
+            "rank 1: a.weight is (8, 8) torch.float32 sharded along 0, gather=torch.int8 in blocks of 16, rank 0",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -258,7 +258,7 @@ def _numbers_to_names(saved: Any, optim: torch.optim.Optimizer, places: Mapping[
     return result
 
 
-# ---- the values of a state, cut like parameters ----
+# ---- the values of a state, sharded like parameters ----
 
 
 def _as_dictionaries(value: Any) -> Any:

@@ -203,7 +203,8 @@ class FSDPModule(TorchFSDPModule):
         then a step, ``fsdp2.clip_grad_norm_`` and ``ShardedGradScaler`` raise RuntimeError on every rank.
         """
         value = _bool("requires_gradient_sync", requires_gradient_sync)
-        self._set("set_requires_gradient_sync", recurse, reduce_gradients=value, all_reduce_gradients=value)
+        values = {"reduce_gradients": value, "all_reduce_gradients": value, "may_accumulate": True}
+        self._set("set_requires_gradient_sync", recurse, **values)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """All-reduce gradients over the replicate axis (True), or accumulate the results of the shard axis (False)."""

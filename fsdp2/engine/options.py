@@ -31,7 +31,8 @@ class GroupOptions:
     """The settings of one group, by ``fully_shard`` and by setters.
 
     ``reshard_after_forward`` None means True, except on the root, which backward needs first. ``divide_factor`` None
-    means the number of data-parallel ranks. ``reduce_inputs`` is how many chunks of gradients may be in flight; None
+    means the number of data-parallel ranks. ``may_accumulate``: somebody has said whether backwards reduce, so any rank
+    may have gradients of several micro-batches, summed in the dtype of the reduction. ``reduce_inputs`` is how many chunks of gradients may be in flight; None
     leaves it to the backend.
     """
 
@@ -43,6 +44,7 @@ class GroupOptions:
     keep_full_storage: bool = False
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
+    may_accumulate: bool = False
     reduce_unused: bool = False
     divide_factor: float | None = None
     force_sum: bool = False

@@ -20,7 +20,7 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.steps import Step, Take
+from fsdp2.engine.steps import AS_COMPUTED, Step, Take
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
 
@@ -171,7 +171,8 @@ class GroupGradients:
         """Whether gradients are sent as computed, so that all ranks must have them in what is computed with."""
         options = self._store.options
         exchanges = prefers_all_to_all(self.axis, 1 << 62, options.sizes.exchange_bytes)
-        return exchanges and options.reduce_scatter is None
+        # A rank whose gradients accumulated sends them wider, and the others cannot know that it has.
+        return exchanges and options.reduce_scatter is None and not options.may_accumulate
 
     def _make_plan(self) -> ChunkPlan:
         params = self._store.params
@@ -428,7 +429,9 @@ class GroupGradients:
         if store.mesh.shard.size == store.mesh.replicate.size == 1:
             reduce()
             return True
-        return take(Step("reduce", store.params[indices[0]].group, indices), reduce)
+        dtypes = self._dtypes[indices[0]]
+        part = indices if self._kept or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
+        return take(Step("reduce", store.params[indices[0]].group, part), reduce)
 
     def _reduce(self, indices: tuple[int, ...], finished: Finished) -> None:
         store = self._store

@@ -16,6 +16,7 @@ from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam
 
 __all__ = [
+    "AS_COMPUTED",
     "END",
     "Answer",
     "CanJoin",
@@ -47,7 +48,7 @@ class Step(NamedTuple):
     """One collective of a pass.
 
     ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, the
-    parameters whose gradients a reduction sends.
+    parameters whose gradients a reduction sends, and ``AS_COMPUTED`` where they are sent narrower than they are summed.
     """
 
     kind: str  # "gather", "reduce", or "end" for the end of a pass, which has no group
@@ -55,6 +56,7 @@ class Step(NamedTuple):
     part: tuple[int, ...] = ()
 
 
+AS_COMPUTED = -1
 END = Step("end", None)
 """The end of a pass, shown to the observer like a step."""
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import END, Answer, CanJoin, Member, PassKind, Step
+from fsdp2.engine.steps import AS_COMPUTED, END, Answer, CanJoin, Member, PassKind, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.steps import StepLog
@@ -306,8 +306,10 @@ class RankMonitor:
         if step.kind == "keep":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
         if step.kind == "reduce":
-            names = ", ".join(group.params[i].name for i in step.part[:3])
-            return f"{text} ({names}{', ...' if len(step.part) > 3 else ''})"
+            sent = [i for i in step.part if i != AS_COMPUTED]
+            names = ", ".join(group.params[i].name for i in sent[:3])
+            names += ", ..." if len(sent) > 3 else ""
+            return f"{text} ({names}{' as computed' if AS_COMPUTED in step.part else ''})"
         sizes = step.part[len(group.store.formats_digest) :]
         if group.store.formats_digest:
             encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}

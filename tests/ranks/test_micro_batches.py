@@ -95,3 +95,29 @@ def test_different_numbers_of_forwards_before_the_last_backward(rank, world, end
             optimizer.zero_grad()
     for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.full_tensor(), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("told", ["all ranks", "ranks with several"])
+def test_different_numbers_of_micro_batches_in_low_precision(rank, world, told):
+    """Large gradients in bfloat16 that are summed in float32 travel as computed over gloo, but those of several
+    micro-batches have accumulated in float32. A rank with a single one sent half the bytes, and gloo ended the process.
+    Where a rank does not even say that others accumulate, all raise. Found by a random program."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(300, 300))
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp2.fully_shard(module, mesh=mesh_of(world), mp_policy=policy, reshard_after_forward=False)
+    module.unshard()
+    x, count = torch.full((2, 300), 0.125), 1 + rank
+    for i in range(count):
+        module.set_reshard_after_backward(i + 1 == count)
+        if told == "all ranks" or count > 1:
+            module.set_requires_gradient_sync(i + 1 == count)
+        loss = module(x).sum()
+        if told == "all ranks" or i + 1 < count:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="as computed"):
+                loss.backward()
+    if told == "all ranks":
+        assert torch.equal(module[0].weight.grad.full_tensor(), torch.full((300, 300), 0.125 * 2 * 3 / 2))

@@ -20,8 +20,7 @@ from fsdp2.ranks import process
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.store import Connections, Keys
 from tests.ranks.apart import SOON, run_apart
-
-LIMIT = timedelta(seconds=100)  # a busy machine needs long to start the processes that are waited for
+from tests.support.stores import LIMIT, Complete, Written
 
 
 def sharded() -> nn.Sequential:
@@ -88,51 +87,6 @@ def test_a_rank_is_later_than_the_timeout_of_the_store():
     ended a job that would have gone on."""
     ended = run_apart(late_for_the_store, 2)
     assert [one.status for one in ended] == [0, 0], ended
-
-
-class Written(dist.Store):
-    """A store that is written in Python: it forwards operations to a real one, and cannot be cloned."""
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store = store
-
-    def set(self, key: str, value: str) -> None:
-        """Forward."""
-        self.store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Forward."""
-        return self.store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        """Forward."""
-        return self.store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        """Forward."""
-        return self.store.check(keys)
-
-    def wait(self, keys: list[str], limit: timedelta = LIMIT) -> None:
-        """Forward; what it raises is its own business."""
-        try:
-            self.store.wait(keys, limit)
-        except dist.DistStoreError as error:
-            raise LookupError("no such keys") from error
-
-
-class Complete(Written):
-    """It can do all that ranks need to compare themselves."""
-
-    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
-        """Forward."""
-        return self.store.compare_set(key, expected, wanted)
-
-    def deleteKey(self, key: str) -> bool:
-        """Forward."""
-        return self.store.delete_key(key)
-
-    delete_key = deleteKey
 
 
 def on_a_store_in_python(rank: int, world: int, kind: type[Written]) -> None:

@@ -6,12 +6,15 @@ A few dozen in a usual run, always the same ones; ``pytest --all`` runs hundreds
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, find, given, settings
 
-from tests.support import api, fuzz
-from tests.support.pool import POOL
+from tests.support import api, fuzz, planted
+from tests.support.fuzz import Fuzz
+from tests.support.planted import PLANTED
+from tests.support.pool import POOL, RankError
 
 LIMIT_SECONDS = 120.0
+defects = pytest.mark.parametrize("defect", PLANTED, ids=lambda plant: plant.__name__)
 
 
 @api.fsdp2_only
@@ -44,3 +47,29 @@ def test_what_torch_does_as_well(world, program):
 def test_what_torch_does_as_well_on_three_ranks(program):
     """Which divide hardly any size; other programs than the ones above."""
     assume(all(POOL.run(3, fuzz.run, {"program": program, "against_torch": True}, LIMIT_SECONDS)))
+
+
+@api.fsdp2_only
+@defects
+def test_a_planted_defect_is_found(defect):
+    """Each program passes, and does not in processes that have the defect."""
+    program, sign = PLANTED[defect]
+    POOL.run(2, fuzz.run, {"program": program}, LIMIT_SECONDS)
+    with pytest.raises(RankError, match=sign):
+        POOL.run(2, planted.run, {"program": program, "defect": defect.__name__}, LIMIT_SECONDS)
+
+
+@pytest.mark.slow
+@api.fsdp2_only
+@defects
+def test_random_programs_find_a_planted_defect(defect):
+    """Nobody has to know what to look for."""
+
+    def fails(program: Fuzz) -> bool:
+        try:
+            POOL.run(2, planted.run, {"program": program, "defect": defect.__name__}, LIMIT_SECONDS)
+        except RankError:
+            return True
+        return False
+
+    find(fuzz.programs(), fails, settings=settings(max_examples=3000, phases=[Phase.generate]))

@@ -165,7 +165,9 @@ def forward_alone(module: nn.Module, case: Case, inputs: tuple[Any, ...], policy
     """Return the output of an unsharded module under a mixed precision policy that holds for the whole model."""
     if policy.param_dtype is None and policy.output_dtype is None:
         return case.call(module, inputs)
-    cast = {name: low(p, policy.param_dtype) for name, p in module.named_parameters(remove_duplicate=False)}
+    # Each parameter once, also if it is tied: its gradients are added up as they were computed.
+    once = {p: low(p, policy.param_dtype) for p in module.parameters()}
+    cast = {name: once[p] for name, p in module.named_parameters(remove_duplicate=False)}
     if policy.cast_forward_inputs:
         inputs = low(inputs, policy.param_dtype)
     args, keywords = ((), case.keywords(inputs)) if case.keywords else (inputs, {})

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import Listed, Odd, Tied, Transposed, mlp
+from tests.support.parity import mesh_1d, mesh_of
 from tests.support.shapes import ReturnsView, Wraps, first_tensor
 
 WIDTH = 6
+LARGE = 11000
+"""Of a layer whose gradients, in float32, are as large as those that gloo's ranks send each other directly."""
 
 
 class Mixed(nn.Module):
@@ -82,9 +86,43 @@ class Twice(nn.Module):
         return torch.tanh(self.layer(torch.tanh(self.layer(x))))
 
 
+class Cache:
+    """What parts leave for later ones, as attention layers leave keys and values; it is passed to every unit."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class Keeps(nn.Module):
+    """Leaves a result in the cache: one that its own result is computed with, or another ``aside``."""
+
+    def __init__(self, *, aside: bool) -> None:
+        super().__init__()
+        self.aside = aside
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+        query = self.query(x)
+        if cache is not None:
+            cache.kept.append(self.key(x) if self.aside else query)
+        return torch.tanh(query)
+
+
+class Reads(nn.Module):
+    """Computes with what an earlier part left in the cache, if one did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+        return self.layer(x) if cache is None or not cache.kept else self.layer(x) + cache.kept[0]
+
+
 LEAVES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "wide": lambda: mlp(WIDTH, 40, WIDTH),
+    "large": lambda: mlp(WIDTH, LARGE, WIDTH),
     "uneven": lambda: mlp(WIDTH, 5, WIDTH),
     "single": lambda: mlp(WIDTH, 1, WIDTH),
     "norm": lambda: nn.LayerNorm(WIDTH),
@@ -103,8 +141,13 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "dict": lambda: Wraps("dict"),
     "object": lambda: Wraps("object"),
     "tuple": lambda: Wraps("with_none"),
+    "keeps": lambda: Keeps(aside=False),
+    "keeps aside": lambda: Keeps(aside=True),
+    "reads": Reads,
     "empty": nn.Tanh,
 }
+CACHING = {"keeps", "keeps aside", "reads"}
+"""Kinds that are given the cache."""
 MAY_CHANGE = {"linear", "wide", "uneven", "norm", "frozen", "tied", "view", "dict", "object"}
 """Kinds whose result may be changed in place, unless it is recomputed: nothing saved it for backward."""
 ORDINARY = ("linear", "wide", "uneven", "single", "norm", "frozen", "tied", "twice", "dict", "empty")
@@ -134,53 +177,76 @@ class Node:
     ties: bool = False
     in_place: bool = False
 
+    @property
+    def reads(self) -> bool:
+        """Whether it may compute with the cache."""
+        return self.kind == "reads"
+
 
 class Tree(nn.Module):
-    """What a node becomes. ``alone`` in the single process, which recomputes nothing."""
+    """What a node becomes. ``alone`` in the single process, which recomputes nothing.
+
+    ``after_backward`` is called with a part when backward has the gradient of its input.
+    """
 
     def __init__(self, node: Node) -> None:
         super().__init__()
         self.node = node
         self.skipped = self.alone = False
+        self.after_backward: Callable[[Tree], None] | None = None
         self.inner = LEAVES[node.kind]() if node.kind in LEAVES else None
         self.parts = nn.ModuleList(Tree(child) for child in node.children)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Any:
+        if self.node.recompute:  # as in use: what is recomputed would leave its results a second time
+            cache = None
         if self.node.recompute == "inside" and not self.alone:
-            return checkpoint(self.compute, x, use_reentrant=False)
-        return self.compute(x)
+            return checkpoint(self.compute, x, cache, use_reentrant=False)
+        return self.compute(x, cache)
 
-    def compute(self, x: Tensor) -> Any:
+    def compute(self, x: Tensor, cache: Cache | None) -> Any:
         """Return what forward returns."""
         if self.inner is not None:
-            return self.inner(x)
+            return self.inner(x, cache) if self.node.kind in CACHING else self.inner(x)
         for part in self.parts:
             if not part.skipped:
-                y = first_tensor(self.call(part, x))
+                if self.after_backward is not None and x.requires_grad:
+                    x.register_hook(partial(self._passed, part))
+                y = first_tensor(self.call(part, x, cache))
                 if part.node.in_place and part.node.kind in MAY_CHANGE and not part.node.recompute:
                     y *= 0.5
                     y += x
                 x = x + torch.tanh(y)
         return x
 
-    def call(self, part: Tree, x: Tensor) -> Any:
+    def _passed(self, part: Tree, grad: Tensor) -> None:
+        if self.after_backward is not None:
+            self.after_backward(part)
+
+    def call(self, part: Tree, x: Tensor, cache: Cache | None) -> Any:
         """Return what a part returns, recomputed in backward if it should be."""
         if self.alone or part.node.recompute not in ("around", "reentrant") or not torch.is_grad_enabled():
-            return part(x)
+            return part(x, cache)
         reentrant = part.node.recompute == "reentrant" and part.node.kind not in CONTAINERS and x.requires_grad
         return checkpoint(part, x, use_reentrant=reentrant)
 
 
 class Root(nn.Module):
-    """A tree and a last layer of the root's own."""
+    """A tree, experts of which each rank has one, and a last layer of the root's own."""
 
-    def __init__(self, nodes: tuple[Node, ...]) -> None:
+    def __init__(self, nodes: tuple[Node, ...], caches: bool, experts: int) -> None:
         super().__init__()
+        self.caches = caches
         self.tree = Tree(Node("", nodes))
+        self.experts = nn.ModuleDict({f"expert{i}": nn.Linear(WIDTH, WIDTH) for i in range(experts)})
+        self.expert = ""  # which one computes
         self.last = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.tree(x))
+        x = self.tree(x, Cache() if self.caches else None)
+        if self.expert:
+            x = x + torch.tanh(self.experts[self.expert](x))
+        return self.last(x)
 
 
 POLICIES = {
@@ -188,6 +254,7 @@ POLICIES = {
     "double": MixedPrecisionPolicy(param_dtype=torch.float64),
     "double reduced": MixedPrecisionPolicy(reduce_dtype=torch.float64),
     "double forth and back": MixedPrecisionPolicy(torch.float64, torch.float32),
+    "low": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
 }
 PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | None] | None] = {
     "first": None,
@@ -198,21 +265,39 @@ PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | None] | None] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A model and the options of its sharding."""
+    """A model and the options of its sharding.
+
+    ``mesh``: "flat", "hybrid", or "copies", where each rank has whole parameters. ``caches``: units are given a cache.
+    ``experts``: ranks have experts on meshes of their own, under names of their own. ``last``: the last layer is a unit
+    of its own, so the root has no parameters where every part is in a unit.
+    """
 
     nodes: tuple[Node, ...]
-    root_reshard: bool | int | None
-    hybrid: bool
-    policy: str
-    placement: str
-    transfer: str
-    offload: bool
-    input_needs_grad: bool
+    root_reshard: bool | int | None = None
+    mesh: str = "flat"
+    policy: str = "plain"
+    placement: str = "first"
+    transfer: str = "packed"
+    offload: bool = False
+    input_needs_grad: bool = False
+    caches: bool = False
+    experts: bool = False
+    last: bool = False
 
-    def build(self) -> Root:
-        """Return the model, equal on every call."""
+    @property
+    def is_simple(self) -> bool:
+        """Whether each unit is used by itself and once, so that backward is through with it when it leaves it."""
+        waiting, found = [*self.nodes], True
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children
+            found = found and not (node.joins or node.recompute or node.ties)
+        return found
+
+    def build(self, world: int = 1) -> Root:
+        """Return the model for so many ranks, equal on every call, with the experts of all ranks."""
         torch.manual_seed(7)
-        model = Root(self.nodes)
+        model = Root(self.nodes, self.caches, halves(world) if self.experts else 0)
         linears = [tree for tree in trees(model) if tree.node.kind in ("linear", "frozen")]
         for tree in linears[1:]:
             if tree.node.ties:
@@ -220,8 +305,13 @@ class Plan:
                 tree.inner.weight = linears[0].inner.weight
         return model
 
-    def shard(self, model: Root, fsdp: Any, mesh: DeviceMesh) -> None:
-        """Shard units from the inside out, and the root."""
+    def shard(self, model: Root, fsdp: Any) -> None:
+        """Shard units from the inside out, and the root; of the experts this rank keeps its own."""
+        world = dist.get_world_size()
+        mesh = mesh_1d()
+        if self.mesh != "flat":
+            copies = halves(world) if self.mesh == "hybrid" else world
+            mesh = mesh_of(copies, world // copies, names=("replicate", "shard"))
         options = {
             "mesh": mesh,
             "mp_policy": POLICIES[self.policy],
@@ -236,7 +326,24 @@ class Plan:
 
         for unit, asked in units(model.tree):
             fsdp.fully_shard(unit, reshard_after_forward=reshard(asked), **options)
+        if self.experts:
+            within = mesh_of(halves(world), world // halves(world), names=("expert", "within"))["within"]
+            for expert in model.experts.values():
+                fsdp.fully_shard(expert, **{**options, "mesh": within})
+                expert.set_gradient_divide_factor(world)  # the loss is the mean over all ranks
+        if self.last:
+            fsdp.fully_shard(model.last, **options)
         fsdp.fully_shard(model, reshard_after_forward=reshard(self.root_reshard), **options)
+
+
+def halves(world: int) -> int:
+    """Return 2 where that divides the number of ranks, else 1."""
+    return 2 if world % 2 == 0 else 1
+
+
+def expert_of(rank: int, world: int) -> str:
+    """Return the name of the expert that a rank has."""
+    return f"expert{rank * halves(world) // world}"
 
 
 def trees(model: nn.Module) -> list[Tree]:
@@ -282,10 +389,13 @@ def plans(*, ordinary: bool = False) -> st.SearchStrategy[Plan]:
         Plan,
         nodes=st.lists(nodes(ordinary=ordinary), min_size=1, max_size=4).map(tuple),
         root_reshard=st.sampled_from([None, True, False] if ordinary else [None, True, False, 2]),
-        hybrid=st.just(False) if ordinary else st.booleans(),
+        mesh=st.just("flat") if ordinary else st.sampled_from(["flat", "hybrid", "copies"]),
         policy=st.just("plain") if ordinary else st.sampled_from(["plain", *sorted(POLICIES)]),
         placement=st.just("first") if ordinary else st.sampled_from(sorted(PLACEMENTS)),
         transfer=st.sampled_from(["direct", "packed"]),
         offload=st.just(False) if ordinary else st.integers(0, 3).map(lambda i: i == 3),
         input_needs_grad=st.booleans(),
+        caches=st.just(False) if ordinary else st.booleans(),
+        last=st.booleans(),
+        experts=st.just(False) if ordinary else st.integers(0, 3).map(lambda i: i == 3),
     )

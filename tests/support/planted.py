@@ -1,0 +1,123 @@
+"""Defects that fsdp2 had, put back into a process one at a time, and for each a program that finds it.
+
+They are those that the random programs of ``tests/support/fuzz.py`` could once not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.comm import reduce
+from fsdp2.comm.collectives import all_to_all, prefers_all_to_all
+from fsdp2.engine import reducer
+from fsdp2.engine.passes import HiddenInputs
+from fsdp2.engine.reducer import GroupGradients
+from fsdp2.engine.root import RootContext
+from fsdp2.optim import clip
+from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.sharding.mesh import Axis
+from tests.support import fuzz
+from tests.support.fuzz import Fuzz
+from tests.support.trees import Node, Plan
+
+Patch = pytest.MonkeyPatch
+
+
+def exchange_on_one_rank(patch: Patch) -> None:
+    """Let large gradients be exchanged on a shard axis of one rank: nobody widened them before copies were summed."""
+
+    def prefers(axis: Axis, nbytes: int, asked: int | None = None) -> bool:
+        alone = axis.size == 1 and asked is None and nbytes >= 256 << 10
+        return alone or prefers_all_to_all(axis, nbytes, asked)
+
+    def exchange(output: torch.Tensor, rows: torch.Tensor, axis: Axis, **options: Any) -> list[Any]:
+        if axis.size > 1:
+            return all_to_all(output, rows, axis, **options)
+        output.copy_(rows)
+        return []
+
+    patch.setattr(reducer, "prefers_all_to_all", prefers)
+    patch.setattr(reduce, "prefers_all_to_all", prefers)
+    patch.setattr(reduce, "all_to_all", exchange)
+
+
+def forget_sums(patch: Patch) -> None:
+    """Plan reductions without parameters that were frozen while their sums wait for an all-reduce."""
+    make = GroupGradients._make_plan
+
+    def forgetful(self: GroupGradients) -> Any:
+        waiting, self._partial = self._partial, {}
+        plan = make(self)
+        self._partial = waiting
+        return plan
+
+    patch.setattr(GroupGradients, "_make_plan", forgetful)
+
+
+def average_experts(patch: Patch) -> None:
+    """Take experts that only some ranks have for copies, in the norm of all gradients."""
+    patch.setattr(clip, "_weights", lambda params, cuts: {})
+
+
+def compare_every_pass(patch: Patch) -> None:
+    """Let ranks compare passes that communicate nothing too."""
+    begin = RankMonitor.begin
+
+    def eager(self: RankMonitor, kind: Any, *, outermost: bool) -> None:
+        begin(self, kind, outermost=outermost)
+        if self._to_begin is not None:
+            self._begin(kind, None)
+
+    patch.setattr(RankMonitor, "begin", eager)
+
+
+def wait_for_hidden_inputs(patch: Patch) -> None:
+    """Keep a unit until the end of backward if there were tensors in an object among its arguments."""
+    patch.setattr(HiddenInputs, "open_if_unused", lambda self, output: None)
+
+
+def go_on_after_a_backward_that_raised(patch: Patch) -> None:
+    """Notice a backward that raised only if it did so inside a unit."""
+
+    def check(self: RootContext[Any]) -> None:
+        if any(group.phases.in_backward for group in self.groups):
+            raise RuntimeError("call reset_iter_state()")
+
+    patch.setattr(RootContext, "_check_last_iteration_ended", check)
+
+
+LINEAR = Node("linear", unit=True)
+TRAIN = (("train", 0),)
+
+PLANTED: dict[Callable[[Patch], None], tuple[Fuzz, str]] = {
+    exchange_on_one_rank: (
+        Fuzz(Plan((Node("large", unit=True),), mesh="copies", policy="low"), TRAIN),
+        "gradient of tree.parts.0.* off by",
+    ),
+    forget_sums: (
+        Fuzz(Plan((LINEAR, LINEAR), mesh="hybrid"), (("all_reduce", False), *TRAIN, ("freeze", 0, False, False))),
+        "gradient of tree.parts.0.* off by|got None",
+    ),
+    average_experts: (Fuzz(Plan((LINEAR,), experts=True), TRAIN), "norm against .* off by"),
+    compare_every_pass: (Fuzz(Plan((LINEAR, LINEAR), mesh="copies"), (("uneven", 0),)), "ranks do not do the same"),
+    wait_for_hidden_inputs: (
+        Fuzz(Plan((Node("keeps", unit=True), LINEAR, LINEAR), caches=True), TRAIN),
+        "units stayed in memory longer",
+    ),
+    go_on_after_a_backward_that_raised: (
+        Fuzz(Plan((LINEAR, LINEAR), last=True), (("break_off", 0, 0, False, False),)),
+        "a reset is asked for against .* off by",
+    ),
+}
+"""For each, a program that finds it on two ranks, and what that shows."""
+
+
+def run(rank: int, world: int, defect: str, program: Fuzz) -> bool:
+    """Execute ``program`` in a process with the defect of that name, as ``fuzz.run`` does."""
+    with Patch.context() as patch:
+        next(plant for plant in PLANTED if plant.__name__ == defect)(patch)
+        return fuzz.run(rank, world, program)

@@ -1,9 +1,9 @@
 """``clip_grad_norm_`` computes one norm over gradients on any mix of meshes, without operators on DTensors.
 
 Every rank adds up the contributions of its own elements (powers of norms, in float64) to one number for each mesh. The
-number is then summed over each mesh dimension that shards any parameter. A parameter that is not sharded over such a
-dimension contributes the same on all its ranks, so its contribution is first divided by the dimension's size. The
-collectives depend on the parameters alone, not on which of them have gradients.
+number is then summed over each mesh dimension that shards any parameter, and over all dimensions of the largest mesh. A
+parameter that is not sharded over such a dimension contributes the same on all its ranks, so its contribution is first
+divided by the dimension's size. The collectives depend on the parameters alone, not on which of them have gradients.
 
 Finally the contributions of parameters on smaller meshes are averaged over the largest mesh. That is right for copies,
 such as a norm layer on the data-parallel mesh beside tensor-parallel layers. Experts on some of the data-parallel ranks
@@ -236,8 +236,8 @@ class _Powers:
 class _Meshes:
     """The meshes to reduce over, in one order on all ranks, so that ranks cannot wait for each other in a circle.
 
-    If there are several meshes or plain tensors, the total is averaged over the largest mesh at the end. This makes all
-    ranks agree, also when values that should be equal on all ranks are not.
+    The total is averaged over the largest mesh at the end. This makes all ranks agree, also when values that should be
+    equal on all ranks are not.
     """
 
     def __init__(self, cuts: set[_Cut]) -> None:
@@ -247,7 +247,7 @@ class _Meshes:
                 dims.setdefault(mesh, set()).update(own)
         order = sorted(dims, key=_size_and_ranks)
         self._last: DeviceMesh | None = None
-        if order and (len(order) > 1 or _PLAIN in cuts):
+        if order:  # also if it is one mesh: other ranks may have others, of experts that this rank does not have
             largest = [mesh for mesh in order if mesh.size() == order[-1].size()]
             if len({tuple(sorted(listed_ranks(mesh))) for mesh in largest}) == 1:
                 self._last = order[-1]

@@ -89,8 +89,11 @@ def test_norms_are_torchs(rank, world, foreach, norm_type):
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_one_reduction_for_each_group_that_parameters_are_cut_over(rank, world, norm_type):
-    """One on one mesh, one with replicas, two over tensor parallelism; none for what is cut nowhere."""
-    for mesh, count in ((mesh_1d(), 1), (mesh_2d(), 1)):
+    """One on one mesh, two over tensor parallelism; none for what is cut nowhere.
+
+    Two with replicas: other ranks may have experts, and then the mean over all ranks is taken.
+    """
+    for mesh, count in ((mesh_1d(), 1), (mesh_2d(), 2)):
         module = build(mesh)
         module(batch(0)).square().mean().backward()
         params = list(module.parameters())
@@ -333,6 +336,35 @@ def test_experts_that_only_some_ranks_have(rank, world, norm_type, dense):
     assert_same_everywhere(total)
     torch.testing.assert_close(full(mine.weight.grad), alone[1 + rank // 2].weight.grad, rtol=2e-6, atol=1e-9)
     torch.testing.assert_close(full(head.weight.grad), alone[0].weight.grad, rtol=2e-6, atol=1e-9)
+
+
+@composes("clipping", "several meshes")
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@pytest.mark.parametrize("dense", ["one dimension", "hybrid"])
+def test_experts_that_some_ranks_do_not_have_at_all(rank, world, norm_type, dense):
+    """Two ranks share an expert, and the others have none. Beside hybrid sharding those with an expert summed over the
+    replicas too, which the others, who saw one mesh alone, did not: they waited for ever."""
+    torch.manual_seed(5)
+    head, expert = nn.Linear(WIDTH, 3), nn.Linear(3, 3)
+    mesh = mesh_of(2, 2, names=("experts", "shard"))["shard"]
+    fsdp2.fully_shard(head, mesh=mesh_2d() if dense == "hybrid" else mesh_1d())
+    output = head(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)))
+    if rank < 2:
+        fsdp2.fully_shard(expert, mesh=mesh)
+        output = expert(output)
+    output.square().mean().backward()
+    params = [*head.parameters(), *(expert.parameters() if rank < 2 else [])]
+    reference = whole(head.parameters())
+    for param in expert.parameters():
+        grad = full(param.grad) if rank < 2 else torch.zeros(param.shape)
+        dist.all_reduce(grad)
+        reference.append(nn.Parameter(torch.zeros(param.shape)))
+        reference[-1].grad = grad / 2
+    expected = torch.nn.utils.clip_grad_norm_(reference, 0.01, norm_type)
+    total = fsdp2.clip_grad_norm_(params, 0.01, norm_type)
+    torch.testing.assert_close(total, expected, rtol=2e-6, atol=0)
+    assert_same_everywhere(total)
 
 
 @composes("clipping", "tensor parallel", "several meshes")

@@ -66,5 +66,5 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 def _set_sync(group: FSDPParamGroup, reduces: bool, all_reduces: bool) -> None:
     if (reduces, all_reduces) != (group.options.reduce_gradients, group.options.all_reduce_gradients):
-        values = {"reduce_gradients": reduces, "all_reduce_gradients": all_reduces, "may_accumulate": True}
-        group.set_options(replace(group.options, **values))
+        changed = replace(group.options, reduce_gradients=reduces, all_reduce_gradients=all_reduces)
+        group.set_options(replace(changed, may_accumulate=True))

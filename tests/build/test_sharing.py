@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from tests.support.counting import Collectives
 from tests.support.parity import Run, mesh_1d, shard_each, stack
+from tests.support.pool import on_ranks
 from tests.support.report import agrees, check, refused, report
 
 
@@ -247,3 +252,43 @@ def test_replaced_parameters(rank, world, fsdp):
             run.update()
 
     agrees(fsdp, program=program)
+
+
+class TiedLater(nn.Module):
+    """An embedding, and a head that shares its weight from when somebody says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(24, 16), nn.Linear(16, 24, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens)).float().square().mean()
+
+
+@on_ranks(2)
+def test_a_weight_that_is_tied_after_sharding_in_low_precision(rank, world):
+    """transformers ties the head to the embedding when both are sharded. It stays one parameter here, whose gradient is
+    added up in bfloat16 as in one process. torch takes them for two and sums each over ranks, so the parts are added in
+    the dtype of the reduction: no more than the rounding of that sum apart."""
+    torch.manual_seed(0)
+    alone = TiedLater()
+    alone.head.weight.data.copy_(alone.embed.weight.data)
+    module = copy.deepcopy(alone)
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (module.embed, module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d(), mp_policy=policy)
+    module.head.weight = module.embed.weight
+    batches = [torch.randint(24, (2, 8), generator=torch.Generator().manual_seed(index)) for index in range(world)]
+    module(batches[rank]).backward()
+    once, apart = torch.zeros(24, 16), torch.zeros(24, 16)
+    for tokens in batches:
+        parts = [weight.detach().bfloat16().requires_grad_() for weight in (alone.embed.weight, alone.head.weight)]
+        for tied in (True, False):
+            embed, head = (parts[0], parts[0]) if tied else parts
+            found = torch.autograd.grad(
+                F.linear(F.embedding(tokens, embed), head).float().square().mean(), list({embed: None, head: None})
+            )
+            (once if tied else apart).add_(sum(part.float() for part in found), alpha=1 / world)
+    got = module.embed.weight.grad.full_tensor()
+    assert torch.equal(got, once)
+    assert 0 < (got - apart).abs().max() <= 2**-8 * apart.abs().max() * world

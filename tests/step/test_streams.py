@@ -444,6 +444,19 @@ def from_a_file(run: Training) -> None:
     run.model.load_state_dict({name: value.clone() for name, value in run.model.state_dict().items()})
 
 
+@pytest.mark.parametrize("setup", ["fp32", "mixed", "kept"])
+def test_two_streams_of_the_caller_evaluate_without_order(setup):
+    """The second found the weights gathered by the first, and read them without waiting for that gather. An evaluation
+    leaves nothing in memory now, so each one gathers for itself, and waits for that."""
+    with simulated_backend("nccl"), fake_mesh(8) as mesh, Device() as device:
+        run = Training(mesh, device, setup, "packed")
+        run.evaluate()
+        for stream in (device.Stream(), device.Stream()):
+            with device.stream(stream):
+                run.evaluate()
+    assert not device.mistakes
+
+
 @pytest.mark.parametrize("write", [by_their_shards, from_a_file])
 def test_the_host_writes_to_shards_behind_an_evaluation(write):
     """The host is ahead of the device. What it wrote to shards on the host could overtake the copies of the forward

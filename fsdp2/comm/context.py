@@ -25,20 +25,19 @@ class CommContext:
         self.copies = HostCopies(self.lanes)
         self.reductions = Retained(self.lanes)
         self.largest_bytes = 0  # of the full parameters of any group that communicates here
-        self._limits: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._limits: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for
         self._ahead: list[Callable[[], None]] = []
 
-    def set_limits(self, root: object, chunks: int, largest: int) -> None:
-        """Let ``chunks`` of gradients be in flight, and ``largest`` be the bytes of the largest group, under ``root``.
+    def set_limits(self, root: object, chunks: int, units: int, largest: int) -> None:
+        """Let ``chunks`` of gradients be in flight, and as many bytes as ``units`` groups of ``largest`` bytes have.
 
-        The largest values of all roots hold. Weakly referenced, a root that is gone has no say.
+        The largest group under ``root`` has so many. The largest values of all roots hold. Weakly referenced, a root
+        that is gone has no say.
         """
-        self._limits[root] = chunks, largest
+        self._limits[root] = chunks, units * largest, largest
         limits = list(self._limits.values())
-        self.largest_bytes = max(largest for _, largest in limits)
-        self.reductions.limit = max(chunks for chunks, _ in limits)
-        self.reductions.limit_bytes = max(chunks * largest for chunks, largest in limits)
+        self.reductions.limit, self.reductions.limit_bytes, self.largest_bytes = (max(some) for some in zip(*limits))
 
     def gather_later(self, start: Callable[[], None]) -> None:
         """Leave it to ``gather_now`` to ``start`` the gather of what backward needs after the unit that it enters.

@@ -273,15 +273,16 @@ class Retained:
     """Operations in flight, and what they still need: bounded, because it is memory.
 
     An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates: its
-    inputs stay alive in its frame, and the oldest is carried one step on when there are more than ``limit``. On streams
-    it runs to its end at once, and what stays alive is what it named with ``hold``, up to ``limit_bytes``: compute
-    waits for the oldest before more is held.
+    inputs stay alive in its frame, and the oldest is carried one step on when there are more than ``limit``, or than
+    ``limit_bytes`` of gradients. On streams it runs to its end at once, and what stays alive is what it named with
+    ``hold``, up to ``limit_bytes``: compute waits for the oldest before more is held.
     """
 
     def __init__(self, lanes: Lanes, limit: int = 1) -> None:
         self.lanes = lanes
         self.limit, self.limit_bytes = limit, 0
-        self._steps: deque[Generator[None, None, None]] = deque()
+        self._steps: deque[tuple[Generator[None, None, None], int]] = deque()
+        self._flying_bytes = 0  # of these
         self._later: deque[Generator[None, None, None]] = deque()
         self._inputs: deque[_Held] = deque()
         self.packed: deque[_Held] = deque()  # gradients that are copied beside compute
@@ -290,16 +291,17 @@ class Retained:
         self._sums: deque[_Held] = deque()
         self._ends: dict[Lane, torch.Event | None] = {}
 
-    def add(self, operation: Generator[None, None, None]) -> None:
-        """Start ``operation`` and keep it in flight."""
+    def add(self, operation: Generator[None, None, None], nbytes: int = 0) -> None:
+        """Start ``operation`` on gradients of so many bytes, and keep it in flight."""
         if self.lanes.reduce.async_op:
-            while len(self._steps) >= self.limit:
+            while self._steps and (len(self._steps) >= self.limit or self._flying_bytes + nbytes > self.limit_bytes):
                 self._advance_oldest()
         else:
             self._drop_rows()
             self._drop_sums()
         if _step(operation):
-            self._steps.append(operation)
+            self._steps.append((operation, nbytes))
+            self._flying_bytes += nbytes
 
     def make_room(self, nbytes: int) -> None:
         """Let compute wait for the oldest operations, until ``nbytes`` more may be held."""
@@ -360,7 +362,8 @@ class Retained:
             self._ends[lane] = event
 
     def _advance_oldest(self) -> None:
-        oldest = self._steps.popleft()
+        oldest, nbytes = self._steps.popleft()
+        self._flying_bytes -= nbytes
         if _step(oldest):
             self._later.append(oldest)
         while len(self._later) > self.limit:
@@ -386,8 +389,9 @@ class Retained:
 
     def abandon(self) -> None:
         """Let communication end and throw the results away."""
-        operations: Iterable[Generator[None, None, None]] = [*self._later, *self._steps]
+        operations: Iterable[Generator[None, None, None]] = [*self._later, *[operation for operation, _ in self._steps]]
         self._steps.clear()
+        self._flying_bytes = 0
         self._later.clear()
         for operation in operations:
             operation.close()

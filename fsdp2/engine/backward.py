@@ -44,6 +44,8 @@ class BackwardPass(Pass):
         self.started = False  # and will end with autograd's backward
         self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
         self._more_follow = False
+        # Asked for each reduction, so it is found once.
+        self._some_skip = any([group.options.reduce_unused for group in groups])
 
     def start(self, *, more_follow: bool) -> None:
         """Autograd's backward runs; with ``more_follow`` others on the same forwards may need what it gathers ahead."""
@@ -59,8 +61,8 @@ class BackwardPass(Pass):
         Where ranks may skip units, a reduction is left for later if they are known to come to it later: those that skip
         a unit meet the others in another order. It is taken then, or when the backward ends.
         """
-        if step.kind == "reduce" and not self.over and not optional:
-            optional = any(group.options.reduce_unused for group in self.groups)
+        if step.kind == "reduce" and not self.over:
+            optional = optional or self._some_skip
         return super().take(step, start, optional=optional)
 
     def can_reduce_rest(self, group: FSDPParamGroup) -> bool:

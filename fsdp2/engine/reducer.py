@@ -87,7 +87,7 @@ class _Backward:
     awaited: set[int] | None  # gradients after the last of which ``end`` is called, if anything
     end: Callable[[], None]
     take: Take
-    unfinished: set[int]
+    unfinished: set[int]  # where the next gather waits for the last gradient
     final: bool  # no unit is known to follow
     launched: int = 0
 
@@ -249,7 +249,8 @@ class GroupGradients:
                     param.expect_gradients(reduced=reduced, rounded=rounded)
         waiting = [set(chunk) for chunk in plan.streamed]
         awaited = self._expected() if count else None
-        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take, set(self._chunk_of), final)
+        unfinished = set(self._chunk_of) if self.gathers_later else set()
+        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take, unfinished, final)
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
@@ -279,11 +280,12 @@ class GroupGradients:
         if i not in self._chunk_of:
             return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
         chunk, waiting = self._chunk_of[i], backward.waiting
-        backward.unfinished.discard(i)
         if self.comm.reductions.packed:  # of the unit before: compute has come far enough for them to be copied
             self.comm.reductions.drop_packed()
-        if not backward.unfinished:
-            self.comm.gather_now()  # at the latest: the unit may be through with its inputs much later
+        if backward.unfinished:
+            backward.unfinished.discard(i)
+            if not backward.unfinished:
+                self.comm.gather_now()  # at the latest: the unit may be through with its inputs much later
         if self._store.options.reduce_gradients and chunk < len(waiting):
             waiting[chunk].discard(i)
             while backward.launched < len(waiting) and not waiting[backward.launched]:
@@ -454,10 +456,11 @@ class GroupGradients:
         operation = reduce_chunk(
             grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce, finished=finished
         )
+        nbytes = sum([grad.nbytes for grad in grads])
         del grads
         if _trace.recorder is not None:
             operation = _trace.owned(group.name, operation)
-        reductions.add(operation)
+        reductions.add(operation, nbytes)
 
     def _make_row(self, params: list[FSDPParam], dtypes: _Dtypes) -> RowPlan:
         """Lay out a chunk: large gradients are reduced from where they lie, where several reductions are one launch.

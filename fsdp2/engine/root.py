@@ -65,18 +65,19 @@ class RootContext(Generic[U]):
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.
 
-        Without such a wish it is what suits the backend and the group with the most chunks. On streams these are the
+        Without such a wish it is what suits the backend and the group with the most chunks, but no more than the
         gradients of the largest group: a compiled block's leave at once, and where communication is what takes long,
         compute goes on to the next unit meanwhile. Where several roots share ``comm``, the largest limits hold.
         """
         self.comm = comm
         groups = self.groups
         asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
+        chunks, units = asked, max(asked, default=1)
         if not asked:
             sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
-            asked = [chunks_in_flight(group.mesh.first, chunks) for group, chunks in zip(groups, sizes)]
+            chunks = [chunks_in_flight(group.mesh.first, most) for group, most in zip(groups, sizes)]
         largest = max((group.store.full_bytes for group in groups), default=0)
-        comm.set_limits(self, max(asked, default=1), largest)
+        comm.set_limits(self, max(chunks, default=1), units, largest)
         for group in groups:
             group.use_comm(comm)
 
@@ -212,8 +213,8 @@ class RootContext(Generic[U]):
         That is how many groups send gradients, which units it meets that some ranks skip, and which are in memory.
         """
         groups = self.groups
-        reduce = sum(group.options.reduce_gradients for group in groups)
-        all_reduce = sum(group.options.all_reduce_gradients for group in groups)
+        reduce = sum([group.options.reduce_gradients for group in groups])
+        all_reduce = sum([group.options.all_reduce_gradients for group in groups])
         gathered = [group for group in self.pending.kept if group.mesh.shard.size > 1]  # by a collective
         used, kept = (
             tuple(number for number, group in enumerate(groups) if group in some)

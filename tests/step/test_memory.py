@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2.sharding.mesh import simulated_backend
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
@@ -156,6 +158,16 @@ def test_never_more_than_torch(policy, reshard, transfer):
     stays = (0.5 if policy.param_dtype else 1.0) if reshard else 0.0  # the layer that backward needs first
     assert ours.between <= theirs.between + stays + SLACK
     assert ours.backward <= theirs.backward + SLACK
+
+
+@api.fsdp2_only
+def test_on_a_cpu_gradients_of_one_unit_are_in_flight(monkeypatch):
+    """They were eight chunks, and a chunk is as large as a matrix: with matrices of 4 MiB those of four layers."""
+    monkeypatch.setattr(sys.modules[__name__], "WORLD", 2)
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 1024)
+    with simulated_backend("gloo"):
+        ours, theirs = (measure(which, True, FULL) for which in (api.ours, api.theirs))
+    assert ours.backward <= theirs.backward + 0.25 + SLACK  # a rank's sum of a chunk, which is half a layer
 
 
 @pytest.mark.parametrize("trained", [False, True])

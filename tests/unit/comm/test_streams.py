@@ -232,6 +232,15 @@ def test_operations_with_one_wait_are_never_more_than_the_limit(limit: int, coun
     assert len(operations.alive) == min(limit, count)
 
 
+def test_operations_are_no_more_than_their_bytes_allow() -> None:
+    """Gradients of a unit may be in flight: eight chunks of it, or two that are larger. One is, whatever its size."""
+    operations, flying = Operations(), retained(8)
+    flying.limit_bytes = 10
+    for name, nbytes in enumerate((4, 4, 4, 2, 12, 1)):
+        flying.add(operations.make(name, 1), nbytes)
+        assert operations.alive == [{0}, {0, 1}, {1, 2}, {1, 2, 3}, {4}, {5}][name]
+
+
 def test_a_lower_limit_holds_from_the_next_operation_on() -> None:
     operations, flying = Operations(), retained(4)
     for name in range(4):

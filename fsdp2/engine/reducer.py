@@ -303,7 +303,7 @@ class GroupGradients:
         """Reduce every gradient that is there and has not left; that ends the backward through the group."""
         backward, self._backward = self._backward, None
         launched = 0 if backward is None else backward.launched
-        finished: Finished = "together" if backward is None or backward.final else "last"
+        finished: Finished = "early" if backward is None or backward.final else "last"
         params, unused = self._store.params, self._store.options.reduce_unused
         for param in params if unused else ():
             if param.requires_grad and param.reduce_dtype is None:

@@ -2,8 +2,9 @@
 
 First on the way that a GPU takes, simulated: lanes are streams, the process group counts as NCCL. Eight layers of six
 bias-free 4096x4096 matrices with one row of input: `forward` and `backward` are without the shards' gradients, which
-stay behind the step. Then blocks of Llama 8B with 2048 tokens, whose activations count. `live` is the most that is
-alive at once, `pools` the sum of each stream's own peak, which is what a caching allocator reserves.
+stay behind the step. Then blocks of Llama 8B with 2048 tokens, whose activations count, and the same layers as
+transformers has them, with the cache object that each layer is given. `live` is the most that is alive at once, `pools`
+the sum of each stream's own peak, which is what a caching allocator reserves.
 
 Then on the way that a CPU takes, measured: matrices of 1024 on a pretended world of 64 ranks (`fake` process group),
 the third step and later. There every block that torch's CPU allocator handed out and has not got back is counted:
@@ -14,6 +15,8 @@ the step. Only the local parameter shards are subtracted. B is one unsharded lay
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,6 +31,7 @@ from _common import (
     finish,
     shard_units,
 )
+from _llama import SHAPES
 from _models import chain
 from _simulated import Result, simulate, stream_row
 from _simulated import Row as Step
@@ -40,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fsdp2
 
 LAYERS, WIDTH, MATRICES, WORLD, WARM_STEPS, STEPS = 8, 1024, 6, 64, 2, 4
-STREAM_WIDTH, RANKS, TOKENS = 4096, (8, 64, 256, 1024), 2048
+STREAM_WIDTH, RANKS, TOKENS, TRANSFORMERS_LAYERS = 4096, (8, 64, 256, 1024), 2048, 4
 MANY, LESS = 256, 0.5
 Build = Callable[[], nn.Module]
 
@@ -202,6 +206,57 @@ def llama_rows(itself: bool) -> list[Row]:
     return found
 
 
+class Transformers(nn.Module):
+    """The Llama layers of transformers as they come: each leaves its keys and values in a cache."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        shape = SHAPES["8b"]
+        self.model = LlamaModel(
+            LlamaConfig(
+                hidden_size=shape.width,
+                intermediate_size=shape.hidden,
+                num_attention_heads=shape.heads,
+                num_key_value_heads=shape.kv_heads,
+                num_hidden_layers=layers,
+                vocab_size=32,
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.model(inputs_embeds=x)
+        assert output.past_key_values is not None
+        return output.last_hidden_state
+
+
+def transformers_rows(sides: dict[str, FullyShard]) -> list[Row]:
+    """Peaks of the step of transformers' layers: half a block below torch's, too."""
+    if importlib.util.find_spec("transformers") is None:
+        print("skipped: transformers' llama, because transformers is not installed", file=sys.stderr)
+        return []
+    found, unit = [], Step(model="8b").block
+    for name, setting in (("bf16, fp32 reduce", BF16_FP32), ("bf16", BF16)):
+
+        def on(side: str, setting: Setting = setting) -> Result:
+            def build(mesh: DeviceMesh) -> nn.Module:
+                model = Transformers(TRANSFORMERS_LAYERS)
+                return shard_units(model, model.model.layers, sides[side], mesh, setting.policy)
+
+            def data() -> torch.Tensor:
+                return torch.empty(1, TOKENS, SHAPES["8b"].width, dtype=setting.compute)
+
+            return simulate(build, data, {"shard": WORLD})
+
+        ours, theirs = on("ours"), on("theirs")
+        title = f"streams, transformers' llama with its cache, {WORLD} ranks, {name}"
+        live, pools = [ours.live / unit, theirs.live / unit], [ours.reserved / unit, theirs.reserved / unit]
+        found.append(Row(f"{title}: live", *live, "B", live[1] - LESS, relative=False))
+        found.append(Row(f"{title}: pools", *pools, "B", pools[1] - LESS, relative=False, note=lanes(ours, unit)))
+    return found
+
+
 def lanes(result: Result, unit: int) -> str:
     """What each of our lanes takes."""
     return ", ".join(f"{lane} {nbytes / unit:.2f}" for lane, nbytes in sorted(result.pools.items()))
@@ -282,7 +337,7 @@ def main() -> None:
     if "streams" in options.only and not options.explain:
         found += stream_rows(candidates(options.ours))
     if "llama" in options.only and not options.explain:
-        found += llama_rows(options.ours == "torch")
+        found += llama_rows(options.ours == "torch") + transformers_rows(candidates(options.ours))
     sides, mesh = fake_sides(options, WORLD)
     if options.explain:
         word = "fsdp" if options.ours == "torch" else "fsdp2/"

@@ -1,4 +1,4 @@
-"""On streams with clocks compute waits no longer for communication than with torch's fully_shard."""
+"""On streams with clocks compute waits no longer for communication than with torch's fully_shard, in less memory."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ cluster: Any = importlib.import_module("cluster")
 
 pytestmark = api.fsdp2_only
 LAYERS = 3
-ROWS = [cluster.Row(ranks=ranks, layers=LAYERS) for ranks in (8, 64)]
+ROWS = [cluster.Row(ranks=ranks, layers=LAYERS) for ranks in (8, 64, 256)]
 MOE, GROUPS = cluster.Row("moe", ranks=64, kind="lists"), cluster.Row(ranks=64, kind="groups")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_compute_waits_no_longer_than_with_torchs(row):
-    """Nor does it have more to do: what is gathered straight into its place is not copied."""
+    """Nor does it have more to do: what is gathered straight into its place is not copied, and half of a block's
+    gradients are copied beside the next block. The first of them leave when few activations are left."""
     ours, theirs = cluster.measure(row, fsdp2), cluster.measure(row, torchs)
     assert ours.exposed <= theirs.exposed
+    assert ours.total <= 0.975 * theirs.total
+    assert ours.live <= theirs.live - row.block / 2 and ours.reserved <= theirs.reserved - row.block / 2
     assert ours.busy <= theirs.busy
     assert theirs.exposed > 0  # the first gather has nothing to hide behind: what is compared is there
 
 
-@pytest.mark.parametrize("row", [replace(row, kind="compiled") for row in ROWS], ids=str)
+@pytest.mark.parametrize("row", [replace(row, kind="compiled") for row in ROWS[:2]], ids=str)
 def test_compiled_blocks_take_no_longer_than_with_torchs(row):
-    """All gradients of a block appear at once, so compute waits for none of their chunks while they leave.
-
-    A small part of the gather at the turn from forward to backward may show: the unit has just been freed.
-    """
+    """All gradients of a block appear at once, so compute waits for none of their chunks while they leave."""
     ours, theirs = cluster.measure(row, fsdp2), cluster.measure(row, torchs)
-    assert ours.total <= 1.005 * theirs.total
+    assert ours.exposed <= theirs.exposed
+    assert ours.total <= 0.985 * theirs.total
+    assert ours.live <= theirs.live - row.block / 2 and ours.reserved <= theirs.reserved - row.block / 2
 
 
 def test_bytes_that_travel_are_the_parameters():

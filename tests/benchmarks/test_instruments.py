@@ -165,7 +165,7 @@ def compared(**ours: Any) -> Any:
     pools = {"compute": 10 * row.block}
     memory = simulated.Memories(10 * row.block, 0, pools)
     theirs = simulated.Result(1.0, 0.9, reductions=2, calls=2100, backward=memory)
-    return cluster.Compared(row, replace(theirs, **ours), theirs, 0.9, 100)
+    return cluster.Compared(row, replace(theirs, **ours), theirs, 0.935, 100)
 
 
 def missed(one: Any) -> list[str]:
@@ -180,7 +180,7 @@ def test_targets():
     less = simulated.Memories(int(9.5 * row.block), 0, {"compute": 5 * row.block, "gather": int(4.5 * row.block)})
     good = {"total": 0.97, "busy": 0.87, "calls": 1100, "backward": less}
     assert missed(compared(**good)) == []
-    assert missed(compared()) == ["live", "pools", "time", "calls"]
+    assert missed(compared()) == ["live", "pools", "time", "close", "calls"]
     assert missed(compared(**good | {"busy": 0.86})) == ["exposed"]
     assert missed(compared(**good | {"reductions": 4})) == ["reductions"]
     more = replace(less, pools={"compute": 5 * row.block, "gather": 5 * row.block})
@@ -189,6 +189,8 @@ def test_targets():
     assert missed(slow) == ["time"]
     slow.row = replace(row, hardware="b200")
     assert missed(slow) == []
+    slow.least = 0.9
+    assert missed(slow) == ["close"]
     at_once = compared(**good | {"backward": replace(less, live=10 * row.block)})
     assert missed(at_once) == ["live"]
     at_once.row = replace(row, kind="compiled", reduce="bf16")

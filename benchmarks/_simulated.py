@@ -159,7 +159,7 @@ def simulate(
     memory = Memory(lane=clock.lane)
     with torchs_streams(clock), simulated_rank(mesh, clock, backend=backend) as made, memory, no_garbage():
         model, x = build(made), data()
-        memory.know(model.parameters(), "shards")
+        memory.set_kind(model.parameters(), "shards")
         shards = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
         gradient = torch.empty_like(x)
         model(x).backward(gradient)
@@ -170,7 +170,7 @@ def simulate(
         forward = _above(shards, memory)
         memory.begin()
         output.backward(gradient)
-        memory.know([p.grad for p in model.parameters() if p.grad is not None], STAYS)
+        memory.set_kind([p.grad for p in model.parameters() if p.grad is not None], STAYS)
         backward = _above(shards, memory)
         model.zero_grad()
         del output

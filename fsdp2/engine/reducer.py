@@ -286,7 +286,7 @@ class GroupGradients:
             backward.unfinished.discard(i)
             if not backward.unfinished:
                 self.comm.gather_now()  # at the latest: the unit may be through with its inputs much later
-        if self._store.options.reduce_gradients and chunk < len(waiting):
+        if waiting and chunk < len(waiting) and self._store.options.reduce_gradients:
             waiting[chunk].discard(i)
             while backward.launched < len(waiting) and not waiting[backward.launched]:
                 backward.launched += 1

@@ -259,7 +259,7 @@ class Residency:
     @_trace.profiled("all_gather")
     def _start_gather(self, take: Take, optional: bool, in_backward: bool) -> None:
         store, lanes = self.store, self.comm.lanes
-        source = self.state.kept if isinstance(self.state, Pieces) else None
+        source = self.state.kept if type(self.state) is Pieces else None
         if source is not None:
             axis = source.axis  # neighbours alone: other ranks have pieces of the same values
             gather = partial(self._launch, source.gather, axis, None, source)
@@ -351,18 +351,18 @@ class Residency:
     @_trace.profiled("reshard")
     def _free(self) -> None:
         state = self.state
-        if isinstance(state, InFlight):
+        if type(state) is InFlight:
             finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
         elif _trace.recording:
             _trace.emit("reshard", self.name, self.store.full_bytes)
         # Where shards are shown already, others may have been put in their place, for the next gather to take in.
         # A gather in flight has taken them in: show them again, to follow requires_grad on ranks that skip the unit.
-        if self.shown != "sharded" or isinstance(state, InFlight):
+        if self.shown != "sharded" or type(state) is InFlight:
             self.show("sharded")
         if state.held is not None:
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
-        pieces = state.source if isinstance(state, InFlight) else state.kept if isinstance(state, Pieces) else None
+        pieces = state.source if type(state) is InFlight else state.kept if type(state) is Pieces else None
         if pieces is not None:
             pieces.free()
         self._move(Sharded())

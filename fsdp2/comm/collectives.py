@@ -289,12 +289,17 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> None:
         dist.broadcast(wire_view(tensor), group=axis.group, group_src=source)
 
 
+def _reaches_nobody(axis: Axis) -> bool:
+    """Return whether there is no other rank, or only pretended ones, whatever backend the group is treated as."""
+    return axis.size == 1 or axis.backend == "fake" or dist.get_backend(axis.group) == "fake"
+
+
 def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> bytes:
     """The ``data`` of rank ``source`` of ``axis``; ``device`` is one that its backend serves.
 
     torch's collectives for objects need numpy: without it one rank raises, and the others wait for ever.
     """
-    if axis.size == 1 or axis.backend == "fake":
+    if _reaches_nobody(axis):
         return data
     size = torch.tensor([len(data)], device=device)
     broadcast(size, axis, source)
@@ -307,7 +312,7 @@ def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> b
 
 def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
     """The ``data`` of every rank of ``axis``, in rank order; ``device`` is one that its backend serves."""
-    if axis.size == 1 or axis.backend == "fake":
+    if _reaches_nobody(axis):
         return [data] * axis.size
     size = torch.tensor([len(data), 0], device=device)  # 16 bytes: NCCL is slow on sizes that are no multiple
     sizes = torch.empty(2 * axis.size, dtype=torch.int64, device=device)

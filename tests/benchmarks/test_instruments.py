@@ -27,6 +27,7 @@ calls: Any = importlib.import_module("_calls")
 simulated: Any = importlib.import_module("_simulated")
 cluster: Any = importlib.import_module("cluster")
 memory_benchmark: Any = importlib.import_module("memory")
+muon: Any = importlib.import_module("_muon")
 
 pytestmark = api.fsdp2_only
 KIB = 1 << 10
@@ -135,6 +136,13 @@ def test_sizes_of_layers():
             block = simulated.Block(shape)
         numel = sum(parameter.numel() for parameter in block.parameters())
         assert numel == shape.numel and simulated.Row(name).block == 2 * numel
+
+
+def test_a_simulated_step_of_an_optimizer_with_whole_matrices():
+    """Names of its state are exchanged, although the pretended ranks have none. The sizes of a simulated exchange
+    were read, which gave numbers that are no sizes."""
+    ours, theirs = (muon.modelled(which.fully_shard, whole=which is fsdp2, ranks=4) for which in (fsdp2, torchs))
+    assert 0 < ours < theirs
 
 
 # ---- calls ----

@@ -16,11 +16,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 MEMORY = {
-    "forward peak, fp32 (B)": "forward\nfp32",
-    "forward peak, bf16 (B)": "forward\nbf16",
-    "backward peak, fp32 (B)": "backward\nfp32",
-    "backward peak, bf16 (B)": "backward\nbf16",
-    "backward peak, bf16, fp32 reduce (B)": "backward\nbf16, fp32 reduce",
+    "streams, 64 ranks, bf16: forward (B)": "forward,\n64 ranks\nbf16",
+    "streams, 64 ranks, bf16: backward (B)": "backward,\n64 ranks\nbf16",
+    "streams, 8 ranks, bf16, fp32 reduce: backward (B)": "backward,\n8 ranks\nfp32 reduce",
+    "streams, 64 ranks, bf16, fp32 reduce: backward (B)": "backward,\n64 ranks\nfp32 reduce",
+    "streams, 256 ranks, bf16, fp32 reduce: backward (B)": "backward,\n256 ranks\nfp32 reduce",
 }
 TIME = {
     "step / torch's of the same turn": "step of a GPT,\n2 processes (gloo)",
@@ -97,8 +97,8 @@ def draw(report: Path) -> None:
     known = figures(report)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.9), width_ratios=[5, 4], layout="constrained")
     for axes, names, title in (
-        (left, MEMORY, "Peak memory above the shards, in unsharded layers"),
-        (right, TIME, "Time, torch's fully_shard = 1"),
+        (left, MEMORY, "Peak memory above the shards on (simulated) streams, in unsharded layers"),
+        (right, TIME, "Time on a CPU, torch's fully_shard = 1"),
     ):
         missing = [name for name in names if name not in known]
         if missing:

@@ -72,7 +72,7 @@ def wire_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def prefers_all_to_all(axis: Axis, nbytes: int, asked: int | None = None) -> bool:
-    """Whether ranks send each other ``nbytes`` directly, instead of by a collective that combines them.
+    """Return whether ranks send each other ``nbytes`` directly, instead of by a collective that combines them.
 
     They do from ``asked`` bytes on, or from where it is faster with the axis' backend.
     """
@@ -82,7 +82,7 @@ def prefers_all_to_all(axis: Axis, nbytes: int, asked: int | None = None) -> boo
 
 
 def chunks_in_flight(axis: Axis, chunks: int) -> int:
-    """How many chunks of gradients travel at once by default, where the largest unit makes so many ``chunks``.
+    """Return how many chunks of gradients travel at once by default, if the largest unit makes so many ``chunks``.
 
     A stream needs one: the next is queued behind it, and each more costs memory. gloo works beside the host, which
     must not wait for it while there is still something to compute: it may have a unit's gradients under way.
@@ -163,7 +163,7 @@ def _sizes_of_others(rows: torch.Tensor, axis: Axis) -> list[int]:
 
 
 def _works(work: dist.Work | None, axis: Axis, async_op: bool, *, takes_limit: bool = True) -> list[Work]:
-    """What is left to wait for; a synchronous call waits here where the backend did not."""
+    """Return what is left to wait for; a synchronous call waits here if the backend did not."""
     if work is None:
         return []
     if async_op:
@@ -376,10 +376,10 @@ def in_symmetric_memory(
 
 
 def is_torchs_own(custom: object) -> bool:
-    """Whether this is one of torch's own, so that it may be replaced by another of them."""
+    """Return whether this is one of torch's own, so that it may be replaced by another of them."""
     return isinstance(custom, TORCH_COMMS)
 
 
 def needs_one_buffer(custom: object) -> bool:
-    """Whether all ranks set memory up anew for each address that this reduces from."""
+    """Return whether all ranks set memory up anew for each address that this reduces from."""
     return SymmMemReduceScatter is not None and isinstance(custom, SymmMemReduceScatter)

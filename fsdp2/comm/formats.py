@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
 
 def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat) -> Encoded:
-    """Where ``rows`` (rows, bytes) of ``numel`` encoded elements each have their numbers and scales."""
+    """Return the numbers and scales in ``rows`` (rows, bytes) of ``numel`` encoded elements each."""
     payload, blocks = form.payload_bytes(numel), numel // form.block
     numbers = rows[:, :payload].unflatten(1, (blocks, form.payload_bytes(form.block)))
     scales = rows[:, payload : payload + 4 * blocks].view(torch.float32)

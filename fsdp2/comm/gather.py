@@ -271,7 +271,7 @@ class HostCopies:
 
 
 def _on_host(shards: torch.Tensor, device: torch.device) -> bool:
-    """Whether shards live elsewhere than where they are gathered."""
+    """Return whether shards live elsewhere than where they are gathered."""
     return shards.device != device
 
 

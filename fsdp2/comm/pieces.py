@@ -1,4 +1,4 @@
-"""Where the pieces of a tensor lie in rows, one row per rank; the copies that gathering and reducing make of them."""
+"""The places of a tensor's pieces in rows, one row per rank, and the copies that gathers and reductions make."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ unit, so that their memory is taken already: at once, and without waiting for ro
 
 @dataclass(frozen=True)
 class Compression:
-    """How gradients are encoded on the shard axis and on the replicate axis; None for as they are, or no such axis.
+    """The formats of gradients on the shard axis and on the replicate axis; None for as they are, or no such axis.
 
     Each has random numbers of its own to round by, since each runs on a lane of its own; None rounds to the nearest.
     """
@@ -60,7 +60,7 @@ class Compression:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """What is the same for every chunk of a group and dtype.
+    """The facts that are the same for every chunk of a group and dtype.
 
     ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
     ``offload`` the shards are delivered on the CPU. ``wire_dtype`` may be narrower than ``reduce_dtype``; it must be
@@ -85,12 +85,12 @@ class ReducePlan:
 
     @property
     def divided_over_shards(self) -> float:
-        """What a sum over the shard axis is divided by when it is there; the rest follows over the replicate axis."""
+        """The divisor of a sum over the shard axis when it is there; the rest follows over the replicate axis."""
         return self.scaling.pre * (self.shard.size if self.scaling.average else 1)
 
     @cached_property
     def over_copies(self) -> _OverCopies:
-        """How chunks are summed over the replicate axis."""
+        """The way chunks are summed over the replicate axis."""
         return _AllReduce(self) if self.compression.replicate is None else _EncodedAllReduce(self)
 
     def over_shards(self, row: RowPlan) -> _OverShards:
@@ -116,7 +116,7 @@ class ReducePlan:
 
 
 def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
-    """Whether the memory of a single gradient already is one row per rank in ``dtype``; rows include their padding."""
+    """Return whether the memory of a single gradient is one row per rank in ``dtype`` already, padding included."""
     if len(grads) != 1 or row.padding:
         return False
     grad, layout = grads[0], row.layouts[0]
@@ -411,8 +411,8 @@ def _inputs(
 
 
 _Part = tuple[list[torch.Tensor], ShardLayout | RowPlan]
-"""What one collective of a chunk sends: a gradient that is cut evenly along its slowest dimension, or the small ones.
-"""
+"""The gradients that one collective of a chunk sends: one that is sharded evenly along its slowest dimension, or all
+the small ones."""
 
 
 def _copy(rows: torch.Tensor, part: list[torch.Tensor], place: ShardLayout | RowPlan) -> None:
@@ -423,7 +423,7 @@ def _copy(rows: torch.Tensor, part: list[torch.Tensor], place: ShardLayout | Row
 
 
 def _lies_as(part: list[torch.Tensor], place: ShardLayout | RowPlan, dtype: torch.dtype) -> bool:
-    """Whether the memory of ``part`` is one row for each rank in ``dtype``, where NCCL is not slow to read it."""
+    """Return whether the memory of ``part`` is one row for each rank in ``dtype``, which NCCL reads fast."""
     if not isinstance(place, ShardLayout):
         return _sends_as_it_is(part, place, dtype)
     grad = part[0]
@@ -436,7 +436,7 @@ def _flat(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _outputs(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
-    """Where in ``out``, this rank's row, each collective of a chunk writes."""
+    """Return the part of ``out``, this rank's row, that each collective of a chunk writes."""
     if not row.in_place:
         return [out]
     outputs = [out[row.offsets[i] : row.offsets[i] + row.layouts[i].slot_numel] for i in row.in_place]

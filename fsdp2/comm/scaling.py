@@ -1,4 +1,4 @@
-"""How a sum of gradients becomes the mean without overflow: pure arithmetic on sizes, dtypes and backends."""
+"""Turn a sum of gradients into the mean without overflow: pure arithmetic on sizes, dtypes and backends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scaling:
 
     @property
     def divisor(self) -> float:
-        """What ``pre`` and ``post`` divide by together."""
+        """The divisor of ``pre`` and ``post`` together."""
         return self.pre * self.post
 
 
@@ -37,7 +37,7 @@ def choose_scaling(
     factor: float | None = None,
     force_sum: bool = False,
 ) -> Scaling:
-    """How to divide by ``factor`` (default: the number of data-parallel ranks) when reducing in ``reduce_dtype``.
+    """Return how to divide by ``factor`` (default: the data-parallel ranks) when reducing in ``reduce_dtype``.
 
     A range as wide as float32's lets the backend average. A narrow one (float16) divides by about sqrt(factor) before
     the sum and by the rest after it. A custom factor is applied once, after the sum, on every backend and size:

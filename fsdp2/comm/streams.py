@@ -58,7 +58,7 @@ __all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "Retaine
 
 
 class Done:
-    """What ``with lane.after(...) as done`` gives: after the block, ``event`` marks its end (None on a CPU).
+    """The result of ``with lane.after(...) as done``: after the block, ``event`` marks its end (None on a CPU).
 
     Without a ``context`` the stream is the current one already.
     """
@@ -102,7 +102,7 @@ def simulated_streams(module: Any) -> Iterator[None]:
 
 
 def _device_module(device: torch.device) -> Any:
-    """Where the streams of ``device`` come from; None on a CPU, which has none."""
+    """Return the module that makes the streams of ``device``; None for a CPU, which has none."""
     if _simulated:
         return _simulated[-1]
     return None if device.type == "cpu" else torch.get_device_module(device)
@@ -224,7 +224,7 @@ class ComputeLane:
 
 
 Before = torch.Event | Lane | ComputeLane | None
-"""What a lane waits for: an event, or all that was put on another lane so far."""
+"""A lane waits for an event, or for all work that was put on another lane so far."""
 
 
 class Lanes:
@@ -240,32 +240,32 @@ class Lanes:
 
     @cached_property
     def gather(self) -> Lane:
-        """Where parameters are gathered."""
+        """The lane on which parameters are gathered."""
         return Lane(self._device, priority=-1)
 
     @cached_property
     def copy(self) -> Lane:
-        """Where shards that live on the host are copied to the device, while the gather before is on its way."""
+        """The lane on which shards on the host are copied to the device, while the gather before is on its way."""
         return Lane(self._device, priority=-1)
 
     def gather_after_compute(self, event: torch.Event | None = None) -> None:
-        """What is gathered from now on is what compute has written, until ``event`` or until now."""
+        """Let gathers that start from now on read what compute has written, until ``event`` or until now."""
         self.shards_written = event or self.compute.event()
         self.gather.wait(self.shards_written)
 
     @cached_property
     def pack(self) -> Lane:
-        """Where gradients are packed, while the chunk before is on its way."""
+        """The lane on which gradients are packed, while the chunk before is on its way."""
         return Lane(self._device, priority=-1)
 
     @cached_property
     def reduce(self) -> Lane:
-        """Where gradients are summed over the shard axis."""
+        """The lane on which gradients are summed over the shard axis."""
         return Lane(self._device, priority=-1)
 
     @cached_property
     def replicate(self) -> Lane:
-        """Where they are summed over the replicate axis."""
+        """The lane on which they are summed over the replicate axis."""
         return Lane(self._device)
 
 
@@ -408,7 +408,7 @@ class _Held:
 
 
 def _step(operation: Generator[None, None, None]) -> bool:
-    """Whether ``operation`` is still in flight after one more step."""
+    """Return whether ``operation`` is still in flight after one more step."""
     try:
         next(operation)
     except StopIteration:

@@ -20,7 +20,7 @@ __all__ = ["BackwardPass", "Pending", "Synchronization"]
 
 
 class Pending:
-    """What forwards leave for backwards still to come; dropped after the last backward on them."""
+    """The record that forwards leave for backwards still to come; dropped after the last backward on them."""
 
     def __init__(self) -> None:
         self.calls: BackwardOrder[FSDPParamGroup] = BackwardOrder()

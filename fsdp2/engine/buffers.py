@@ -25,7 +25,7 @@ _PACK_ALL = TransferSizes(direct_group_bytes=1 << 62)
 
 
 class ShardStore:
-    """Where the shards and full parameters of one group live.
+    """The memory of the shards and full parameters of one group.
 
     Shards lie in one flat buffer, except those of parameters with an all-gather extension, and all of them as long as a
     parameter is on the meta device: these are tensors of their own.
@@ -83,17 +83,17 @@ class ShardStore:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards and their gradients live on the CPU whatever the mesh's device."""
+        """True if shards and their gradients live on the CPU whatever the mesh's device."""
         return isinstance(self.options.offload_policy, CPUOffloadPolicy)
 
     @property
     def home(self) -> torch.device:
-        """Where shards with values live."""
+        """The device of shards that have values."""
         return torch.device("cpu") if self.offloads else self.mesh.device
 
     @property
     def pins(self) -> bool:
-        """Whether shards on the CPU live in page-locked memory, which only an accelerator makes useful."""
+        """True if shards on the CPU live in page-locked memory, which only an accelerator makes useful."""
         policy = self.options.offload_policy
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
 

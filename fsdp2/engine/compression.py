@@ -1,4 +1,4 @@
-"""Which parameters of a unit travel in which block format, as a policy asks."""
+"""Choose the block format in which each parameter of a unit travels, as a policy asks."""
 
 from __future__ import annotations
 

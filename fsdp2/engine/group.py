@@ -115,7 +115,7 @@ class FSDPParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the full parameters are in memory."""
+        """True if the full parameters are in memory."""
         return self.residency.is_full
 
     def unshard(
@@ -286,12 +286,12 @@ class FSDPParamGroup:
 
     @property
     def is_idle(self) -> bool:
-        """Whether neither a forward nor a backward is inside."""
+        """True if neither a forward nor a backward is inside."""
         return not self.phases.in_forward and not self.phases.in_backward
 
     @property
     def is_reduced(self) -> bool:
-        """Whether post-backward ran, and autograd finished no gradient since."""
+        """True if post-backward ran, and autograd finished no gradient since."""
         return self.phases.phase is Phase.REDUCED and not self.gradients.left_over()
 
     def end_backward_pass(self, *, last: bool) -> None:

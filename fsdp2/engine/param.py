@@ -278,7 +278,7 @@ class FSDPParam:
 
     @property
     def widens(self) -> bool:
-        """Whether gradients may stay in the dtype of computation until they are summed in a wider one."""
+        """True if gradients may stay in the dtype of computation until they are summed in a wider one."""
         dtype, computed = self.reduce_dtype, self.compute_dtype
         if dtype is None or not computed.is_floating_point or self.spec.sums_elsewhere:
             return False
@@ -326,7 +326,7 @@ class FSDPParam:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether it belongs to a batch norm with running statistics."""
+        """True if it belongs to a batch norm with running statistics."""
         return statistics_dtype(self.module) is not None
 
     def follow_statistics(self) -> bool:
@@ -431,7 +431,7 @@ class FSDPParam:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the full parameter has a gradient, which was not reduced yet."""
+        """True if the full parameter has a gradient, which was not reduced yet."""
         return self.full is not None and self.full.grad is not None
 
     def expect_gradients(self, *, reduced: bool, rounded: bool) -> None:

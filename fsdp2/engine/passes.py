@@ -1,4 +1,4 @@
-"""What forward and backward passes have in common: they run under one root and take their steps before its observer.
+"""The base of forward and backward passes, which run under one root and take their steps before its observer.
 
 A pass is made when the outermost unit enters a forward, and when the first hook of a backward runs. It holds what is
 true only while it runs, and dies with its end.
@@ -38,7 +38,7 @@ class Unit(Protocol):
 
 
 class Mode(Enum):
-    """What a forward call of a unit is; settled at its entry."""
+    """The kind of a forward call of a unit; it is settled at its entry."""
 
     NORMAL = 0
     RECOMPUTED = 1  # inside the unit's own backward: parameters are there or gathered, nothing else happens

@@ -1,4 +1,4 @@
-"""Where a group is in the iteration, and which phase may follow which."""
+"""The phases of a group in an iteration, and the table of which may follow which."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class GroupGradients:
     # ---- planning ----
 
     def _find_dtypes(self, reduced: list[int]) -> dict[int, _Dtypes]:
-        """How the gradients of these parameters travel, which is the same on every rank.
+        """Return the dtypes of the gradients of these parameters, which are the same on every rank.
 
         Where dtypes of reduced gradients were chosen and none to reduce in, gradients of weights of one dtype are all
         summed in the widest that any of them accumulates in, as torch sums them.
@@ -168,7 +168,7 @@ class GroupGradients:
 
     @property
     def _rounded(self) -> bool:
-        """Whether gradients are sent as computed, so that all ranks must have them in what is computed with."""
+        """True if gradients are sent as computed, so that all ranks must have them in what is computed with."""
         options = self._store.options
         exchanges = prefers_all_to_all(self.axis, 1 << 62, options.sizes.exchange_bytes)
         # A rank whose gradients accumulated sends them wider, and the others cannot know that it has.
@@ -219,7 +219,7 @@ class GroupGradients:
 
     @property
     def gathers_later(self) -> bool:
-        """Whether the gather of what follows in backward is best started when this group's gradients are finished.
+        """True if the gather of what follows in backward is best started when this group's gradients are finished.
 
         A unit with few bytes computes for less time than the host needs for it, so its gather would come too late.
         """
@@ -328,7 +328,7 @@ class GroupGradients:
 
     @property
     def left_open(self) -> bool:
-        """Whether backwards left gradients unreduced, or sums that were not all-reduced; alike on all ranks."""
+        """True if backwards left gradients unreduced, or sums that were not all-reduced; alike on all ranks."""
         return bool(self._kept or self._partial)
 
     def note_open(self) -> None:
@@ -374,11 +374,11 @@ class GroupGradients:
         return self._plan is not None and bool(self._expected())
 
     def left_over(self) -> bool:
-        """Whether autograd finished a gradient after the group's last reduction, which should have been part of it."""
+        """Return whether autograd finished a gradient after the last reduction, which should have been part of it."""
         return self._store.options.reduce_gradients and True in self._there()
 
     def _there(self) -> list[bool]:
-        """Of each parameter, whether there is a gradient that was not reduced yet."""
+        """Return for each parameter whether there is a gradient that was not reduced yet."""
         return [param.full is not None and param.full.grad is not None for param in self._store.params]
 
     def _must_flush(self, i: int) -> bool:

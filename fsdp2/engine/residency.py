@@ -92,7 +92,7 @@ _MOVES: dict[type[State], tuple[type[State], ...]] = {
     Pieces: (InFlight, Sharded),
 }
 _SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Full: "full", Pieces: "subgroup"}
-"""What the modules show in a state by default. Some show shards all the same, until the group is used next."""
+"""The tensors that modules show in a state by default. Some show shards all the same, until the group is used next."""
 
 
 # ---- what is held ----
@@ -184,27 +184,27 @@ class Residency:
 
     @property
     def is_full(self) -> bool:
-        """Whether the full parameters are in memory and ready."""
+        """True if the full parameters are in memory and ready."""
         return type(self.state) is Full
 
     @property
     def is_gathering(self) -> bool:
-        """Whether a gather is in flight."""
+        """True if a gather is in flight."""
         return type(self.state) is InFlight
 
     @property
     def in_memory(self) -> bool:
-        """Whether anything beside the shards is in memory, or on its way there."""
+        """True if anything beside the shards is in memory, or on its way there."""
         return type(self.state) is not Sharded
 
     @property
     def needs_gather(self) -> bool:
-        """Whether ``start`` would start a gather."""
+        """True if ``start`` would start a gather."""
         return type(self.state) in (Sharded, Pieces) and not self.summoned
 
     @property
     def adopted(self) -> bool:
-        """Whether the shards may be another's, put on the modules for one forward."""
+        """True if the shards may be another's, put on the modules for one forward."""
         return self.state.adopted
 
     @property

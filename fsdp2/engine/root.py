@@ -85,7 +85,7 @@ class RootContext(Generic[U]):
 
     @property
     def runs_alone(self) -> bool:
-        """Whether a forward that starts now may be run by one replica while the others do something else.
+        """True if a forward that starts now may be run by one replica while the others do something else.
 
         Not with units that some ranks skip: the ranks of a replica have to choose together what they gather, and they
         do so with all others.
@@ -300,7 +300,7 @@ class RootContext(Generic[U]):
 
     @property
     def finalizes_manually(self) -> bool:
-        """Whether the caller ends the backward that runs, or that comes next."""
+        """True if the caller ends the backward that runs, or that comes next."""
         return self.manual if self.pending.manual is None else self.pending.manual
 
     def set_manual(self, manual: bool) -> None:

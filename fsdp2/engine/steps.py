@@ -94,7 +94,7 @@ CanJoin = Callable[[Step, bool], bool]
 
 
 class Joins(Protocol):
-    """What ``take`` needs of a pass: it can *join*, which means take a step that only other ranks need."""
+    """A pass, as far as ``take`` has to know one: it can *join*, which means take a step that only other ranks need."""
 
     def can_join(self, step: Step, planned: bool) -> bool:
         """Return whether the pass can take ``step`` now, with a group that this rank does not use at the moment.

@@ -291,7 +291,9 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> None:
 
 def _reaches_nobody(axis: Axis) -> bool:
     """Return whether there is no other rank, or only pretended ones, whatever backend the group is treated as."""
-    return axis.size == 1 or axis.backend == "fake" or dist.get_backend(axis.group) == "fake"
+    if axis.size == 1 or axis.backend == "fake":
+        return True
+    return axis.group is not None and dist.get_backend(axis.group) == "fake"
 
 
 def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> bytes:

@@ -33,13 +33,13 @@ class BackwardOrder(Generic[T]):
     """The forward calls whose backward is to come; backward meets them in reverse."""
 
     def __init__(self) -> None:
-        self._calls: list[T] = []
+        self._calls: list[tuple[T, int]] = []
         self._positions: dict[int, list[int]] = {}
 
-    def record(self, group: T) -> None:
-        """Note one forward call of ``group``."""
+    def record(self, group: T, forward: int) -> None:
+        """Note one call of ``group`` in the forward of this number."""
         self._positions.setdefault(id(group), []).append(len(self._calls))
-        self._calls.append(group)
+        self._calls.append((group, forward))
 
     def visit(self, group: T) -> T | None:
         """Note that the backward of ``group``'s latest call starts; return the group expected next, or None."""
@@ -49,6 +49,9 @@ class BackwardOrder(Generic[T]):
         position = positions.pop()
         if position == 0:
             return None
-        before = self._calls[position - 1]
-        # An earlier backward may be through with that call: only the last of several backwards drops the order.
-        return before if position - 1 in self._positions[id(before)] else None
+        before, forward = self._calls[position - 1]
+        # Calls stay recorded until the last backward on them. If an earlier backward met that call, it is needed again
+        # by another backward on the same forward (of two losses), but not after the backward of the next forward.
+        if forward == self._calls[position][1] or position - 1 in self._positions[id(before)]:
+            return before
+        return None

@@ -291,8 +291,9 @@ class FSDPState(ComposableState):
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
             if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
+            pending = self.root.pending
             for group in self.groups if watched and not in_backward else ():
-                self.root.pending.calls.record(group)
+                pending.calls.record(group, pending.forwards)
         return output
 
     def _watch_side_outputs(self, call: Call | None) -> bool:

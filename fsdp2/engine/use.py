@@ -51,7 +51,8 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     finally:
         for (group, state), held in zip(used.items(), was_held):
             if torch.is_grad_enabled():
-                state.root.pending.calls.record(group)  # so that backward gathers it ahead
+                pending = state.root.pending
+                pending.calls.record(group, pending.forwards)  # so that backward gathers it ahead
             if not held and group.is_idle:  # else it is not for this block to free
                 group.release()
 

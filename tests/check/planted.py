@@ -47,9 +47,9 @@ def wrong_gradient(unit: Any, place: Place) -> None:
 
 
 def lost_gradient(unit: Any, place: Place) -> None:
-    """Blocks do not reduce their gradients."""
+    """No gradient reaches what comes before a block, or the block itself."""
     if not hasattr(unit, "blocks"):
-        unit.set_requires_gradient_sync(False)
+        unit.register_forward_hook(lambda module, arguments, output: output.detach().requires_grad_())
 
 
 def kept_memory(unit: Any, place: Place) -> None:

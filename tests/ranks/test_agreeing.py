@@ -58,7 +58,11 @@ def discriminated(model: nn.Module) -> None:
 )
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], None], reshard):
-    """From the fourth iteration on; the first three teach who prefetches what."""
+    """From the fourth iteration on; the first three teach who prefetches what.
+
+    With one exception: if parameters stay after forward, a second forward takes no step, so ranks see nothing that
+    distinguishes a backward on one forward from a backward on two, which takes more steps. Such backwards meet.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8))
     for unit in (*model[:3], model):
@@ -78,7 +82,8 @@ def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], N
             asked.clear()
     finally:
         Board.meet = meet
-    assert counts[0] > 0 and counts[3:] == [0, 0, 0], counts
+    meets = 2 if iteration is discriminated and reshard is False else 0
+    assert counts[0] > 0 and counts[3:] == [meets] * 3, counts
 
 
 @on_ranks(2)

@@ -45,7 +45,7 @@ def recorded(names: Iterable[str]) -> BackwardOrder[Group]:
     """Return the order after these forward calls."""
     order: BackwardOrder[Group] = BackwardOrder()
     for name in names:
-        order.record(GROUPS[name])
+        order.record(GROUPS[name], 0)
     return order
 
 
@@ -100,7 +100,7 @@ def test_a_call_whose_backward_is_over_is_not_expected_again() -> None:
     order = recorded("ab")
     assert visits(order, "ba") == ["a", None]
     for name in "ab":
-        order.record(GROUPS[name])
+        order.record(GROUPS[name], 1)
     assert visits(order, "ba") == ["a", None]
 
 

@@ -40,6 +40,7 @@ def test_gpu_benchmark_on_a_cpu():
     assert sum(line[2] != "n/a" for line in body) == ON_A_CPU * len(SETTINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
 def test_gpu_benchmark_without_a_gpu():
     """It says so in one line and exits with 2."""

@@ -138,6 +138,7 @@ def test_sizes_of_layers():
         assert numel == shape.numel and simulated.Row(name).block == 2 * numel
 
 
+@pytest.mark.slow
 def test_a_simulated_step_of_an_optimizer_with_whole_matrices():
     """Names of its state are exchanged, although the pretended ranks have none. The sizes of a simulated exchange
     were read, which gave numbers that are no sizes."""

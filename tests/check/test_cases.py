@@ -31,7 +31,7 @@ def place(rank: int, world: int, **options: object) -> Place:
     return Place(rank, world, rank, torch.device("cpu"), store, **options)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize("name", [*QUICK, "freed memory", "memory left"])
 def test_all_is_well(rank, world, name):
     """Nothing differs by more than it may."""
@@ -47,7 +47,7 @@ def test_compiled_blocks(rank, world):
     assert RUNS["compiled blocks"](place(rank, world)).verdict == "right"
 
 
-@on_ranks(2, 4)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize(
     ("name", "defect", "said"),
     [

@@ -65,6 +65,7 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_one_process(tmp_path):
     """Without a launcher; every figure is in the JSON file, and the Markdown begins with the verdict."""
     done = check(tmp_path, 1, "--only", "plain", "hybrid", "--against", "none")

@@ -65,6 +65,7 @@ def whole(text: Path) -> Iterator[Path]:
         yield out
 
 
+@pytest.mark.slow
 def test_a_run_shows_samples_a_table_and_a_picture(whole: Path, text: Path) -> None:
     assert checkpoint.find(whole).name == "step-000010"
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -78,6 +79,7 @@ def test_a_run_shows_samples_a_table_and_a_picture(whole: Path, text: Path) -> N
     assert progress.text == str(text.resolve())
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(whole: Path, tmp_path: Path, ranks: int) -> None:

@@ -39,6 +39,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_forecasts_of_three_meshes(capsys):
     """The page's program, of a model with one layer, for one micro-batch and the slower network."""
     (block,) = snippets("many_nodes.md")

@@ -106,6 +106,7 @@ def test_page_runs_on_four_ranks(rank, world, page, tmp_path):
     run(DOCS / page, tmp_path)
 
 
+@pytest.mark.slow
 def test_forecasts_run(tmp_path, monkeypatch):
     """In a process that is part of no job, as they are made; of a model with fewer layers."""
     monkeypatch.chdir(tmp_path)

@@ -154,8 +154,11 @@ def expected(name: str, world: int) -> tuple[int, dict[str, tuple[int, int]]]:
     return result.peak_bytes, {kind: (launches[kind], nbytes[kind]) for kind in launches}
 
 
+LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixture", "mixture, mixed")]
+
+
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["gpt", "mixture", "mixture, mixed", "llama"])
+@pytest.mark.parametrize("name", ["gpt", "llama", *LONGER])
 def test_real_processes(rank, world, name, expected):
     """Launches and bytes exactly, the peak of memory within three percent.
 

@@ -110,6 +110,7 @@ def test_forward_that_reshards(policy, transfer):
     assert peaks.between <= size + SLACK  # the layer that backward needs first
 
 
+@pytest.mark.slow
 @api.fsdp2_only
 def test_compression_takes_the_encoded_bytes_of_two_units_more(monkeypatch):
     """At most: what is received of the layer that is gathered, and of the chunk that is reduced."""

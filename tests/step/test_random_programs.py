@@ -35,7 +35,7 @@ def test_random_program_on_four_ranks(program):
     assume(all(POOL.run(4, fuzz.run, {"program": program}, LIMIT_SECONDS)))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @settings(max_examples=settings().max_examples // 2)
 @given(program=fuzz.programs(ordinary=True))
 def test_what_torch_does_as_well(world, program):

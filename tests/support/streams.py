@@ -201,7 +201,7 @@ class Device(TorchDispatchMode):
         self._freed.setdefault(memory.home, []).append(memory)
 
     def _collect(self) -> None:
-        gone = [key for key, (reference, _) in self._memory.items() if reference.expired()]
+        gone = [key for key in self._memory if torch._C.StorageBase._expired(key)]  # what StorageWeakRef asks
         freed = [self._memory.pop(key)[1] for key in gone]
         held = {id(memory) for _, memory in self._memory.values()} if freed else set()
         for memory in freed:

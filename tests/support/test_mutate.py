@@ -6,6 +6,8 @@ import ast
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests import mutate
 from tests.support import ROOT
 
@@ -54,6 +56,7 @@ def test_every_rule_breaks_what_it_says(tmp_path: Path) -> None:
     assert wait.source(SOURCE).count("self.work.wait()") == 1
 
 
+@pytest.mark.slow
 def test_the_package_is_broken_in_enough_places() -> None:
     """At least 60, by every rule, and each is another program."""
     places = mutate.places()

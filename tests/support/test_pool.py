@@ -153,6 +153,7 @@ pool.run(2, hang_on, {"hanging": 0}, 60.0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_processes_end_when_their_parent_is_killed():
     """Busy and idle processes alike end with a parent that had no chance to clean up."""

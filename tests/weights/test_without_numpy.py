@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 sys.modules["numpy"] = None  # as where it is not installed
@@ -65,6 +67,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_without_numpy(tmp_path):
     """Every function that exchanges objects between ranks works, and raises what is wrong on every rank.
 

@@ -116,7 +116,7 @@ def box_of(spec: ShardedSpec, name: str) -> Box:
         box = box_on_mesh(tuple(meta.shape), spec.full.mesh, spec.full.placements, name)
     if layout.dim is None:
         return box
-    start, length = layout.bounds(spec.rank)
+    start, length = spec.bounds
     return (*box[: layout.dim], (box[layout.dim][0] + start, length), *box[layout.dim + 1 :])
 
 

@@ -104,6 +104,10 @@ class ShardLayout:
             step *= max(shape[d], 1)
         return tuple(stride)
 
+    def within(self, rank: int, ranks: int) -> ShardLayout:
+        """Return the layout of ``rank``'s piece, sharded along the same dimension over ``ranks`` ranks."""
+        return ShardLayout(self.shard_shape(rank), self.shard_stride(rank), self.dim, ranks)
+
     def shard_numel(self, rank: int) -> int:
         """Return the number of elements of ``rank``'s piece."""
         return math.prod(self.shard_shape(rank))

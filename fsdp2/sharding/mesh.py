@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order, without_dispatch
 from fsdp2.policies import DataParallelMeshDims
 
-__all__ = ["Axis", "DataParallelMesh", "default_mesh", "listed_ranks", "regroup", "simulated_backend"]
+__all__ = ["Axis", "DataParallelMesh", "default_mesh", "listed_ranks", "regroup", "shard_first", "simulated_backend"]
 
 
 # new_group sorts the ranks by default. Gradients are sharded in the order of the mesh, so the group must keep it.
@@ -113,6 +113,9 @@ class DataParallelMesh:
     ``mesh`` has only the data-parallel dimensions: (shard), (replicate, shard) or (replicate). Two dimensions may be
     one replicate axis. With ``dp_mesh_dims``, ``spmd`` is the mesh that parameters already lie on, and ``dims`` names
     its data-parallel dimensions.
+
+    With ``shard_over_replicas``, ``nested`` is a mesh (shard, replicate) of the same ranks: each rank's piece for the
+    shard axis is sharded once more, over the replicate axis, so no two ranks keep the same elements.
     """
 
     mesh: DeviceMesh
@@ -121,6 +124,7 @@ class DataParallelMesh:
     device: torch.device
     spmd: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
+    nested: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         """Check that replicas hold the same pieces: otherwise gradients of different pieces would be summed.
@@ -130,11 +134,14 @@ class DataParallelMesh:
         Raises:
             ValueError: The process groups of the shard axis sort ranks that the mesh lists in another order.
         """
-        group, place = self.shard.group, self.mesh.get_coordinate()
-        if group is not None and place is not None and place[-1] != group.rank():
+        place: Sequence[int] = self.mesh.get_coordinate() or ()
+        axes = [(self.shard, -1)] if self.nested is None else [(self.shard, -1), (self.replicate, 0)]
+        for axis, dim in axes:
+            if axis.group is None or not place or place[dim] == axis.group.rank():
+                continue
             warnings.warn(
-                f"fully_shard: rank {dist.get_rank()} has place {place[-1]} on the mesh {self.mesh}, but "
-                f"{group.rank()} in its process group, which sorts ranks. Parameters and gradients are right, but "
+                f"fully_shard: rank {dist.get_rank()} has place {place[dim]} on the mesh {self.mesh}, but "
+                f"{axis.group.rank()} in its process group, which sorts ranks. Parameters and gradients are right, but "
                 "torch.distributed.checkpoint takes the place of a shard from the mesh, so it saves and loads this "
                 "rank's shard as another's; list the ranks in ascending order, or make the mesh with "
                 "preserve_rank_order=True (torch 2.15)",
@@ -215,7 +222,38 @@ class DataParallelMesh:
         line = self.mesh
         if line.ndim == 2:
             line = flatten_mesh(line, "_".join(line.mesh_dim_names or ()))
-        return replace(self, shard=_ABSENT, replicate=Axis.of(line, 0))
+        return replace(self, shard=_ABSENT, replicate=Axis.of(line, 0), nested=None)
+
+    def over_replicas(self) -> DataParallelMesh:
+        """Return the same ranks, with every rank's piece sharded over the replicate axis too; makes no process group.
+
+        Raises:
+            ValueError: The mesh does not have both a replicate axis and a shard axis.
+            NotImplementedError: ``dims`` names the axes.
+        """
+        if self.dims is not None:
+            raise NotImplementedError(
+                "fully_shard: shard_over_replicas is not supported with dp_mesh_dims; leave one of the two out"
+            )
+        if self.roles != ("replicate", "shard"):
+            raise ValueError(
+                f"fully_shard: shard_over_replicas needs a mesh with a replicate and a shard dimension; got dimensions "
+                f"for {', '.join(self.roles)} in {self.mesh}. Pass a 2D mesh, such as init_device_mesh(device_type, "
+                '(nodes, ranks_per_node), mesh_dim_names=("replicate", "shard")), or leave shard_over_replicas out'
+            )
+        if self.replicate.size == 1:
+            return self
+        return replace(self, nested=shard_first(self.mesh))
+
+    @property
+    def placed(self) -> DeviceMesh:
+        """The mesh that shards lie on."""
+        return self.mesh if self.nested is None else self.nested
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that keep the same shards."""
+        return 1 if self.nested is not None else self.replicate.size
 
     @property
     def first(self) -> Axis:
@@ -224,7 +262,9 @@ class DataParallelMesh:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The purpose of each dimension of ``mesh``: "shard" or "replicate"."""
+        """The purpose of each dimension of ``placed``: "shard" or "replicate"."""
+        if self.nested is not None:
+            return ("shard", "shard")
         if self.shard.group is None:
             return ("replicate",) * self.mesh.ndim
         return ("replicate", "shard") if self.mesh.ndim == 2 else ("shard",)
@@ -284,6 +324,27 @@ def default_mesh() -> DeviceMesh:
         accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         _default_meshes[world] = init_device_mesh(accelerator.type, mesh_shape=(dist.get_world_size(),))
     return _default_meshes[world]
+
+
+def shard_first(mesh: DeviceMesh) -> DeviceMesh:
+    """Return ``mesh`` with its second dimension (shard) before its first one (replicate), in the same process groups.
+
+    A DTensor that is sharded over two mesh dimensions is cut along the first of them first. The result is a mesh of its
+    own, because torch refuses slices of a mesh in another order. It is the same object for each ``mesh``.
+    """
+    if (known := mesh.__dict__.get("_fsdp2_shard_first")) is not None:
+        return known  # type: ignore[no-any-return]
+    order = (1, 0, *range(2, mesh.ndim))
+    names = mesh.mesh_dim_names
+    assert names is not None  # torch demands them of a mesh of two dimensions
+    made = DeviceMesh.from_group(
+        [mesh.get_group(dim) for dim in order],
+        mesh.device_type,
+        mesh=mesh.mesh.permute(order).contiguous(),
+        mesh_dim_names=tuple(names[dim] for dim in order),
+    )
+    mesh.__dict__["_fsdp2_shard_first"] = made
+    return made
 
 
 def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:

@@ -109,7 +109,8 @@ class BlockFormat:
 class Item:
     """One parameter of a plan: its layout, its own dtype, its dtype as sent, and whether it must be packed.
 
-    With a ``form`` it is packed and sent encoded; it has the wire dtype after decoding.
+    With a ``form`` it is packed and sent encoded; it has the wire dtype after decoding. Its slot has space for at least
+    ``room`` elements, because a gather that writes to the slot also writes padding.
     """
 
     layout: ShardLayout
@@ -117,6 +118,7 @@ class Item:
     wire_dtype: torch.dtype
     must_pack: bool = False
     form: BlockFormat | None = None
+    room: int = 0
 
     @property
     def full_bytes(self) -> int:
@@ -182,10 +184,11 @@ def align(value: int, multiple: int = ALIGN_BYTES) -> int:
 
 def _slot_numel(item: Item) -> int:
     """Return the elements of one rank's slot, aligned in both dtypes so that one kernel can cast or encode a run."""
+    numel = max(item.layout.slot_numel, item.room)
     if item.form is not None:
-        return align(item.layout.slot_numel, item.form.block)
+        return align(numel, item.form.block)
     smaller = min(item.dtype.itemsize, item.wire_dtype.itemsize)
-    return align(item.layout.slot_numel, max(ALIGN_BYTES // smaller, 1))
+    return align(numel, max(ALIGN_BYTES // smaller, 1))
 
 
 def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
@@ -360,10 +363,18 @@ class RowPlan:
 
     Gradients that are reduced ``in_place`` come first. The others are ``packed`` behind them, from ``rest_offset`` on,
     and ``rest`` is their layout in a row of their own.
+
+    With ``shard_over_replicas``, ``second`` is the layout of this rank's row for sending it over the replicate axis.
     """
 
-    def __init__(self, layouts: Sequence[ShardLayout], pad_to: int = 1, in_place: Sequence[int] = ()) -> None:
-        self.layouts = tuple(layouts)
+    def __init__(
+        self,
+        layouts: Sequence[ShardLayout],
+        pad_to: int = 1,
+        in_place: Sequence[int] = (),
+        second: RowPlan | None = None,
+    ) -> None:
+        self.layouts, self.second = tuple(layouts), second
         self.ranks = layouts[0].ranks if layouts else 1
         self.in_place = tuple(in_place)
         self.packed = tuple(i for i in range(len(self.layouts)) if i not in self.in_place)

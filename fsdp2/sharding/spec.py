@@ -23,7 +23,7 @@ from fsdp2._torch.tensors import (
     local_tensor,
 )
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup, shard_first
 
 __all__ = ["ShardedSpec", "arrived", "cut_dim", "dense_strides", "dtensor_like", "on_this_rank", "placed_alike"]
 
@@ -77,6 +77,9 @@ class ShardedSpec:
     made it a DTensor. ``rank`` is the index of this process's piece. ``dtensor`` is the DTensor spec of the shard, and
     ``full`` that of the full parameter (None for a plain tensor). ``dp_dims`` are the dimensions of the mesh of
     ``full`` over which fsdp2 sums gradients, and tensor parallelism does not.
+
+    With ``shard_over_replicas``, ``second`` cuts that piece once more, over the replicate axis, and ``second_rank`` is
+    the index of this process's part of it.
     """
 
     layout: ShardLayout
@@ -84,6 +87,8 @@ class ShardedSpec:
     dtensor: DTensorSpec
     full: DTensorSpec | None = None
     dp_dims: frozenset[int] = frozenset()
+    second: ShardLayout | None = None
+    second_rank: int = 0
 
     @classmethod
     def of(cls, param: torch.Tensor, placement: Shard | None, mesh: DataParallelMesh, name: str) -> ShardedSpec:
@@ -107,14 +112,24 @@ class ShardedSpec:
         own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
         if not is_dtensor:
             meta = TensorMeta(param.shape, layout.stride, param.dtype)
-            return cls(layout, mesh.shard.rank, DTensorSpec(mesh.mesh, own, tensor_meta=meta))
+            return cls._nested(layout, mesh, DTensorSpec(mesh.placed, own, tensor_meta=meta))
         full = dtensor_spec(param)
         factor = 1 if dim is None else full.num_shards_map[dim]
         own = tuple(_dp_placement(role, dim, factor) for role in mesh.roles)
-        both = DTensorSpec(
-            concatenate_meshes([mesh.mesh, full.mesh]), (*own, *full.placements), tensor_meta=full.tensor_meta
-        )
-        return cls(layout, mesh.shard.rank, both, full)
+        whole = concatenate_meshes([mesh.mesh, full.mesh])
+        whole = whole if mesh.nested is None else shard_first(whole)
+        both = DTensorSpec(whole, (*own, *full.placements), tensor_meta=full.tensor_meta)
+        return cls._nested(layout, mesh, both, full)
+
+    @classmethod
+    def _nested(
+        cls, layout: ShardLayout, mesh: DataParallelMesh, dtensor: DTensorSpec, full: DTensorSpec | None = None
+    ) -> ShardedSpec:
+        """Return the spec of a parameter with ``layout``, sharded once more where ``mesh`` is ``nested``."""
+        rank, again = mesh.shard.rank, mesh.replicate
+        if mesh.nested is None:
+            return cls(layout, rank, dtensor, full)
+        return cls(layout, rank, dtensor, full, second=layout.within(rank, again.size), second_rank=again.rank)
 
     @classmethod
     def of_shard(cls, shard: DTensor, mesh: DataParallelMesh) -> ShardedSpec | None:
@@ -122,10 +137,10 @@ class ShardedSpec:
         placed = dtensor_spec(shard)
         dim = next((p.dim for p in placed.placements if isinstance(p, Shard)), None)
         own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
-        if placed.mesh != mesh.mesh or dim is None or tuple(placed.placements) != own:
+        if placed.mesh != mesh.placed or dim is None or tuple(placed.placements) != own:
             return None
         layout = ShardLayout(tuple(shard.shape), dense_strides(shard), dim, mesh.shard.size)
-        return cls(layout, mesh.shard.rank, placed)
+        return cls._nested(layout, mesh, placed)
 
     @staticmethod
     def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
@@ -136,23 +151,35 @@ class ShardedSpec:
             for i, placement in enumerate(param.placements):
                 if (dim := cut_dim(placement)) is not None:
                     shape[dim] = -(-shape[dim] // param.device_mesh.size(i))
-        best = ShardLayout.least_padded(tuple(shape), dense_strides(local), mesh.shard.size).dim
+        ranks = mesh.shard.size * (1 if mesh.nested is None else mesh.replicate.size)
+        best = ShardLayout.least_padded(tuple(shape), dense_strides(local), ranks).dim
         return None if best is None else Shard(best)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
-        return self.layout.shard_shape(self.rank)
+        return self.layout.shard_shape(self.rank) if self.second is None else self.second.shard_shape(self.second_rank)
 
     @property
     def shard_stride(self) -> tuple[int, ...]:
         """The strides of this rank's piece."""
-        return self.layout.shard_stride(self.rank)
+        if self.second is None:
+            return self.layout.shard_stride(self.rank)
+        return self.second.shard_stride(self.second_rank)
 
     @property
     def shard_numel(self) -> int:
         """The number of elements of this rank's piece."""
-        return self.layout.shard_numel(self.rank)
+        return math.prod(self.shard_shape)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """(start, length) of this rank's piece along the sharded dimension."""
+        start, length = self.layout.bounds(self.rank)
+        if self.second is None:
+            return start, length
+        inside, length = self.second.bounds(self.second_rank)
+        return start + inside, length
 
     @property
     def sums_elsewhere(self) -> bool:
@@ -165,11 +192,12 @@ class ShardedSpec:
         """Return a view of this rank's piece of ``full``, a plain tensor."""
         if self.layout.dim is None:
             return full
-        if type(full) not in (torch.Tensor, torch.nn.Parameter):  # quantized weights can be split, but not narrowed
+        # Quantized weights can be split, but not narrowed; they are not sharded twice.
+        if self.second is None and type(full) not in (torch.Tensor, torch.nn.Parameter):
             pieces = full.chunk(self.layout.ranks, self.layout.dim)
             if self.rank < len(pieces):
                 return pieces[self.rank]
-        return full.narrow(self.layout.dim, *self.layout.bounds(self.rank))
+        return full.narrow(self.layout.dim, *self.bounds)
 
     def shard(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor with the local tensor ``local`` (the same object, not a view)."""

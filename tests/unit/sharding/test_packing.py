@@ -312,3 +312,11 @@ def test_one_kernel_packs_only_what_torch_chunks_in_memory_order(drawn: list[Sha
                 pieces = grad.chunk(ranks)
                 expected = pieces[rank] if rank < len(pieces) else grad[:0]
                 assert torch.equal(table[rank].as_strided(shape, stride, rank * table.shape[1] + offset), expected)
+
+
+def test_a_slot_has_room_for_what_is_written_behind_a_piece() -> None:
+    """The next piece begins behind it, and packed slots are sent with it."""
+    layout = ShardLayout((5,), (1,), 0, 1)
+    items = [Item(layout, torch.float32, torch.float32, must_pack=True, room=room) for room in (0, 9)]
+    plan = plan_flat([*items, items[0]], TransferSizes())
+    assert plan.shard_offset == (0, 32, 80) and plan.wire_bytes == 112

@@ -103,6 +103,40 @@ def test_a_hybrid_mesh_replicates_first() -> None:
         assert torch.equal(spec.cut(numbered(4, 6)), numbered(4, 6)[:, 3:])
 
 
+@pytest.fixture
+def nested() -> Iterator[DataParallelMesh]:
+    """Three replicas of two shards, without copies."""
+    with fake_mesh(3, 2, names=("replicas", "shards")) as mesh:
+        yield DataParallelMesh.from_mesh(mesh).over_replicas()
+
+
+@given(layouts(ranks=2), st.integers(0, 1), st.integers(0, 2))
+def test_pieces_are_cut_again_where_replicas_keep_no_copies(
+    nested: DataParallelMesh, layout: ShardLayout, rank: int, replica: int
+) -> None:
+    full, dim = counted(layout), layout.dim
+    mesh = replace(nested, shard=replace(nested.shard, rank=rank), replicate=replace(nested.replicate, rank=replica))
+    spec = ShardedSpec.of(full, None if dim is None else Shard(dim), mesh, "weight")
+    portion = chunk(full, layout, rank)
+    assert spec.second is not None and spec.second.shape == tuple(portion.shape)
+    expected = portion if dim is None else chunk(portion, spec.second, replica)
+    assert torch.equal(spec.cut(full), expected) and spec.shard_numel == expected.numel()
+    assert spec.shard_shape == tuple(expected.shape)
+    assert spec.dtensor.placements == ((Replicate(),) * 2 if dim is None else (Shard(dim),) * 2)
+    assert spec.dtensor.mesh.mesh_dim_names == ("shards", "replicas")
+
+
+def test_where_dtensor_finds_pieces_of_pieces() -> None:
+    for rank in range(6):
+        with fake_mesh(3, 2, names=("replicas", "shards"), rank=rank) as mesh:
+            spec = ShardedSpec.of(numbered(11, 2), Shard(0), DataParallelMesh.from_mesh(mesh).over_replicas(), "weight")
+            placed = spec.dtensor
+            shape, offset = compute_local_shape_and_global_offset((11, 2), placed.mesh, placed.placements)
+            assert shape == spec.shard_shape
+            if spec.shard_numel:
+                assert offset[0] == spec.bounds[0]
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Partial(), 0, "Shard(0)"])
 def test_placements_that_do_not_cut_are_refused(dp4: DataParallelMesh, placement: object) -> None:
     with pytest.raises(AssertionError, match="weight: shard_placement_fn must return Shard or None, got"):

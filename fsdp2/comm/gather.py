@@ -282,13 +282,15 @@ def start_gather(
     *,
     custom: AllGather | None = None,
     extras: Sequence[torch.Tensor] = (),
+    lane: Lane | None = None,
 ) -> Gathering:
     """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
 
-    ``extras`` are 1D tensors, as large on every rank, that travel with the packed run. A ``custom`` collective gets
-    one buffer that it allocated itself. Steps 3 and 4 of the life of a parameter; on a stream step 5 follows at once.
+    It runs on ``lane``, by default the gather lane. ``extras`` are 1D tensors, as large on every rank, that travel with
+    the packed run. A ``custom`` collective gets one buffer that it allocated itself. Steps 3 and 4 of the life of a
+    parameter; on a stream step 5 follows at once.
     """
-    lane = copies.lanes.gather
+    lane = lane or copies.lanes.gather
     gathering = Gathering(buffers, lane)
     assembled = custom is not None or bool(extras)
     with lane.after(copies.start(buffers) if buffers.from_host else None) as done:
@@ -352,8 +354,8 @@ def _assemble(
     return wire_view(output), wire_view(part)
 
 
-def finish_gather(gathering: Gathering, compute: ComputeLane) -> list[torch.Tensor]:
-    """Wait for the collectives, and let compute read the full parameters.
+def finish_gather(gathering: Gathering, reader: ComputeLane | Lane) -> list[torch.Tensor]:
+    """Wait for the collectives, and let ``reader`` (compute, mostly) read the full parameters.
 
     Returns each extra as gathered, (ranks, numel); valid on the gather's lane.
     """
@@ -363,7 +365,7 @@ def finish_gather(gathering: Gathering, compute: ComputeLane) -> list[torch.Tens
     if gathering.lane.async_op:
         _unpack(gathering)
     else:
-        compute.wait(gathering.event)
+        reader.wait(gathering.event)
     rows = gathering.rows
     if rows is None:
         return []

@@ -4,7 +4,8 @@ A chunk is one operation with a few waits in it, written as a generator: start, 
 takes tensors and gives tensors; which parameters they belong to is the caller's business.
 
 A plan chooses how chunks are summed over the shard axis (`_OverShards`: a reduce-scatter, a caller's own one, an
-exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an all-reduce, an encoded one).
+exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an all-reduce, an encoded one). Where shards
+are cut over the replicate axis too, each rank gets its part of these sums alone (`_OverReplicas`).
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class ReducePlan:
     def over_copies(self) -> _OverCopies:
         """The way chunks are summed over the replicate axis."""
         return _AllReduce(self) if self.compression.replicate is None else _EncodedAllReduce(self)
+
+    @cached_property
+    def over_replicas(self) -> _OverReplicas:
+        """How chunks are summed over the replicate axis, of which each rank keeps a part of its own."""
+        return _OverReplicas(self)
 
     def over_shards(self, row: RowPlan) -> _OverShards:
         """Choose how a chunk of ``row`` is summed over the shard axis: by its size, which is the same on all ranks."""
@@ -188,8 +194,12 @@ def reduce_chunk(
         if not go_on:
             reductions.end(lane, event)
             return
-    summed = out
-    if plan.replicate.size > 1:
+    summed, rank = out, plan.shard.rank
+    if row.second is not None:
+        lane = lanes.replicate
+        out, event = yield from plan.over_replicas.run(_cut(out, row, rank), row.second, lane, event)
+        row, rank = row.second, plan.replicate.rank
+    elif plan.replicate.size > 1:
         lane = lanes.replicate
         event = yield from plan.over_copies.run(out, lane, event)
     if plan.hook is not None:
@@ -200,7 +210,7 @@ def reduce_chunk(
         out = _finish(out, plan)
         host_waits = lane.event() if plan.offload else None
         if host_waits is None:
-            deliver(_cut(out, row, plan.shard.rank))
+            deliver(_cut(out, row, rank))
     if lane is not lanes.reduce:
         reductions.hold_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
     del summed  # while the host waits below, the sum on the device would stay allocated
@@ -208,7 +218,7 @@ def reduce_chunk(
     if host_waits is not None:
         yield
         host_waits.synchronize()  # the host reads what the copy engine writes
-        deliver(_cut(out, row, plan.shard.rank))
+        deliver(_cut(out, row, rank))
 
 
 def _until(works: Sequence[Work]) -> Generator[None, None, None]:
@@ -291,7 +301,8 @@ class _Exchange:
             received = torch.empty_like(rows)
             works = all_to_all(received, rows, plan.shard, async_op=lane.async_op)
         reductions.hold(done.event, [rows], rows.nbytes)
-        return _Flying(received, works, done.event, [rows], partial(_sum_rows, plan=plan))
+        add_up = partial(_sum_rows, axis=plan.shard, dtype=plan.reduce_dtype, scaling=plan.scaling)
+        return _Flying(received, works, done.event, [rows], add_up)
 
 
 class _CustomReduceScatter:
@@ -443,18 +454,18 @@ def _outputs(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
     return [*outputs, out[row.rest_offset :]] if row.rest.numel else outputs
 
 
-def _sum_rows(rows: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
-    """Add up (or average) one row per rank, in float32 at least."""
-    if plan.shard.size == 1:
+def _sum_rows(rows: torch.Tensor, axis: Axis, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+    """Add up (or average) one row per rank of ``axis``, in ``dtype`` or in float32 if that is wider."""
+    if axis.size == 1:
         return rows
-    wide = torch.float32 if plan.reduce_dtype.itemsize < 4 else plan.reduce_dtype
-    first, second, *rest = rows.view(plan.shard.size, -1).unbind(0)
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    first, second, *rest = rows.view(axis.size, -1).unbind(0)
     # Adding row by row is up to twice as fast as a sum over the first dimension, and gives the same bits.
     total = torch.add(first, second) if first.dtype == wide else first.to(wide).add_(second)
     for row in rest:
         total.add_(row)
-    if plan.scaling.average:
-        divide_(total, plan.shard.size)
+    if scaling.average:
+        divide_(total, axis.size)
     return total
 
 
@@ -540,6 +551,43 @@ class _EncodedAllReduce:
             rows = out.view(axis.size, -1)
             decode(encoded_views(gathered.view(axis.size, -1), rows.shape[1], form), rows, form)
         return done.event
+
+
+class _OverReplicas:
+    """Each rank gets the sum of its part, which nobody else keeps."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self._plan, self._axis = plan, plan.replicate
+
+    def run(
+        self, pieces: list[torch.Tensor], row: RowPlan, lane: Lane, event: torch.Event | None
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Event | None]]:
+        """Return this rank's part of the sums (or means) of ``pieces``, which are there from ``event`` on, and when."""
+        plan, axis, form = self._plan, self._axis, self._plan.compression.replicate
+        dtype, device = pieces[0].dtype, pieces[0].device
+        with lane.after(event) as done:
+            rows = torch.empty(row.numel * axis.size, dtype=dtype, device=device)
+            pack_gradients(pieces, row, rows)
+            add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+            works: Sequence[Work] = ()
+            if form is not None:
+                sent, own = _encode_for_others(rows, axis, form, plan.compression.draw_again)
+                out = torch.empty_like(sent)
+                works = all_to_all(out, sent, axis, async_op=lane.async_op, with_own=False)
+                add_up = partial(_add_decoded, own=own, axis=axis, form=form, scaling=plan.scaling)
+            elif prefers_all_to_all(axis, rows.nbytes, plan.exchange_bytes):
+                out = torch.empty_like(rows)
+                works = all_to_all(out, rows, axis, async_op=lane.async_op)
+                add_up = partial(_sum_rows, axis=axis, dtype=dtype, scaling=plan.scaling)
+            else:
+                out = torch.empty(row.numel, dtype=dtype, device=device)
+                if row.numel:  # a rank of the shard axis may have no element, in all replicas
+                    works = reduce_scatter(out, rows, axis, average=plan.scaling.average, async_op=lane.async_op)
+        yield from _until(works)
+        if add_up is not None:
+            with lane.after() as done:
+                out = add_up(out)
+        return out, done.event
 
 
 # ---- the end ----

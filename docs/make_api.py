@@ -73,6 +73,7 @@ TESTS: dict[str, str] = {
     "fully_shard(replicated_params)": BUILD + "test_replicated_params.py::test_training",
     "fully_shard(strategy)": BUILD + "test_strategies.py::test_training",
     "fully_shard(compression)": STEP + "test_compression.py::test_compression",
+    "fully_shard(shard_over_replicas)": STEP + "test_over_replicas.py::test_trains_as_hybrid_sharding_does",
     "FSDPModule": STEP + "test_module_methods.py::test_indexing_and_names",
     "FSDPModule.reshard": STEP + "test_module_methods.py::test_unshard_and_reshard",
     "FSDPModule.unshard": STEP + "test_module_methods.py::test_unshard_and_reshard",

@@ -68,6 +68,7 @@ def fully_shard(
     replicated_params: set[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     compression: CompressionPolicy | None = None,
+    shard_over_replicas: bool = False,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it as an ``FSDPModule``.
 
@@ -111,6 +112,9 @@ def fully_shard(
         ignored_modules: Modules to leave unchanged, with all modules, parameters and buffers below them.
         compression: Sends parameters, gradients or both in eight or four bits, for slow networks. None sends them
             uncompressed.
+        shard_over_replicas: On a 2D mesh, shard parameters, gradients and optimizer state over the replicate dimension
+            too, so that no two ranks keep the same elements. Forward and backward gather over the shard dimension only,
+            from pieces that are gathered over the replicate dimension once after the shards have changed.
 
     Returns:
         The same object. Its class is now a subclass of both its own class and ``FSDPModule``.
@@ -121,7 +125,8 @@ def fully_shard(
             contradict the strategy.
         TypeError: An argument has the wrong type.
         AssertionError: ``module`` already went through a fully_shard call (torch's contract).
-        NotImplementedError: ``reshard_after_forward`` is an int and ``dp_mesh_dims`` is given.
+        NotImplementedError: Two of these are given: ``reshard_after_forward`` as an int, ``dp_mesh_dims``,
+            ``shard_over_replicas``. Or ``shard_over_replicas`` is given for a tensor with an all-gather extension.
 
     Example:
         ```python
@@ -144,6 +149,7 @@ def fully_shard(
         replicated_params=replicated_params,
         ignored_modules=ignored_modules,
         compression=compression,
+        shard_over_replicas=shard_over_replicas,
     )
     own = _check_arguments(modules, given)
     units = [] if policy is None else _plan(modules, policy, given, own)
@@ -270,6 +276,15 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
         given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
     )
     reshard = _check_reshard(reshard, mesh)
+    if not isinstance(given["shard_over_replicas"], bool):
+        raise TypeError(f"fully_shard: shard_over_replicas must be a bool, got {given['shard_over_replicas']!r}")
+    if given["shard_over_replicas"]:
+        mesh = mesh.over_replicas()
+    if mesh.nested is not None and not isinstance(reshard, (bool, type(None))):
+        raise NotImplementedError(
+            f"fully_shard: reshard_after_forward={reshard} is not supported with shard_over_replicas, whose pieces for "
+            "the shard dimension stay in memory anyway; pass True or False"
+        )
     options = GroupOptions(policy_of(""), offload_of(""), reshard, compression=given["compression"])
     ways = (placement_fn, ignored, policy_of, offload_of, hook_group)
     return Unit(mesh, options, *ways, frozenset(ignored_modules), replicated)

@@ -207,7 +207,11 @@ class FSDPModule(TorchFSDPModule):
         self._set("set_requires_gradient_sync", recurse, **values)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """All-reduce gradients over the replicate axis (True), or accumulate the results of the shard axis (False)."""
+        """All-reduce gradients over the replicate axis (True), or accumulate the results of the shard axis (False).
+
+        With ``shard_over_replicas``, a backward that reduces gradients over the replicate axis ends the iteration:
+        until then, forwards gather only over the shard axis.
+        """
         self._set(
             "set_requires_all_reduce", recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce)
         )

@@ -156,8 +156,9 @@ def _together(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]
     groups: dict[object, list[Placed]] = {}
     for entry in placed:
         alone = has_extension(entry.piece) and subgroup
-        home = repr(entry.offload)
-        groups.setdefault((entry.mesh.shard.group, entry.mesh.replicate.group, alone, home), []).append(entry)
+        mesh, home = entry.mesh, repr(entry.offload)
+        key = (mesh.shard.group, mesh.replicate.group, mesh.nested is None, alone, home)
+        groups.setdefault(key, []).append(entry)
     return list(groups.values())
 
 

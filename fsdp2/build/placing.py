@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.build.collect import Found
 from fsdp2.engine.casts import statistics_dtype
-from fsdp2.engine.extension import has_extension
+from fsdp2.engine.extension import has_extension, refuse_nested
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult, policy_for
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 from fsdp2.sharding.spec import ShardedSpec, on_this_rank
@@ -62,7 +62,8 @@ def place(
         placement, info = result.placement, result.mesh_info
         own = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info)
         if own is not mesh.mesh and own != mesh.mesh:
-            mesh = DataParallelMesh.from_mesh(own)
+            nested, mesh = mesh.nested is not None, DataParallelMesh.from_mesh(own)
+            mesh = mesh.over_replicas() if nested and mesh.mesh.ndim == 2 else mesh
     else:
         even = ' For even pieces of experts pass shard_placement_fn="auto"' if _merges_dims(result) else ""
         raise ValueError(
@@ -79,6 +80,8 @@ def place(
             )
         return Placed(found, spec, mesh, policy, cut=True)
     mesh = mesh.replicated() if whole else mesh
+    if mesh.nested is not None and has_extension(_plain(found.param)):
+        refuse_nested(found.name, _plain(found.param))
     return Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
 
 

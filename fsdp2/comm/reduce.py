@@ -4,8 +4,8 @@ A chunk is one operation with a few waits in it, written as a generator: start, 
 takes tensors and gives tensors; which parameters they belong to is the caller's business.
 
 A plan chooses how chunks are summed over the shard axis (`_OverShards`: a reduce-scatter, a caller's own one, an
-exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an all-reduce, an encoded one). Where shards
-are cut over the replicate axis too, each rank gets its part of these sums alone (`_OverReplicas`).
+exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an all-reduce, an encoded one). With
+``shard_over_replicas``, each rank gets only its part of these sums (`_OverReplicas`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ReducePlan:
 
     @cached_property
     def over_replicas(self) -> _OverReplicas:
-        """How chunks are summed over the replicate axis, of which each rank keeps a part of its own."""
+        """The way chunks are summed over the replicate axis if each rank keeps a part of its own."""
         return _OverReplicas(self)
 
     def over_shards(self, row: RowPlan) -> _OverShards:
@@ -554,7 +554,7 @@ class _EncodedAllReduce:
 
 
 class _OverReplicas:
-    """Each rank gets the sum of its part, which nobody else keeps."""
+    """Each rank gets the sum of its part, which no other rank keeps."""
 
     def __init__(self, plan: ReducePlan) -> None:
         self._plan, self._axis = plan, plan.replicate

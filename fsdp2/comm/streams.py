@@ -6,8 +6,11 @@ Every wait between lanes, and what it protects:
 |-----------------|-----------------------------------|--------|-------------------------------|
 | gather          | compute, at the root's forward    | order  | RootContext.begin_forward     |
 | gather          | compute, at an explicit unshard   | order  | by_hand._start                |
-| gather          | compute, shards were replaced     | order  | Residency._start_gather       |
+| gather          | compute, shards were replaced     | order  | Residency._take_in_replaced   |
 | gather          | compute, at reshard               | memory | Residency._free_full          |
+| replicate       | gather, before portions change    | both   | Residency._launch_portions    |
+| gather          | replicate, portions are there     | order  | Residency._read_portions      |
+| compute         | replicate, of portions not used   | memory | Residency.end_portions        |
 | copy            | compute, shards are written       | order  | HostCopies.start              |
 | gather          | copy, shards are on the device    | order  | gather.start_gather           |
 | copy            | gather, before copies are dropped | memory | HostCopies._drop_oldest       |
@@ -265,7 +268,7 @@ class Lanes:
 
     @cached_property
     def replicate(self) -> Lane:
-        """The lane on which they are summed over the replicate axis."""
+        """The lane on which gradients are summed, and portions are gathered, over the replicate axis."""
         return Lane(self._device)
 
 

@@ -15,6 +15,7 @@ reducer    a group's gradients on their way out
 steps      the collectives of a pass, and the observer that sees each before it starts
 buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward
+portions   pieces for the shard axis, with shard_over_replicas
 extension  tensors that decide themselves what travels
 hints      errors about shards that were computed with, explained
 param      one managed parameter: shard, full tensor, gradient

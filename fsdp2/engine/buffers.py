@@ -8,12 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2.comm.gather import Buffer, GatherBuffers
-from fsdp2.comm.streams import Lane
+from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.compression import ENCODED, digest
-from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension
+from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_nested
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, lie_in, show, storages_of_shards, writes_to_shards
+from fsdp2.engine.portions import Portions, portion_items
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
@@ -45,12 +46,14 @@ class ShardStore:
         self._plain: list[FSDPParam] = []  # those in the flat buffer
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
-        self._items: list[Item] = []  # of the plain ones
+        self._items: list[Item] = []  # the shards of the plain ones
+        self._gathered: list[Item] = []  # gathered over the shard axis: these, or portions
         self._placed: dict[FSDPParam, torch.Tensor] = {}  # the local tensor that each shard was given
         self._storages: list[int] = []  # of the DTensors around these
         self._full: Buffer | None = None
         self._fulls: list[torch.Tensor] = []  # the plain ones' full tensors in it
         self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
+        self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
         self._subgroup: SubgroupShards | None = None
         self.formats_digest = self._digest()  # what ranks have to agree on about the formats of this group
         # Grows when the full parameters are replaced by others, because shards were cast, moved or laid out anew: what
@@ -72,12 +75,12 @@ class ShardStore:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters as computed with."""
-        return sum(item.full_bytes for item in self._items)
+        return sum(item.full_bytes for item in self._gathered)
 
     @property
     def reduce_bytes(self) -> int:
         """Bytes of the full gradients as they are summed."""
-        pairs = zip(self._plain, self._items)
+        pairs = zip(self._plain, self._gathered)
         dtypes = [(item.layout.numel, param.reduce_dtype or item.wire_dtype) for param, item in pairs]
         return sum(numel * dtype.itemsize for numel, dtype in dtypes)
 
@@ -250,8 +253,10 @@ class ShardStore:
             target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
-                self._start_anew([p for p, _ in plain], items, target)
                 with_extension = [p for p, x in own if not x.is_meta]
+                if with_extension and self.mesh.nested is not None:
+                    refuse_nested(with_extension[0].name, with_extension[0].local)
+                self._start_anew([p for p, _ in plain], items, target)
                 extensions = [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
                 self.extensions = GroupExtensions(extensions) if extensions else None
             for i, (param, piece) in enumerate(plain):
@@ -262,12 +267,15 @@ class ShardStore:
         self._storages = storages_of_shards(self._placed)
 
     def _start_anew(self, plain: list[FSDPParam], items: list[Item], device: torch.device) -> None:
+        nested = self.mesh.nested is not None
         self._plain, self._items = plain, items
-        self._plan = plan_flat(items, self._sizes(self.options), coalesced=self.mesh.shard.coalesces)
+        self._gathered = portion_items(plain, items, self.mesh) if nested else items
+        axis = self.mesh.replicate if nested else self.mesh.shard
+        self._plan = plan_flat(items, self._sizes(self.options), coalesced=axis.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins else flat
         self.generation += self._full is not None  # there were full parameters, of which autograd may have saved views
-        self._full = self.gather_buffers = self._subgroup = None
+        self._full = self.gather_buffers = self._subgroup = self.portions = None
 
     def _view(self, i: int) -> torch.Tensor:
         """Return the shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
@@ -290,18 +298,24 @@ class ShardStore:
 
     # ---- full parameters ----
 
-    def make_gather_buffers(self, lane: Lane) -> GatherBuffers:
+    def make_gather_buffers(self, lanes: Lanes) -> GatherBuffers:
         """Make the buffers of gathers, and the full parameters in them.
 
-        All of it exists for a moment, in memory of ``lane``, which takes it again for the gather itself.
+        All of it but portions exists for a moment, in memory of the gather lane, which takes it again for the gather.
         """
         assert self._plan is not None and self._flat is not None
-        with torch.inference_mode(False), torch.no_grad(), lane.after():
-            self._full = Buffer(self._plan.full_bytes, self.mesh.device)
-            self.gather_buffers = GatherBuffers(self._items, self._plan, self._flat, self._full)
+        plan, source, items = self._plan, self._flat, self._gathered
+        with torch.inference_mode(False), torch.no_grad():
+            if self.mesh.nested is not None:
+                sizes = self._sizes(self.options)
+                self.portions = Portions(source, self._items, plan, items, sizes, self.mesh, lanes.replicate)
+                plan, source = self.portions.plan, self.portions.bytes
+        with torch.inference_mode(False), torch.no_grad(), lanes.gather.after():
+            self._full = Buffer(plan.full_bytes, self.mesh.device)
+            self.gather_buffers = GatherBuffers(items, plan, source, self._full)
             self._fulls = []
-            for i, (param, item) in enumerate(zip(self._plain, self._items)):
-                layout, place = item.layout, self._plan.full_offset[i]
+            for i, (param, item) in enumerate(zip(self._plain, items)):
+                layout, place = item.layout, plan.full_offset[i]
                 flat = self._full.view(place, layout.full_storage_numel, item.wire_dtype)
                 self._fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
@@ -334,6 +348,8 @@ class ShardStore:
 
 def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
     wire_dtype = compute_dtype(dtype, param.policy)
+    if param.spec.second is not None:  # portions are sent encoded, these are not
+        return Item(param.spec.second, dtype, wire_dtype)
     form = param.formats.gather if dtype in ENCODED and wire_dtype in ENCODED else None
     return Item(param.spec.layout, dtype, wire_dtype, form=form)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.passes import Pass
-from fsdp2.engine.root import RootContext
+from fsdp2.engine.root import RootContext, are_copied
 from fsdp2.engine.steps import PassKind, Take, take_unobserved
 from fsdp2.engine.unit import FSDPState
 
@@ -38,14 +38,16 @@ def _gather_between_passes(
     root: RootContext[FSDPState], groups: list[FSDPParamGroup], states: list[FSDPState], kind: PassKind
 ) -> None:
     """Gather in a pass of its own, so that ranks on which the caller did not ask notice it, and hold the result."""
-    one_replica = any(group.mesh.replicate.size > 1 for group in groups)  # may ask alone, as it may evaluate
+    one_replica = are_copied(groups)  # so one may ask alone, as it may evaluate
     for group in groups:
+        group.residency.begin_portions()
         if group.residency.is_outdated():
             group.reshard()
     if one_replica or not any(group.residency.needs_gather for group in groups):
         _start(groups, take_unobserved)
     else:
         observer = root.observer_by_hand(states, kind)
+        kind = PassKind(kind.name, anew=root.portions_anew(groups))
         observer.begin(kind, outermost=True)
         run = Pass(groups, observer)
         try:
@@ -55,6 +57,7 @@ def _gather_between_passes(
             observer.abandon()
             raise
     for group in groups:
+        group.residency.end_portions(keep=False)
         group.residency.hold()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +23,7 @@ from fsdp2.engine.param import FSDPParam
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _VIEW = "fsdp_get_unsharded_view"
 
-__all__ = ["GatherExtension", "GroupExtensions", "has_extension"]
+__all__ = ["GatherExtension", "GroupExtensions", "has_extension", "refuse_nested"]
 
 
 def has_extension(local: torch.Tensor) -> bool:
@@ -44,6 +44,14 @@ def has_extension(local: torch.Tensor) -> bool:
             "defines neither"
         )
     return pre or hasattr(local, _VIEW)
+
+
+def refuse_nested(name: str, tensor: torch.Tensor) -> NoReturn:
+    """Raise NotImplementedError: ``tensor``, the parameter ``name`` or its shard, cannot be sharded over two axes."""
+    raise NotImplementedError(
+        f"{name}: got a {type(tensor).__name__} with an all-gather extension, expected a plain tensor, because only "
+        "these can be sharded over replicas. Pass shard_over_replicas=False for the unit"
+    )
 
 
 class GatherExtension:

@@ -179,6 +179,7 @@ class FSDPParamGroup:
         """
         if self.residency.summoned:
             return  # nothing of it is gathered or freed until that block ends
+        self.residency.begin_portions()
         if self._norms and any([param.follow_statistics() for param in self._norms]):
             self.reshard()
             self.store.place_anew()
@@ -229,6 +230,7 @@ class FSDPParamGroup:
     def end_forward_pass(self) -> None:
         """Free what the forward pass under the root gathered and what is not held."""
         residency = self.residency
+        residency.end_portions(keep=torch.is_grad_enabled())
         if residency.in_memory and residency.held is None and not residency.summoned:
             self.reshard()
 
@@ -298,6 +300,8 @@ class FSDPParamGroup:
         """End the backward for the group; after the ``last`` one, drop a prefetch that was not used."""
         if last and self.residency.is_gathering and self.residency.held is None:
             self.reshard()
+        if self.options.reduce_gradients and self.options.all_reduce_gradients:
+            self.residency.forget_portions()
         self.phases.enter("end_backward")
 
     def reset(self) -> None:

@@ -133,6 +133,8 @@ class Pass:
         # end. And nothing is gathered or freed of what summon_full_params shows.
         if group is None or group is self._joining or group.residency.summoned:
             return False
+        if step.kind == "gather over replicas":
+            return False  # all ranks take it when their pass begins
         gathers = step.kind == "gather"
         if not group.options.reduce_unused:
             # All ranks use this unit. Those that skip another unit come to it earlier or later than those that do not.

@@ -472,7 +472,15 @@ class GroupGradients:
         in_place: tuple[int, ...] = ()
         if self._reduces_in_place and dtypes.compression == (None, None):
             in_place = reduced_in_place(layouts, dtypes.reduce.itemsize, self._store.options.sizes)
-        return RowPlan(layouts, self._row_padding(dtypes), in_place)
+        return RowPlan(layouts, self._row_padding(dtypes), in_place, self._second_row(params, dtypes))
+
+    def _second_row(self, params: list[FSDPParam], dtypes: _Dtypes) -> RowPlan | None:
+        """Lay out this rank's sums over the shard axis for the replicate axis, if they are sharded over that too."""
+        layouts = [param.spec.second for param in params if param.spec.second is not None]
+        if not layouts:
+            return None
+        form = dtypes.compression[1]
+        return RowPlan(layouts, self._aligned(self._store.mesh.replicate, dtypes) if form is None else form.block)
 
     @property
     def _reduces_in_place(self) -> bool:
@@ -486,11 +494,14 @@ class GroupGradients:
         What is encoded has whole blocks, in the part of each rank of the replicate axis too.
         """
         reduce, replicate = dtypes.compression
-        if replicate is not None:
-            return replicate.block * self._store.mesh.replicate.size
-        if reduce is not None:
-            return reduce.block
-        return max(16 // dtypes.reduce.itemsize, 1) if self._store.mesh.shard.is_nccl else 1
+        mesh = self._store.mesh
+        if replicate is not None and mesh.nested is None:
+            return replicate.block * mesh.replicate.size
+        return self._aligned(mesh.shard, dtypes) if reduce is None else reduce.block
+
+    @staticmethod
+    def _aligned(axis: Axis, dtypes: _Dtypes) -> int:
+        return max(16 // dtypes.reduce.itemsize, 1) if axis.is_nccl else 1
 
     def _reduce_plan(self, indices: tuple[int, ...], grads: list[torch.Tensor]) -> ReducePlan:
         dtypes = self._dtypes[indices[0]]

@@ -264,10 +264,10 @@ class Residency:
             axis = source.axis  # neighbours alone: other ranks have pieces of the same values
             gather = partial(self._launch, source.gather, axis, None, source)
         else:
-            if store.replaced(in_backward=in_backward):
-                self.adopt()
-                lanes.gather_after_compute()  # compute wrote the shards that were just taken in
-            buffers = store.gather_buffers or store.make_gather_buffers(lanes.gather)
+            self._take_in_replaced(in_backward=in_backward)
+            buffers = store.gather_buffers or store.make_gather_buffers(lanes)
+            if not self._have_portions(take, optional=optional, in_backward=in_backward):
+                return  # other ranks come to it later
             axis = store.mesh.shard
             gather = partial(self._launch, buffers, axis, store.options.all_gather, None)
         if store.extensions is not None:
@@ -276,6 +276,96 @@ class Residency:
             gather()  # nothing is communicated, so other ranks need not know
         else:
             take(Step("gather", self._group, store.formats_digest), gather, optional=optional)
+
+    def _take_in_replaced(self, *, in_backward: bool) -> None:
+        if self.store.replaced(in_backward=in_backward):
+            self.adopt()
+            self.comm.lanes.gather_after_compute()  # compute wrote the shards that were just taken in
+
+    # ---- portions, where parameters are sharded over replicas too ----
+
+    @property
+    def portions_outdated(self) -> bool:
+        """True if a forward that starts now gathers portions over the replicate axis.
+
+        It does if none outlived a pass, or if shards were written since. As for `Held`, all ranks see that alike.
+        """
+        store, held = self.store, self.state.held
+        if store.mesh.nested is None or self.summoned:
+            return False
+        if type(self.state) is not Sharded:
+            return held is not None and held.changed  # what is in memory is freed when the group is used
+        return store.portions is None or store.portions.outdated or store.replaced(in_backward=False)
+
+    def gather_portions(self, take: Take) -> None:
+        """Start gathering portions if they are outdated, ahead of the gathers over the shard axis that read them."""
+        if self.portions_outdated:
+            if type(self.state) is Sharded:
+                self._take_in_replaced(in_backward=False)
+            if self.store.portions is None:
+                self.store.make_gather_buffers(self.comm.lanes)
+            self._start_portions(take)
+
+    def _start_portions(self, take: Take, *, optional: bool = False) -> bool:
+        return take(Step("gather over replicas", self._group), self._launch_portions, optional=optional)
+
+    def _have_portions(self, take: Take, *, optional: bool, in_backward: bool) -> bool:
+        """Let the gather lane read portions, gathered anew if needed; return False if other ranks do that later.
+
+        A backward computes with the portions that its forward left.
+        """
+        portions = self.store.portions
+        if portions is not None and (not portions.filled if in_backward else portions.outdated):
+            if not self._start_portions(take, optional=optional):
+                return False
+        self._read_portions()
+        return True
+
+    @_trace.profiled("all_gather_over_replicas")
+    def _launch_portions(self) -> None:
+        portions, lanes = self.store.portions, self.comm.lanes
+        assert portions is not None
+        self._read_portions()  # of a forward that broke off
+        portions.forget()
+        portions.filled = False  # until the gather was started
+        lanes.replicate.wait(lanes.gather)  # which waits for shards, and may still read what these portions overwrite
+        replicate = self.store.mesh.replicate
+        portions.arriving = start_gather(portions.gather, replicate, self.comm.copies, lane=lanes.replicate)
+        portions.filled, portions.mark = True, Held(self.store.params)
+
+    def _read_portions(self) -> None:
+        """Let the gather lane read portions that are on their way."""
+        portions = self.store.portions
+        if portions is not None and portions.arriving is not None:
+            finish_gather(portions.arriving, self.comm.lanes.gather)
+            portions.arriving = None
+
+    def begin_portions(self) -> None:
+        """Forget portions of a pass that did not come to its end, because a forward or a gather by hand starts."""
+        portions = self.store.portions
+        if portions is not None and not portions.lasting:
+            portions.forget()
+
+    def end_portions(self, *, keep: bool) -> None:
+        """End a forward or a gather by hand: ``keep`` portions for the iteration, or only those that it has found.
+
+        Portions that an evaluation has gathered are not used again. Shards may be written through ``to_local()``
+        between two evaluations, and a rank without elements would not see that.
+        """
+        portions = self.store.portions
+        if portions is None:
+            return
+        if portions.arriving is not None:  # no unit used them, and compute may write the shards next
+            event = portions.arriving.event
+            self._read_portions()
+            self.comm.lanes.compute.wait(event)
+        portions.lasting |= keep and portions.mark is not None
+        self.begin_portions()
+
+    def forget_portions(self) -> None:
+        """Let the next forward gather anew: gradients were reduced over the replicate axis, so shards will change."""
+        if self.store.portions is not None:
+            self.store.portions.forget()
 
     def _start_extended(self, take: Take, gather: Callable[..., None], axis: Axis, optional: bool) -> None:
         """Start a gather of tensors that decide by themselves what travels.
@@ -449,6 +539,7 @@ class Residency:
 
     def use(self, store: ShardStore, comm: CommContext) -> None:
         """Use another store, of fewer parameters, for which the group must be sharded, or another context."""
+        self._read_portions()  # other lanes know nothing of them
         self.store, self.comm = store, comm
 
     def reset(self) -> None:
@@ -464,3 +555,7 @@ class Residency:
         # A gather that raised while it started left its memory allocated, in the state before.
         self.show("sharded")
         self._free_full()
+        self.end_portions(keep=False)
+        if self.store.portions is not None:
+            self.store.portions.filled = False  # the ranks may have broken off at different gathers
+        self.forget_portions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from fsdp2.engine.passes import Pass, Unit, backward_runs
 from fsdp2.engine.steps import Observer, PassKind, Unobserved, make_observer
 from fsdp2.policies import GradientReductionHandle
 
-__all__ = ["GradientReduction", "RootContext"]
+__all__ = ["GradientReduction", "RootContext", "are_copied"]
 
 U = TypeVar("U", bound=Unit)
 
@@ -92,7 +93,7 @@ class RootContext(Generic[U]):
         """
         if torch.is_grad_enabled() or any(group.options.reduce_unused for group in self.groups):
             return False
-        return any(group.mesh.replicate.size > 1 for group in self.groups)
+        return are_copied(self.groups)
 
     def observe(self, error: RuntimeError | None, kind: PassKind) -> None:
         """Show the units to an observer, as soon as all ranks come here, where a pass of ``kind`` is the first.
@@ -143,6 +144,7 @@ class RootContext(Generic[U]):
             run.observer = Unobserved()
         for group in run.groups:
             group.begin_forward_pass(aborted=aborted)
+        kind = PassKind(kind.name, anew=self.portions_anew(run.groups))
         self.forward, self.backward = run, None
         _trace.refresh()
         if _trace.recording:
@@ -153,7 +155,14 @@ class RootContext(Generic[U]):
             self.observer.begin(kind, outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
+        for group in run.groups:  # all of them at once: the replicate axis may be slow, and portions stay anyway
+            group.residency.gather_portions(run.take)
         return run
+
+    def portions_anew(self, groups: Sequence[FSDPParamGroup]) -> tuple[int, ...]:
+        """Return the numbers of those of ``groups`` that a pass which starts now gathers over the replicate axis."""
+        outdated = {group for group in groups if group.residency.portions_outdated}
+        return tuple(number for number, group in enumerate(self.groups) if group in outdated) if outdated else ()
 
     def _check_last_iteration_ended(self) -> None:
         inside = next((group for group in self.groups if group.phases.in_backward), None)
@@ -359,6 +368,8 @@ class RootContext(Generic[U]):
                     group.gradients.complete(run.take)
                 run.end()
                 self.comm.reductions.finish()
+            for group in groups:
+                group.residency.forget_portions()
         except BaseException:
             self.observer.abandon()  # the next pass is not a part of this one
             raise
@@ -403,6 +414,12 @@ class RootContext(Generic[U]):
                     f"{group.name or 'the root'}: finalize_backward requires all-reduce; call "
                     "set_requires_all_reduce(True) before it"
                 )
+
+
+def are_copied(groups: Iterable[FSDPParamGroup]) -> bool:
+    """Return whether each replica can gather ``groups`` alone, while the others do something else."""
+    meshes = [group.mesh for group in groups]
+    return any(mesh.copies > 1 for mesh in meshes) and all(mesh.nested is None for mesh in meshes)
 
 
 class GradientReduction(GradientReductionHandle):

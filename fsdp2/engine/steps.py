@@ -51,7 +51,7 @@ class Step(NamedTuple):
     parameters whose gradients a reduction sends, and ``AS_COMPUTED`` where they are sent narrower than they are summed.
     """
 
-    kind: str  # "gather", "reduce", or "end" for the end of a pass, which has no group
+    kind: str  # "gather", "gather over replicas", "reduce", or "end" for the end of a pass, which has no group
     group: Member | None
     part: tuple[int, ...] = ()
 
@@ -77,6 +77,8 @@ class PassKind(NamedTuple):
     """Of a backward: the groups that its forwards ended with and left in memory, which it does not gather again."""
     forwards: int = 0
     """Of a backward with such groups: how many forwards it may be on, those included that took no step."""
+    anew: tuple[int, ...] = ()
+    """Of other passes: the groups that it first gathers over the replicate axis, because their shards have changed."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name

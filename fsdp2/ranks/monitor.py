@@ -114,11 +114,15 @@ class RankMonitor:
         return found
 
     def _guess(self, kind: PassKind) -> list[Step] | None:
-        """Return the probable steps of the first pass of a kind: a gather of each group in the model's order."""
+        """Return the probable steps of the first pass of a kind: a gather of each group in the model's order.
+
+        The gathers over the replicate axis that the kind contains come first.
+        """
         if kind.name not in _FORWARDS or self.log.has_way(kind) or self._may_skip:
             return None
+        anew = [Step("gather over replicas", self._root.groups[number]) for number in kind.anew]
         groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
-        return [*(Step("gather", group, group.store.formats_digest) for group in groups), END]
+        return [*anew, *(Step("gather", group, group.store.formats_digest) for group in groups), END]
 
     def end(self) -> None:
         """Note that the pass is over. If it was open, the ranks meet and compare its steps."""
@@ -258,17 +262,21 @@ class RankMonitor:
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for the kind of the pass at a position and for each of its steps."""
         found = self.log.find(epoch, number)
-        return None if found is None else self._digests(found[0], self._with_kept(*found))
+        return None if found is None else self._digests(found[0], self._with_beginning(*found))
 
-    def _with_kept(self, kind: PassKind | None, steps: Sequence[Step]) -> list[Step]:
+    def _with_beginning(self, kind: PassKind | None, steps: Sequence[Step]) -> list[Step]:
         """Return the steps that ranks compare: one for each unit that is gathered at the start, and those of the pass.
 
         If one rank's forward skips the unit that backward begins with, its backward is of another kind. The other ranks
         know their kind and continue, while this rank waits for a meeting. The units that were gathered at the start are
-        then the only difference that the ranks can find.
+        then the only difference that the ranks can find. The same is true of the gathers over the replicate axis that
+        a kind contains: each rank may know its own kind, and the first of these gathers may be the same on all ranks.
         """
-        kept = () if kind is None else kind.kept
-        return [*(Step("keep", self._root.groups[number]) for number in kept), *steps]
+        if kind is None:
+            return list(steps)
+        beginning = [("keep", number) for number in kind.kept]
+        beginning += [("gather over replicas", number) for number in kind.anew]
+        return [*(Step(name, self._root.groups[number]) for name, number in beginning), *steps]
 
     def _digests(self, kind: object, steps: Sequence[Step]) -> list[int]:
         # Groups are identified by their unit and parameters, not by number: a rank may have another group for
@@ -287,7 +295,7 @@ class RankMonitor:
         kind, steps = self.log.find(epoch, number) or (None, [])
         if not index:
             return "" if kind is None else str(kind)
-        steps = self._with_kept(kind, steps)
+        steps = self._with_beginning(kind, steps)
         return self._did(kind, steps[index - 1]) if index <= len(steps) else ""
 
     def _did(self, kind: PassKind | None, step: Step) -> str:
@@ -375,7 +383,7 @@ class _StateAtMeeting:
         log = monitor.log
         self._monitor = monitor
         self._at = log.position
-        self._kind, self._taken = log.kind, monitor._with_kept(log.kind, log.steps)
+        self._kind, self._taken = log.kind, monitor._with_beginning(log.kind, log.steps)
         self._wanted = [] if step is None else [step]
         self.compares = compares  # True: also the wanted step, not only the steps that were taken
         self._options: list[Line] = options_of(monitor._root) if options else []

@@ -46,8 +46,11 @@ class Source:
 
     @classmethod
     def of(cls, piece: torch.Tensor, param: FSDPParam | None, dtype: torch.dtype | None = None) -> Source:
-        """Return the source of ``piece``, sharded like ``param`` if given. A tensor subclass becomes a DTensor."""
-        if param is not None and type(piece) is not torch.Tensor:
+        """Return the source of ``piece``, sharded like ``param`` if given.
+
+        A tensor subclass becomes a DTensor, and so does a piece that is sharded over two axes.
+        """
+        if param is not None and (type(piece) is not torch.Tensor or param.spec.second is not None):
             piece, param = param.spec.shard_as(piece), None
         return cls(piece, param, dtype or piece.dtype)
 

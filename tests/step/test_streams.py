@@ -46,8 +46,12 @@ SETUPS: dict[str, dict[str, Any]] = {
     "hybrid": {"hybrid": True},
     "hybrid, bfloat16": {"hybrid": True, "mp_policy": BF16},
     "hybrid, mixed": {"hybrid": True, "mp_policy": MIXED},
+    "over replicas": {"shard_over_replicas": True},
+    "over replicas, mixed": {"shard_over_replicas": True, "mp_policy": MIXED, "reshard_after_forward": True},
+    "over replicas, offloaded": {"shard_over_replicas": True, "offload_policy": fsdp2.CPUOffloadPolicy(False)},
     "compressed": {"compression": INT8},
     "compressed, hybrid": {"compression": INT8, "hybrid": True, "mp_policy": MIXED},
+    "compressed, over replicas": {"compression": INT8, "shard_over_replicas": True, "mp_policy": MIXED},
 }
 
 
@@ -56,7 +60,7 @@ class Training:
 
     def __init__(self, mesh: Any, device: Device, setup: str, transfer: str) -> None:
         options = dict(SETUPS[setup])
-        if options.pop("hybrid", False):
+        if options.pop("hybrid", False) or options.get("shard_over_replicas"):
             mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         self.model: Any = Transformer(layers=3, width=32)
         for unit in (*self.model.blocks, self.model):
@@ -273,6 +277,18 @@ def ahead_of_the_step(run: Training) -> None:
         torch.zeros(3).add_(1)
 
 
+def skipping(run: Training) -> None:
+    """Evaluations that do without the last units, the shards of which are written meanwhile."""
+    run.step()
+    blocks, run.model.blocks = run.model.blocks, run.model.blocks[:1]
+    for _ in range(3):
+        with torch.no_grad():
+            run.forward()
+            blocks[2].up.weight.mul_(0.5)
+    run.model.blocks = blocks
+    run.step()
+
+
 def captured(run: Training) -> None:
     """Whole steps in a graph: all lanes begin behind its first kernel and end before its last."""
     run.step(2)
@@ -290,7 +306,7 @@ def captured(run: Training) -> None:
 
 PROGRAMS: list[Callable[[Training], None]] = [
     *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
-    *(outside, recomputed, unused, raising, finalized, ahead_of_the_step, captured, synchronization),
+    *(outside, recomputed, unused, raising, finalized, ahead_of_the_step, skipping, captured, synchronization),
 ]
 
 
@@ -341,10 +357,28 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
         "fp32",
         "packed",
     ),
-    ("gather", "Residency._start_gather"): (
-        ("wait", "gather_after_compute", "_start_gather"),
+    ("gather", "Residency._take_in_replaced"): (
+        ("wait", "gather_after_compute", "_take_in_replaced"),
         replaced_in_forward,
         "kept",
+        "packed",
+    ),
+    ("replicate", "Residency._launch_portions"): (
+        ("wait", "_launch_portions", "run"),
+        training,
+        "over replicas",
+        "packed",
+    ),
+    ("gather", "Residency._read_portions"): (
+        ("wait", "finish_gather", "_read_portions"),
+        training,
+        "over replicas",
+        "packed",
+    ),
+    ("compute", "Residency.end_portions"): (
+        ("wait", "end_portions", "end_forward_pass"),
+        skipping,
+        "over replicas",
         "packed",
     ),
     ("gather", "Residency._free_full"): (("wait", "_free_full", "_free"), training, "fp32", "packed"),

@@ -16,6 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FEATURES = {
     "hybrid sharding": "a mesh of a replicate and a shard axis",
+    "over replicas": "`shard_over_replicas` on such a mesh",
     "tensor parallel": "`parallelize_module` before `fully_shard`",
     "sequence parallel": "norms and residuals sharded along the sequence",
     "loss parallel": "logits sharded along the vocabulary",

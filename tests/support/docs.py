@@ -55,7 +55,7 @@ EXTRA_NAMES = {
 }
 """Public names of the package that torch has not at all."""
 EXTRA_PARAMETERS: dict[str, set[str]] = {
-    "fully_shard": {"compression", "ignored_modules", "policy", "replicated_params", "strategy"},
+    "fully_shard": {"compression", "ignored_modules", "policy", "replicated_params", "shard_over_replicas", "strategy"},
     "unshard": {"recurse"},
     "reshard": {"recurse"},
     "set_custom_all_gather": {"recurse"},

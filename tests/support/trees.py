@@ -267,9 +267,10 @@ PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | None] | None] = {
 class Plan:
     """A model and the options of its sharding.
 
-    ``mesh``: "flat", "hybrid", or "copies", where each rank has whole parameters. ``caches``: units are given a cache.
-    ``experts``: ranks have experts on meshes of their own, under names of their own. ``last``: the last layer is a unit
-    of its own, so the root has no parameters where every part is in a unit.
+    ``mesh``: "flat", "hybrid", "over replicas" (the same without copies), or "copies", where each rank has whole
+    parameters. ``caches``: units are given a cache. ``experts``: ranks have experts on meshes of their own, under names
+    of their own. ``last``: the last layer is a unit of its own, so the root has no parameters where every part is in a
+    unit.
     """
 
     nodes: tuple[Node, ...]
@@ -310,7 +311,7 @@ class Plan:
         world = dist.get_world_size()
         mesh = mesh_1d()
         if self.mesh != "flat":
-            copies = halves(world) if self.mesh == "hybrid" else world
+            copies = world if self.mesh == "copies" else halves(world)
             mesh = mesh_of(copies, world // copies, names=("replicate", "shard"))
         options = {
             "mesh": mesh,
@@ -318,22 +319,23 @@ class Plan:
             "shard_placement_fn": PLACEMENTS[self.placement],
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if self.offload else OffloadPolicy(),
         }
-        axis = mesh.size(mesh.ndim - 1)
+        over = {"shard_over_replicas": True} if self.mesh == "over replicas" else {}
+        axis = 1 if over else mesh.size(mesh.ndim - 1)  # over replicas, a number of ranks is refused
 
         def reshard(asked: bool | int | None) -> bool | int | None:
             possible = isinstance(asked, (bool, type(None))) or (axis > asked and axis % asked == 0)
             return asked if possible else True
 
         for unit, asked in units(model.tree):
-            fsdp.fully_shard(unit, reshard_after_forward=reshard(asked), **options)
+            fsdp.fully_shard(unit, reshard_after_forward=reshard(asked), **options, **over)
         if self.experts:
             within = mesh_of(halves(world), world // halves(world), names=("expert", "within"))["within"]
             for expert in model.experts.values():
                 fsdp.fully_shard(expert, **{**options, "mesh": within})
                 expert.set_gradient_divide_factor(world)  # the loss is the mean over all ranks
         if self.last:
-            fsdp.fully_shard(model.last, **options)
-        fsdp.fully_shard(model, reshard_after_forward=reshard(self.root_reshard), **options)
+            fsdp.fully_shard(model.last, **options, **over)
+        fsdp.fully_shard(model, reshard_after_forward=reshard(self.root_reshard), **options, **over)
 
 
 def halves(world: int) -> int:
@@ -389,7 +391,7 @@ def plans(*, ordinary: bool = False) -> st.SearchStrategy[Plan]:
         Plan,
         nodes=st.lists(nodes(ordinary=ordinary), min_size=1, max_size=4).map(tuple),
         root_reshard=st.sampled_from([None, True, False] if ordinary else [None, True, False, 2]),
-        mesh=st.just("flat") if ordinary else st.sampled_from(["flat", "hybrid", "copies"]),
+        mesh=st.just("flat") if ordinary else st.sampled_from(["flat", "hybrid", "over replicas", "copies"]),
         policy=st.just("plain") if ordinary else st.sampled_from(["plain", *sorted(POLICIES)]),
         placement=st.just("first") if ordinary else st.sampled_from(sorted(PLACEMENTS)),
         transfer=st.sampled_from(["direct", "packed"]),

@@ -166,8 +166,8 @@ def on_mesh(kind: str) -> nn.Module:
     if kind == "tensor parallel":
         mesh = mesh_of(2, 2, names=("dp", "tp"))
         return shard(tensor_parallel(stack(), mesh["tp"]), mesh["dp"])
-    if kind == "hybrid":
-        return shard(stack(), mesh_2d())
+    if kind in ("hybrid", "over replicas"):
+        return shard(stack(), mesh_2d(), shard_over_replicas=kind == "over replicas")
     if kind == "columns":
         return shard(stack(), mesh_1d(), shard_placement_fn=lambda p: Shard(1))
     if kind == "offloaded":
@@ -177,7 +177,7 @@ def on_mesh(kind: str) -> nn.Module:
 
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-@pytest.mark.parametrize("kind", ["hybrid", "tensor parallel", "columns", "offloaded"])
+@pytest.mark.parametrize("kind", ["hybrid", "over replicas", "tensor parallel", "columns", "offloaded"])
 def test_meshes(rank, world, name, kind):
     """Copies on the replicate axis, pieces of pieces, and other cuts: the same steps."""
     module, reference = on_mesh(kind), stack()

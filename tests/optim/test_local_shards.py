@@ -81,7 +81,8 @@ def test_steps_are_those_on_plain_tensors(rank, world, way):
 @pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
 def test_hybrid_sharding_and_cpu_offload(rank, world, name):
     """Neither the mesh nor the place of shards matters."""
-    for mesh, options in ((mesh_2d(), {}), (mesh_1d(), {"offload_policy": fsdp2.CPUOffloadPolicy()})):
+    over, offloaded = {"shard_over_replicas": True}, {"offload_policy": fsdp2.CPUOffloadPolicy()}
+    for mesh, options in ((mesh_2d(), {}), (mesh_2d(), over), (mesh_1d(), offloaded)):
         modules, optimizers = pair(make(name, "foreach"), mesh, **options)
         for module, optimizer in zip(modules, optimizers, strict=True):
             train(module, optimizer)

@@ -51,6 +51,7 @@ class Layout:
     dp: DeviceMesh
     tp: DeviceMesh | None = None
     dim: int = 0
+    over_replicas: bool = False
 
     @classmethod
     def of(cls, name: str) -> Layout:
@@ -64,6 +65,7 @@ class Layout:
             "one": lambda: cls(alone["one"]),
             "other dimension": lambda: cls(mesh_1d(), dim=1),
             "hybrid": lambda: cls(mesh_2d()),
+            "over replicas": lambda: cls(mesh_2d(), over_replicas=True),
             "tensor parallel": lambda: cls(both["dp"], both["tp"]),
         }[name]()
 
@@ -85,8 +87,9 @@ class Layout:
             plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
             parallelize_module(module, self.tp, plan)
         place = lambda p: Shard(self.dim) if p.ndim > self.dim else None
+        options = {"shard_over_replicas": True} if self.over_replicas else {}
         for unit in (*module, module):
-            fsdp.fully_shard(unit, mesh=self.dp, shard_placement_fn=place)
+            fsdp.fully_shard(unit, mesh=self.dp, shard_placement_fn=place, **options)
         return Trainer(module)
 
 
@@ -144,6 +147,8 @@ PAIRS = [
     ("three", "four"),
     ("four", "hybrid"),
     ("hybrid", "two"),
+    ("over replicas", "four"),
+    ("hybrid", "over replicas"),
     ("four", "tensor parallel"),
     ("tensor parallel", "three"),
     ("tensor parallel", "hybrid"),
@@ -154,6 +159,8 @@ OTHERS = [
     ("four", "one"),
     ("two", "four"),
     ("four", "three"),
+    ("over replicas", "two"),
+    ("tensor parallel", "over replicas"),
     ("hybrid", "tensor parallel"),
     ("tensor parallel", "other dimension"),
 ]
@@ -162,6 +169,7 @@ OTHERS = [
 @composes("saved elsewhere", "uneven", "Adam")
 @composes("saved elsewhere", "shard dim", "Adam")
 @composes("saved elsewhere", "hybrid sharding", "Adam")
+@composes("saved elsewhere", "over replicas", "Adam", "uneven")
 @composes("saved elsewhere", "tensor parallel", "Adam")
 @composes("saved elsewhere", "tensor parallel", "hybrid sharding")
 @composes("saved elsewhere", "tensor parallel", "shard dim")

@@ -241,6 +241,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_ranks(text: Path) -> None
     assert all(torch.equal(rows(1), rows(ranks)) for ranks in (2, 3, 4, 6, 12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

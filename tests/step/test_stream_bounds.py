@@ -101,7 +101,7 @@ MOST = {"bf16": (3.1, 3.1), "bf16, fp32 reduce": (3.6, 4.2)}
 
 @pytest.mark.parametrize("together", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ranks", [8, 64, 256, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [8, 64, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (256, 1024))])
 def test_memory_stays_half_a_layer_below_torchs(ranks, policy, together):
     """A layer and the gradients of two, or two layers and the gradients of one, are alive at once: what is reduced is
     given back before the next layer is gathered, and what is packed lies where activations and gradients were."""

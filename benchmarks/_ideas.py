@@ -24,7 +24,7 @@ from fsdp2.comm import collectives, gather, reduce
 from fsdp2.comm.gather import Buffer
 from fsdp2.engine import buffers as shards
 from fsdp2.engine import order
-from fsdp2.engine.reducer import GroupGradients
+from fsdp2.engine.gradients import GroupGradients
 
 NEVER = 1 << 62
 """A size in bytes that no transfer reaches."""

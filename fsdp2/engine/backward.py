@@ -27,7 +27,7 @@ class Pending:
         # How each of a group's calls will know that backward needs the group no more.
         self.inputs: dict[FSDPParamGroup, set[Inputs]] = {}
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
-        self.kept: dict[FSDPParamGroup, None] = {}  # that stayed in memory because backward needs them first
+        self.stayed: dict[FSDPParamGroup, None] = {}  # that stayed in memory because backward needs them first
         self.forwards = 0
         self.manual: bool | None = None  # whether the caller ends these backwards; settled when the first begins
         self.deferred: dict[FSDPParamGroup, None] = {}  # left to ``finalize_backward``
@@ -49,7 +49,7 @@ class BackwardPass(Pass):
 
     def start(self, *, more_follow: bool) -> None:
         """Autograd's backward runs; with ``more_follow`` others on the same forwards may need what it gathers ahead."""
-        self.started, self.modes, self._more_follow = True, dispatch_modes(), more_follow
+        self.started, self.outer_modes, self._more_follow = True, dispatch_modes(), more_follow
 
     def is_done_with(self, group: FSDPParamGroup) -> bool:
         """Return whether this pass will not use ``group`` any more."""
@@ -90,7 +90,7 @@ class BackwardPass(Pass):
         # Where ranks may skip the group, all drop the gather after each backward: some have freed the parameters by
         # then.
         ahead = self._more_follow and group.residency.is_gathering and not group.options.reduce_unused
-        group.post_backward(self.take, keep=self.creates_graph or ahead)
+        group.post_backward(self.take, stays=self.creates_graph or ahead)
 
 
 class Synchronization(Pass):

@@ -37,7 +37,7 @@ class ForwardPass(Pass):
         self.trains = torch.is_grad_enabled()
         self.order: ForwardOrder[FSDPParamGroup] = ForwardOrder(known)
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
-        self.kept: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
+        self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
         self._needed_first = needed_first
 
     def prefetch(self, group: FSDPParamGroup) -> None:
@@ -60,7 +60,7 @@ class ForwardPass(Pass):
         freed = after is True and options.unshard_in_backward
         self.ended_with = group if freed else None  # backward begins with one that stays anyway
         if freed and group is self._needed_first:
-            self.kept[group] = None
+            self.stayed[group] = None
             return False
         return after
 

@@ -14,10 +14,10 @@ from torch import nn
 from fsdp2 import _trace
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot
 from fsdp2.engine.phase import Phase, PhaseTracker
-from fsdp2.engine.reducer import GroupGradients
 from fsdp2.engine.residency import Residency
 from fsdp2.engine.steps import Take, take_unobserved
 
@@ -266,8 +266,8 @@ class FSDPParamGroup:
         return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
 
     @_trace.profiled("post_backward")
-    def post_backward(self, take: Take = take_unobserved, *, keep: bool = False) -> None:
-        """Free the parameters, unless they are to ``keep``, and reduce the gradients there are, if any.
+    def post_backward(self, take: Take = take_unobserved, *, stays: bool = False) -> None:
+        """Free the parameters, unless the group ``stays`` in memory, and reduce the gradients there are, if any.
 
         The parameters go first: their memory is free when gradients are packed and summed. torch's pipelines call this
         themselves, for backwards that autograd did not end.
@@ -276,9 +276,9 @@ class FSDPParamGroup:
         if _trace.recording:
             _trace.emit("post_backward", self.name)
         if not self.options.reduce_gradients:
-            self.gradients.keep()
+            self.gradients.leave_unreduced()
         # A unit that some ranks skip is freed in any case: that a forward gathers it tells all ranks that it is used.
-        if (self.options.reshard_after_backward or self.options.reduce_unused) and not keep:
+        if (self.options.reshard_after_backward or self.options.reduce_unused) and not stays:
             self.reshard()
         else:
             self.residency.hold()

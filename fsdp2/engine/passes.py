@@ -22,7 +22,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase
 from fsdp2.engine.steps import END, Observer, Step, nothing, take
 
-__all__ = ["Call", "HiddenInputs", "Mode", "Pass", "Unit", "backward_runs"]
+__all__ = ["Call", "CallKind", "HiddenInputs", "Pass", "Unit", "backward_runs"]
 
 
 def backward_runs() -> bool:
@@ -37,7 +37,7 @@ class Unit(Protocol):
     groups: list[FSDPParamGroup]
 
 
-class Mode(Enum):
+class CallKind(Enum):
     """The kind of a forward call of a unit; it is settled at its entry."""
 
     NORMAL = 0
@@ -49,7 +49,7 @@ class Mode(Enum):
 class Call:
     """One forward call of a unit, or of all members of a grouped one, from its entry to its end."""
 
-    mode: Mode
+    kind: CallKind
     run: Pass
     depth: int = 0  # of a recursive one: how many calls of the module are on the stack
     members: set[nn.Module] = field(default_factory=set)  # that have not run yet
@@ -91,7 +91,7 @@ class Pass:
         self.groups = groups
         self.observer = observer
         self.entered: dict[Any, Call] = {}  # units whose forward is under way
-        self.modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
+        self.outer_modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
         self.gathered_skippable: dict[Any, None] = {}  # groups that some ranks may skip; alike on all ranks
         self._taken = 0  # steps so far

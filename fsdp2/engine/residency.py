@@ -33,7 +33,7 @@ from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.param import FSDPParam, Shown, lie_in, show, shows
-from fsdp2.engine.steps import Member, Step, Take
+from fsdp2.engine.steps import ObservedGroup, Step, Take
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
 from fsdp2.sharding.mesh import Axis
@@ -78,7 +78,7 @@ class Full:
 class Pieces:
     """Pieces on a few neighbouring ranks are in memory, under ``reshard_after_forward=<int>``."""
 
-    kept: SubgroupShards
+    pieces: SubgroupShards
     adopted: bool = False
     held: Held | None = None
 
@@ -156,7 +156,7 @@ class Summoning(Protocol):
 class Residency:
     """The parameters of one group: what of them is in memory, and what its modules show."""
 
-    def __init__(self, group: Member, store: ShardStore, comm: CommContext) -> None:
+    def __init__(self, group: ObservedGroup, store: ShardStore, comm: CommContext) -> None:
         self.name = ""
         self.store = store
         self.comm = comm
@@ -259,7 +259,7 @@ class Residency:
     @_trace.profiled("all_gather")
     def _start_gather(self, take: Take, optional: bool, in_backward: bool) -> None:
         store, lanes = self.store, self.comm.lanes
-        source = self.state.kept if type(self.state) is Pieces else None
+        source = self.state.pieces if type(self.state) is Pieces else None
         if source is not None:
             axis = source.axis  # neighbours alone: other ranks have pieces of the same values
             gather = partial(self._launch, source.gather, axis, None, source)
@@ -452,7 +452,7 @@ class Residency:
         if state.held is not None:
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
-        pieces = state.source if type(state) is InFlight else state.kept if type(state) is Pieces else None
+        pieces = state.source if type(state) is InFlight else state.pieces if type(state) is Pieces else None
         if pieces is not None:
             pieces.free()
         self._move(Sharded())
@@ -465,9 +465,9 @@ class Residency:
     def keep_pieces(self, size: int) -> None:
         """Keep pieces on groups of ``size`` neighbouring ranks, show them, and free the full parameters."""
         if type(self.state) is Full and not self.summoned:
-            kept = self.store.subgroup(size)
-            kept.copy_from_full()
-            self._move(Pieces(kept, self.state.adopted))
+            pieces = self.store.subgroup(size)
+            pieces.copy_from_full()
+            self._move(Pieces(pieces, self.state.adopted))
             self.show("subgroup")
             self._free_full()
 
@@ -517,7 +517,7 @@ class Residency:
             for param, value in values.items():
                 param.write(value, full=isinstance(state, Full) and param not in extended)
             if isinstance(state, Pieces):
-                state.kept.write(values)
+                state.pieces.write(values)
             if current and values:
                 self.hold()
         finally:

@@ -190,7 +190,7 @@ class RootContext(Generic[U]):
             self.known = run.order.calls or self.known
         if run.trains:
             self.pending.used.update(run.gathered_skippable)
-            self.pending.kept.update(run.kept)
+            self.pending.stayed.update(run.stayed)
             self.pending.forwards += 1
             self._ended_with = run.ended_with
 
@@ -224,15 +224,15 @@ class RootContext(Generic[U]):
         groups = self.groups
         reduce = sum([group.options.reduce_gradients for group in groups])
         all_reduce = sum([group.options.all_reduce_gradients for group in groups])
-        gathered = [group for group in self.pending.kept if group.mesh.shard.size > 1]  # by a collective
-        used, kept = (
+        gathered = [group for group in self.pending.stayed if group.mesh.shard.size > 1]  # by a collective
+        used, stayed = (
             tuple(number for number, group in enumerate(groups) if group in some)
             for some in (self.pending.used, gathered)
         )
         text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
         # Without units that ranks may skip, forwards that take no step need not be as many on all ranks.
         forwards = self.pending.forwards if any(group.options.reduce_unused for group in groups) else 0
-        return PassKind(name, text, used, kept, forwards)
+        return PassKind(name, text, used, stayed, forwards)
 
     def end_backward(self, run: BackwardPass) -> None:
         """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.

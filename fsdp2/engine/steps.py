@@ -21,7 +21,7 @@ __all__ = [
     "Answer",
     "CanJoin",
     "Joins",
-    "Member",
+    "ObservedGroup",
     "Observer",
     "PassKind",
     "Step",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-class Member(Protocol):
+class ObservedGroup(Protocol):
     """A group of parameters, as far as an observer has to know one (``FSDPParamGroup``, whose file imports this)."""
 
     name: str
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     """
 
     kind: str  # "gather", "gather over replicas", "reduce", or "end" for the end of a pass, which has no group
-    group: Member | None
+    group: ObservedGroup | None
     part: tuple[int, ...] = ()
 
 
@@ -73,7 +73,7 @@ class PassKind(NamedTuple):
     detail: str = ""  # for people
     used: tuple[int, ...] = ()
     """Of a backward: the groups marked with ``set_reduce_scatter_unused_params`` that its forwards gathered."""
-    kept: tuple[int, ...] = ()
+    stayed: tuple[int, ...] = ()
     """Of a backward: the groups that its forwards ended with and left in memory, which it does not gather again."""
     forwards: int = 0
     """Of a backward with such groups: how many forwards it may be on, those included that took no step."""

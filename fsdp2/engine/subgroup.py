@@ -37,16 +37,16 @@ class SubgroupShards:
         self.axis = Axis.of(regroup(mesh.mesh, mesh.mesh.ndim, size), 1)
         specs = [param.spec.on_subgroup(mesh, size) for param in params]
         # What was decoded travels as it is: encoded again it would be another value than forward computed with.
-        kept = [
+        items = [
             replace(item, layout=spec.layout, dtype=item.wire_dtype, form=None)
             for item, spec in zip(gather.items, specs)
         ]
-        plan = plan_flat(kept, sizes, coalesced=self.axis.coalesces)
+        plan = plan_flat(items, sizes, coalesced=self.axis.coalesces)
         plan = replace(plan, full_offset=places.full_offset, full_bytes=places.full_bytes)
         self._flat = Buffer(plan.shard_bytes, full.bytes.device)
-        self.gather = GatherBuffers(kept, plan, self._flat.bytes, full)
+        self.gather = GatherBuffers(items, plan, self._flat.bytes, full)
         self._specs, self._pieces, self._sources = specs, [], []
-        for i, (param, spec, item) in enumerate(zip(params, specs, kept)):
+        for i, (param, spec, item) in enumerate(zip(params, specs, items)):
             flat = self._flat.view(plan.shard_offset[i], spec.shard_numel, item.dtype)
             piece = flat.as_strided(spec.shard_shape, spec.shard_stride)
             self._pieces.append(piece)

@@ -34,7 +34,7 @@ from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
-from fsdp2.engine.passes import Call, HiddenInputs, Mode
+from fsdp2.engine.passes import Call, CallKind, HiddenInputs
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.steps import PassKind, take_unobserved
 from fsdp2.policies import MixedPrecisionPolicy
@@ -162,14 +162,14 @@ class FSDPState(ComposableState):
             return args, kwargs
         call, first = self._enter(module)
         run = call.run
-        if call.mode is Mode.RECOMPUTED:
+        if call.kind is CallKind.RECOMPUTED:
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now(run.take, in_backward=True)
         if first and run.outermost is self and self.device.type != "cpu":
             args, kwargs = move_inputs(self.device, args, kwargs)
         if self.mp_policy.param_dtype is not None:
             args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
-        if call.mode is not Mode.NORMAL:
+        if call.kind is not CallKind.NORMAL:
             return args, kwargs
         entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
         for group in self.groups:
@@ -205,19 +205,19 @@ class FSDPState(ComposableState):
             for state in root.all_states if root.forward is None else [self]:
                 state.notice_added()
         if in_backward and any([group.phases.in_backward for group in self.groups]):
-            calls.append(Call(Mode.RECOMPUTED, root.enter_backward()))
+            calls.append(Call(CallKind.RECOMPUTED, root.enter_backward()))
             return calls[-1], True
         if calls and calls[-1].run is (root.backward if in_backward else root.forward):
             if len(self.modules) > 1 and calls[-1].members:
                 return calls[-1], False
             depth = calls_under_way(module)
             if depth > 1:  # gathered already, and both are through when the outer call is
-                calls.append(Call(Mode.RECURSIVE, calls[-1].run, depth))
+                calls.append(Call(CallKind.RECURSIVE, calls[-1].run, depth))
                 return calls[-1], True
         run = root.enter_backward() if in_backward else root.begin_forward(self)
         if calls and calls[-1].run is not run:
             calls.clear()  # left behind by exceptions
-        call = Call(Mode.NORMAL, run, members=set(self.modules))
+        call = Call(CallKind.NORMAL, run, members=set(self.modules))
         calls.append(call)
         run.entered[self] = call
         return call, True
@@ -229,9 +229,9 @@ class FSDPState(ComposableState):
         A grouped call is complete with its last member, or where the outermost forward ends without that member.
         """
         call = self._leave(module)
-        if call is not None and (call.mode is not Mode.NORMAL or call.members):
+        if call is not None and (call.kind is not CallKind.NORMAL or call.members):
             # Not complete, or part of another call. Backward may still enter by this member's output.
-            if call.mode is Mode.NORMAL and torch.is_grad_enabled():
+            if call.kind is CallKind.NORMAL and torch.is_grad_enabled():
                 _, output = hooks.watch_outputs(output, self._enter_member, self._first_node)
         elif self.summoned is None:
             output = self._complete(call, output)
@@ -253,7 +253,7 @@ class FSDPState(ComposableState):
         if graph_task_id() == -1 and self.is_root is not False:
             return dispatch_modes()
         running = self.root.running
-        return 0 if running is None else running.modes
+        return 0 if running is None else running.outer_modes
 
     def _leave(self, module: nn.Module) -> Call | None:
         """Return the call that ends, or one of whose members ends.
@@ -263,7 +263,7 @@ class FSDPState(ComposableState):
         calls = self._calls
         if self.summoned is not None or not calls:
             return None
-        while calls[-1].mode is Mode.RECURSIVE and calls_under_way(module) < calls[-1].depth:
+        while calls[-1].kind is CallKind.RECURSIVE and calls_under_way(module) < calls[-1].depth:
             calls.pop()  # left behind by an exception
         call = calls[-1]
         call.members.discard(module if len(self.modules) > 1 else self.modules[0])  # or a shallow copy of it
@@ -282,7 +282,7 @@ class FSDPState(ComposableState):
             if call is None or not group.shared or call.run.leave_shared(group, self):
                 after = run.after_forward(group) if isinstance(run, ForwardPass) else True
                 group.post_forward(None if in_backward else after)
-                if isinstance(run, ForwardPass) and group in run.kept:
+                if isinstance(run, ForwardPass) and group in run.stayed:
                     group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
         if torch.is_grad_enabled() and self.groups:
             made = autograd_sequence_number() - self._first_node

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.engine.reducer import drop_left_open, left_open_params
+from fsdp2.engine.gradients import drop_left_open, left_open_params
 
 __all__ = ["drop_unreduced", "refuse_unreduced", "refuse_unreduced_step"]
 

@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
+from fsdp2.engine.gradients import may_be_left_open
 from fsdp2.engine.index import managed_slots, originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
-from fsdp2.engine.reducer import may_be_left_open
 from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.engine.unit import live_states
 from fsdp2.optim.left_open import drop_unreduced, refuse_unreduced_step

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import AS_COMPUTED, END, Answer, CanJoin, Member, PassKind, Step
+from fsdp2.engine.steps import AS_COMPUTED, END, Answer, CanJoin, ObservedGroup, PassKind, Step
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.steps import StepLog
@@ -230,7 +230,7 @@ class RankMonitor:
     def _choose(self, step: Step, prefetch: bool) -> Step:
         """Return the next step of all ranks. This rank wants ``step``, but can wait with it if it is a ``prefetch``."""
         log = self.log
-        groups: Sequence[Member] = self._root.groups
+        groups: Sequence[ObservedGroup] = self._root.groups
         state = _StateAtMeeting(self, step, compares=False)
         want: dict[str, Any] = {"step": [step.kind, None, []]}
         if step.group is not None:
@@ -248,7 +248,7 @@ class RankMonitor:
 
     def _order(self, kind: PassKind | None, step: Step) -> int:
         """Return a number that grows along the pass: in the order of groups in a forward, in reverse in a backward."""
-        groups: Sequence[Member] = self._root.groups
+        groups: Sequence[ObservedGroup] = self._root.groups
         number = -1 if step.group is None else groups.index(step.group)
         backward = kind is not None and kind.name in _BACKWARDS
         return -self._places.get(step.group, number) if backward else number
@@ -274,7 +274,7 @@ class RankMonitor:
         """
         if kind is None:
             return list(steps)
-        beginning = [("keep", number) for number in kind.kept]
+        beginning = [("stay", number) for number in kind.stayed]
         beginning += [("gather over replicas", number) for number in kind.anew]
         return [*(Step(name, self._root.groups[number]) for name, number in beginning), *steps]
 
@@ -311,7 +311,7 @@ class RankMonitor:
         if group is None:
             return f"the end of {kind}"
         text = f"{step.kind} {group.name or 'the root'!r} in {kind}"
-        if step.kind == "keep":
+        if step.kind == "stay":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
         if step.kind == "reduce":
             sent = [i for i in step.part if i != AS_COMPUTED]
@@ -414,7 +414,7 @@ class _StateAtMeeting:
         return self._monitor.refuse(texts)
 
 
-def _alike(one: Member | None, other: Member | None) -> bool:
+def _alike(one: ObservedGroup | None, other: ObservedGroup | None) -> bool:
     """Return True if two groups have extensions, and parameters of the same shapes and dtypes."""
     if one is None or other is None or one.store.extensions is None:
         return False

@@ -166,7 +166,7 @@ def test_another_compute_stream(setup, monkeypatch):
         if setup == "hybrid":
             names = ("replicate", "shard")
             mesh = torch.distributed.init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=names)
-        monkeypatch.setattr("fsdp2.engine.reducer.hook_gradient", on_the_stream_of_its_node(device))
+        monkeypatch.setattr("fsdp2.engine.gradients.hook_gradient", on_the_stream_of_its_node(device))
         model: Any = Model(random.Random(0), recompute=False)
         for unit in (*model.layers, model):
             fsdp2.fully_shard(unit, mesh=mesh, **options)

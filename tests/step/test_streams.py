@@ -314,7 +314,7 @@ def mistakes(program: Callable[[Training], None], setup: str, transfer: str, ign
     """Return what ``program`` does too early on a device that ignores the waits of ``ignored``."""
     torch.manual_seed(0)
     on_host = mock.patch("fsdp2.comm.gather._on_host", return_value=setup == "copied from the host")
-    late = mock.patch("fsdp2.engine.reducer._LATE_BYTES", 0)  # as with units of a usual size
+    late = mock.patch("fsdp2.engine.gradients._LATE_BYTES", 0)  # as with units of a usual size
     with on_host, late, simulated_backend("nccl"), fake_mesh(8) as mesh, Device(ignored) as device:
         program(Training(mesh, device, setup, transfer))
     return device.mistakes

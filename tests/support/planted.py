@@ -13,9 +13,9 @@ import torch
 
 from fsdp2.comm import reduce
 from fsdp2.comm.collectives import all_to_all, prefers_all_to_all
-from fsdp2.engine import reducer
+from fsdp2.engine import gradients
+from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.passes import HiddenInputs
-from fsdp2.engine.reducer import GroupGradients
 from fsdp2.engine.root import RootContext
 from fsdp2.optim import clip
 from fsdp2.ranks.monitor import RankMonitor
@@ -40,7 +40,7 @@ def exchange_on_one_rank(patch: Patch) -> None:
         output.copy_(rows)
         return []
 
-    patch.setattr(reducer, "prefers_all_to_all", prefers)
+    patch.setattr(gradients, "prefers_all_to_all", prefers)
     patch.setattr(reduce, "prefers_all_to_all", prefers)
     patch.setattr(reduce, "all_to_all", exchange)
 

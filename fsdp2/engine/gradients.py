@@ -1,4 +1,4 @@
-"""A group's gradients on their way out: which chunk leaves when, and what is kept for a later backward."""
+"""A group's gradients on their way out: which chunk leaves when, and what is left for a later backward."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class GroupGradients:
         self._hooked: dict[int, torch.Tensor] = {}
         # Parameters whose gradients a backward left unreduced, in the reduce dtype, on whichever ranks have them. Alike
         # on all ranks, as they run the same backwards.
-        self._kept: set[int] = set()
+        self._unreduced: set[int] = set()
         # Whether autograd makes gradients that are reduced at once (True) or that accumulate; None before either.
         self._expects_reduced: bool | None = None
         self._at_once = False  # backward finishes all gradients together
@@ -241,7 +241,7 @@ class GroupGradients:
         """
         self.watch_all()
         plan = self._current_plan()
-        reduced = self._store.options.reduce_gradients and not self._kept
+        reduced = self._store.options.reduce_gradients and not self._unreduced
         if reduced is not self._expects_reduced:
             self._expects_reduced, rounded = reduced, self._rounded
             for param in self._store.params:
@@ -314,7 +314,7 @@ class GroupGradients:
                 )
         there = self._there()
         if not unused and True not in there and not self._partial:
-            self._kept.clear()  # nothing was kept, or it is gone
+            self._unreduced.clear()  # nothing was left, or it is gone
             return
         plan, first, left = self._current_plan(), launched == 0, False
         for c, chunk in enumerate(plan.chunks):
@@ -324,12 +324,12 @@ class GroupGradients:
                 left |= not self._launch(tuple(present), take, finished, first=first)
                 first = False
         if not left:
-            self._kept.clear()
+            self._unreduced.clear()
 
     @property
     def left_open(self) -> bool:
         """True if backwards left gradients unreduced, or sums that were not all-reduced; alike on all ranks."""
-        return bool(self._kept or self._partial)
+        return bool(self._unreduced or self._partial)
 
     def note_open(self) -> None:
         """Remember that gradients are left to be reduced later, for those who would not see them on the shards."""
@@ -347,7 +347,7 @@ class GroupGradients:
         found = [
             (i, param)
             for i, param in enumerate(params)
-            if there[i] or i in self._partial or (unused and i in self._kept and param.requires_grad)
+            if there[i] or i in self._partial or (unused and i in self._unreduced and param.requires_grad)
         ]
         if not found and not self.left_open:
             _open.discard(self)
@@ -358,7 +358,7 @@ class GroupGradients:
         for i, param in self.find_left_open():
             if id(param.sharded) in held:
                 self._partial.pop(i, None)
-                self._kept.discard(i)
+                self._unreduced.discard(i)
                 param.drop_unreduced_gradient()
 
     def complete(self, take: Take) -> None:
@@ -388,10 +388,10 @@ class GroupGradients:
     def _all_reduces(self) -> bool:
         return self._completes or self._store.options.all_reduce_gradients
 
-    def keep(self) -> None:
+    def leave_unreduced(self) -> None:
         """Leave the gradients unreduced for a later backward."""
         self._backward, self._expects_reduced = None, False
-        self._kept = set(range(len(self._store.params)))
+        self._unreduced = set(range(len(self._store.params)))
         self.note_open()
         for param in self._store.params:
             if param.requires_grad:
@@ -400,7 +400,7 @@ class GroupGradients:
     def zero(self, *, set_to_none: bool) -> None:
         """Have no gradients, or zeros on the shards that have one; none that is still to be reduced in any case."""
         self._partial.clear()
-        self._kept.clear()
+        self._unreduced.clear()
         for param in self._store.params:
             param.drop_gradient(to_zeros=not set_to_none)
 
@@ -408,7 +408,7 @@ class GroupGradients:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()
         self.comm.forget_later()
-        self._kept.clear()
+        self._unreduced.clear()
         self._backward = self._expects_reduced = None
         for param in self._store.params:
             param.drop_gradient()
@@ -432,7 +432,7 @@ class GroupGradients:
             reduce()
             return True
         dtypes = self._dtypes[indices[0]]
-        part = indices if self._kept or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
+        part = indices if self._unreduced or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
         return take(Step("reduce", store.params[indices[0]].group, part), reduce)
 
     def _reduce(self, indices: tuple[int, ...], finished: Finished) -> None:
@@ -510,7 +510,7 @@ class GroupGradients:
             for tensor in (*grads, *partial):
                 widest = torch.promote_types(dtypes.reduce, tensor.dtype)
                 dtypes = replace(dtypes, wire=widest, reduce=widest)
-        key = (dtypes, bool(self._kept))
+        key = (dtypes, bool(self._unreduced))
         if key not in self._plans:
             self._plans[key] = self._make_reduce_plan(dtypes)
         return self._plans[key]
@@ -519,7 +519,7 @@ class GroupGradients:
         store = self._store
         options, mesh = store.options, store.mesh
         reduce = dtypes.reduce
-        wire = reduce if self._kept else dtypes.wire
+        wire = reduce if self._unreduced else dtypes.wire
         scaling = choose_scaling(
             reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
         )
@@ -545,7 +545,7 @@ class GroupGradients:
         return Compression(reduce, replicate, *(self.comm.noise if by_chance else (None, None)))
 
     def _defer_or_reduce(self, indices: tuple[int, ...], plan: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
-        """Return what joins sums over the shard axis with earlier ones, to be all-reduced then (True) or kept.
+        """Return what joins sums over the shard axis with earlier ones, to be all-reduced then (True) or later (False).
 
         Earlier ones may have been divided by something else, where a setter was called between micro-batches.
         """
@@ -553,9 +553,9 @@ class GroupGradients:
 
         def defer_or_reduce(pieces: list[torch.Tensor]) -> bool:
             for i, piece in zip(indices, pieces):
-                kept, before = self._partial.pop(i, (None, divided))
-                if kept is not None:
-                    piece += kept if before == divided else kept * (before / divided)
+                earlier, divisor = self._partial.pop(i, (None, divided))
+                if earlier is not None:
+                    piece += earlier if divisor == divided else earlier * (divisor / divided)
                 if not all_reduce:
                     self._partial[i] = piece, divided
                     self.note_open()

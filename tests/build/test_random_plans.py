@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests.build.models import nodes_mesh
 from tests.support import api
-from tests.support.parity import Run, assert_parity, mesh_1d, mesh_of, train_locally
+from tests.support.parity import Run, assert_parity, mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -135,5 +135,5 @@ def test_strategies_over_tensor_parallelism(rank, world, name, two):
         fsdp.fully_shard(module, policy={nn.Linear}, replicated_params={module[1].weight}, **options)
 
     layers = lambda: nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5), nn.Linear(5, 8))
-    run = assert_parity(shard, build=layers, program=train_locally, part=(rank // 2, 2), against=("alone",))
+    run = assert_parity(shard, build=layers, part=(rank // 2, 2), against=("alone",))
     assert run.module[1].weight.placements[-1].dim == 1 and "tp" in run.module[1].weight.device_mesh.mesh_dim_names

@@ -27,7 +27,6 @@ from tests.support.parity import (
     mesh_2d,
     mesh_of,
     train,
-    train_locally,
 )
 from tests.support.pool import on_ranks
 
@@ -177,7 +176,7 @@ def test_experts_in_the_unit_of_the_dense_parameters(rank, world, count, dim, ot
 
     policy = replace(BF16, output_dtype=torch.float32) if other else MixedPrecisionPolicy()
     against, tolerance = api.against("2.12"), 0.05 if other else 2e-5
-    how = {"program": train_locally, "policy": policy, "against": against, "tolerance": tolerance}
+    how = {"policy": policy, "against": against, "tolerance": tolerance}
     run = assert_parity(prepare, build=lambda: Mixture(count), **how)
     groups = run.module._get_fsdp_state()._fsdp_param_groups
     assert sorted(group.mesh_info.mesh.size() for group in groups) == [2, 4]

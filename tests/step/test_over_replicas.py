@@ -34,8 +34,7 @@ from tests.support.parity import (
     play,
     shard_each,
     stack,
-    step_locally,
-    train_locally,
+    train,
 )
 from tests.support.pool import on_ranks
 
@@ -55,7 +54,6 @@ def prepare(module: Any, fsdp: Any, **options: Any) -> None:
 
 def accumulate(run: Run, batches: int = 2) -> None:
     """Three steps of a few micro-batches, of which the last one sums over replicas."""
-    step_locally(run)
     for step in range(3):
         for number in range(batches):
             last = number == batches - 1
@@ -73,7 +71,6 @@ def leave_open(setter: str, divisor: float, module: Any, fsdp: Any) -> None:
 
 def synchronize(run: Run) -> None:
     """Three steps of two micro-batches, which leave full gradients, sums over the shard axis, or one and the other."""
-    step_locally(run)
     full, sums = "set_requires_gradient_sync", "set_requires_all_reduce"
     for step, setters in enumerate([(full, full), (sums, sums), (full, sums)]):
         for number, setter in enumerate(setters):
@@ -97,7 +94,7 @@ def assert_same_bits(one: Run, other: Run) -> None:
 @composes("over replicas", "hybrid sharding", "uneven", "SGD")
 @composes("over replicas", "accumulation")
 @on_ranks(4)
-@pytest.mark.parametrize("program", [train_locally, accumulate, synchronize])
+@pytest.mark.parametrize("program", [train, accumulate, synchronize])
 @pytest.mark.parametrize("build", [stack, uneven])
 @pytest.mark.parametrize("reshard", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trains_as_hybrid_sharding_does(rank, world, program, build, reshard):
@@ -160,7 +157,7 @@ def train_beside_tensor_parallelism(rank: int, shards: int) -> None:
         shard_each(module, fsdp, mesh=data, shard_over_replicas=True)
 
     part = (rank // 2, 2 * shards)
-    module = assert_parity(shard, program=train_locally, part=part, against=("alone",)).module
+    module = assert_parity(shard, part=part, against=("alone",)).module
     assert module[0].weight.device_mesh.mesh_dim_names == ("shard", "replicate", "tp")
     assert module[0].weight.to_local().shape == (8 // (4 * shards), 8)
 
@@ -274,7 +271,7 @@ def test_the_replicate_axis_is_used_once_a_step(rank, world, batches):
     for over in (True, False):
         module = stack(16)
         prepare(module, api.ours, reshard_after_forward=True, shard_over_replicas=over)
-        run = step_locally(Run(module, api.ours, (rank, world)))
+        run = Run(module, api.ours, (rank, world))
         for _ in range(2):  # in the second iteration the last unit stays
             sent = Sent()
             with _trace.recording_with(sent):
@@ -493,7 +490,7 @@ def test_units_that_some_ranks_skip(rank, world):
         module = Skips(*stack())
         prepare(module, api.ours, shard_over_replicas=over)
         module.set_reduce_scatter_unused_params(True)
-        run = step_locally(Run(module, api.ours, (rank, world)))
+        run = Run(module, api.ours, (rank, world))
         for step in range(3):
             loss = module(run.inputs(step), skips=(rank + step) % 3 == 0).square().mean()
             losses.append(run.note_loss(loss).item())

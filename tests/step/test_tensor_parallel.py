@@ -19,7 +19,7 @@ from fsdp2 import DataParallelMeshDims
 from tests.step.test_named_dimensions import OnMesh, ranks_of, spread
 from tests.support import api
 from tests.support.composition import composes
-from tests.support.parity import Run, assert_parity, full, mesh_of, shard_each, step_locally, train, train_locally
+from tests.support.parity import Run, assert_parity, full, mesh_of, shard_each, train
 from tests.support.pool import on_ranks
 
 CONFIG = LlamaConfig(vocabulary=16, layers=2, width=8, heads=2, context=4)
@@ -47,11 +47,6 @@ def language(run: Run) -> None:
             dist.all_reduce(total, dist.ReduceOp.AVG)
         run.seen[f"loss {step}"] = total
         run.update()
-
-
-def language_stepped_locally(run: Run) -> None:
-    """The same with steps that are not DTensor's, which are slow on many axes."""
-    language(step_locally(run))
 
 
 def sharded(dp, tp, **options):
@@ -101,7 +96,7 @@ def test_three_dimensions(rank, world):
     mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tp"))
     part = (2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard"), 4)
     prepare = sharded(mesh["replicate", "shard"], mesh["tp"])
-    run = assert_parity(prepare, build=llama, program=language_stepped_locally, part=part)
+    run = assert_parity(prepare, build=llama, program=language, part=part)
     weight = run.module.blocks[0].feed_forward.w1.weight
     assert weight.device_mesh.mesh_dim_names == ("replicate", "shard", "tp")
     assert weight.placements[0] == Replicate() and weight.placements[1].split_factor == 2
@@ -168,7 +163,7 @@ def test_sizes_that_do_not_divide(rank, world, widths, dim):
     build = lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:])))
     part = (mesh.get_local_rank("dp"), 2)
     against = ("alone",) if dim or widths == (8, 1, 8) else BOTH
-    assert_parity(prepare, build=build, program=train_locally, part=part, against=against)
+    assert_parity(prepare, build=build, part=part, against=against)
 
 
 class Between(nn.Module):

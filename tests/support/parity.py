@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import Placement
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
@@ -93,8 +95,8 @@ def full(tensor: Tensor | None) -> Tensor | None:
 
 
 def fulls(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return copies of whole tensors on every rank, as ``full`` does; what is cut over all ranks is gathered at once,
-    which costs a fraction of a collective for each."""
+    """Return copies of whole tensors on every rank, as ``full`` does; what lies on a mesh of all ranks is gathered at
+    once, which costs a fraction of a collective for each."""
     values = {name: full(tensor) for name, tensor in named.items() if not _is_cut(tensor)}
     cut: dict[torch.dtype, dict[str, DTensor]] = {}
     for name, tensor in named.items():
@@ -110,35 +112,62 @@ _over_all = weakref.WeakKeyDictionary()
 
 
 def _is_cut(tensor: Tensor | None) -> bool:
-    """Whether a tensor is a DTensor that is cut once, over all ranks in their order.
+    """Whether a tensor is a DTensor on a mesh of all ranks in their order, and its pieces are where ``_box`` says.
 
     A mesh works out anew which ranks it has whenever it is asked: that was a tenth of what comparing cost.
     """
-    if not isinstance(tensor, DTensor) or type(tensor.placements[0]) is not Shard:
+    if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements):
+        return False
+    if sum(_is_strided(p) for p in tensor.placements) > 1 or type(tensor.to_local()) is not Tensor:
         return False
     mesh, known = tensor.device_mesh, _over_all.setdefault(dist.group.WORLD, {})
     if id(mesh) not in known or known[id(mesh)][0]() is not mesh:
-        known[id(mesh)] = weakref.ref(mesh), mesh.mesh.tolist() == list(range(dist.get_world_size()))
+        known[id(mesh)] = weakref.ref(mesh), mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
     return known[id(mesh)][1]
 
 
+def _is_strided(placement: Placement) -> bool:
+    return hasattr(placement, "split_factor")
+
+
+def _box(tensor: DTensor, sizes: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where the piece at a ``coordinate`` of the mesh lies in the whole tensor: (start, length) by dimension.
+
+    Mesh dimensions cut one after the other, as ``torch.chunk`` does; a strided one cuts what the others have left.
+    """
+    box = [(0, size) for size in tensor.shape]
+    cuts = [(p, size, index) for p, size, index in zip(tensor.placements, sizes, coordinate) if not p.is_replicate()]
+    for placement, ranks, index in sorted(cuts, key=lambda cut: _is_strided(cut[0])):
+        start, length = box[placement.dim]  # type: ignore[attr-defined]
+        each = -(-length // ranks)
+        first = min(each * index, length)
+        box[placement.dim] = start + first, min(each, length - first)  # type: ignore[attr-defined]
+    return box
+
+
 def _gather(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
-    """Return whole tensors of one dtype; each rank sends its pieces, padded to those of the first rank."""
-    world, sent, shapes = dist.get_world_size(), [], {}
+    """Return whole tensors of one dtype; each rank sends its pieces one behind the other, padded to the longest."""
+    world = dist.get_world_size()
+    whole = {name: tensor.to_local().new_empty(tensor.shape) for name, tensor in tensors.items()}
+    places: list[list[Tensor]] = [[] for _ in range(world)]  # parts of the whole tensors by rank
     for name, tensor in tensors.items():
-        dim, local = tensor.placements[0].dim, tensor.to_local()  # type: ignore[attr-defined]
-        missing = -(-tensor.shape[dim] // world) - local.shape[dim]
-        padding = local.new_zeros([missing if index == dim else size for index, size in enumerate(local.shape)])
-        sent.append(torch.cat([local, padding], dim).flatten())
-        shapes[name] = dim, torch.Size(size + missing * (i == dim) for i, size in enumerate(local.shape))
-    row = torch.cat(sent)
-    rows = row.new_empty(world * row.numel())
-    dist.all_gather_into_tensor(rows, row)
-    whole, offset = {}, 0
-    for name, (dim, shape) in shapes.items():
-        pieces = [part[offset : offset + shape.numel()].view(shape) for part in rows.chunk(world)]
-        whole[name] = torch.cat(pieces, dim).narrow(dim, 0, tensors[name].shape[dim]).clone()
-        offset += shape.numel()
+        sizes = tuple(tensor.device_mesh.shape)
+        for rank, coordinate in enumerate(product(*map(range, sizes))):
+            part = whole[name]
+            for dim, (start, length) in enumerate(_box(tensor, sizes, coordinate)):
+                part = part.narrow(dim, start, length)
+            places[rank].append(part)
+    longest = max(sum(part.numel() for part in parts) for parts in places)
+    sent = torch.cat([tensor.to_local().reshape(-1) for tensor in tensors.values()])
+    own = places[dist.get_rank()]
+    assert [part.shape for part in own] == [tensor.to_local().shape for tensor in tensors.values()], "other pieces"
+    rows = sent.new_empty(world * longest)
+    dist.all_gather_into_tensor(rows, torch.nn.functional.pad(sent, (0, longest - sent.numel())))
+    for row, parts in zip(rows.chunk(world), places):
+        end = 0
+        for part in parts:
+            begin, end = end, end + part.numel()
+            part.copy_(row[begin:end].view(part.shape))
     return whole
 
 
@@ -182,11 +211,38 @@ def batch(step: int) -> tuple[Tensor]:
 STACK = Case(stack, batch)
 
 
+class LocalSGD(torch.optim.SGD):
+    """The same steps on this rank's pieces: DTensor's operators were a fifth of what a comparison costs.
+
+    On meshes of several dimensions DTensor tries all there is before it adds two tensors: a second for each rank.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without overloads
+        """Step, where gradients lie as their parameters do."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                assert _placed(parameter.grad) == _placed(parameter)
+                state, grad = self.state[parameter], _local(parameter.grad)
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = grad.clone()
+                else:
+                    state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
+                _local(parameter).add_(state["momentum_buffer"], alpha=-group["lr"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @dataclass
 class Run:
     """One of the runs: the model, its optimizer, this rank's rows, and what was seen.
 
-    SGD with momentum is linear in the gradients, so small errors stay small.
+    SGD with momentum is linear in the gradients, so small errors stay small. It steps on local tensors; tests of
+    optimizers give a run their own.
     """
 
     module: Any
@@ -200,7 +256,7 @@ class Run:
 
     def __post_init__(self) -> None:
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(trainable or self.module.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = LocalSGD(trainable or self.module.parameters(), lr=0.1, momentum=0.9)
 
     @property
     def units(self) -> list[Any]:
@@ -280,32 +336,6 @@ def _placed(parameter: Tensor) -> object:
     return parameter.placements, tuple(mesh.shape), tuple(parameter.to_local().shape), parameter.to_local().stride()
 
 
-class LocalSGD(torch.optim.SGD):
-    """The same steps on this rank's pieces.
-
-    On meshes of several dimensions DTensor tries all there is before it adds two tensors: a second for each rank.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without overloads
-        """Step, where gradients lie as their parameters do."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                assert _placed(parameter.grad) == _placed(parameter)
-                state, grad = self.state[parameter], _local(parameter.grad)
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = grad.clone()
-                else:
-                    state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
-                _local(parameter).add_(state["momentum_buffer"], alpha=-group["lr"])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 Program = Callable[[Run], None]
 
 
@@ -314,17 +344,6 @@ def train(run: Run) -> None:
     for step in range(3):
         run.backward(step)
         run.update()
-
-
-def step_locally(run: Run) -> Run:
-    """Give a run an optimizer that steps on local tensors."""
-    run.optimizer = LocalSGD(run.optimizer.param_groups[0]["params"], lr=0.1, momentum=0.9)
-    return run
-
-
-def train_locally(run: Run) -> None:
-    """Train as ``train`` does, without DTensor in the steps: for meshes of several dimensions."""
-    train(step_locally(run))
 
 
 def setting(setter: Prepare, when: str) -> Program:

@@ -46,8 +46,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -392,13 +392,14 @@ class Retained:
 
     def abandon(self) -> None:
         """Let communication end and throw the results away."""
-        operations: Iterable[Generator[None, None, None]] = [*self._later, *[operation for operation, _ in self._steps]]
+        operations: list[Generator[None, None, None]] = [*self._later, *[operation for operation, _ in self._steps]]
         self._steps.clear()
         self._flying_bytes = 0
         self._later.clear()
-        for operation in operations:
-            operation.close()
-        self._wait_for_all()
+        with ExitStack() as closing:  # closes all of them, also where waiting for one raises
+            closing.callback(self._wait_for_all)
+            for operation in reversed(operations):
+                closing.callback(operation.close)
 
 
 @dataclass

@@ -273,6 +273,24 @@ def test_an_operation_that_raises_is_dropped_and_the_others_go_on() -> None:
     assert operations.log == [(1, 0), (1, 1)]
 
 
+def test_all_operations_are_abandoned_though_waiting_for_one_raises() -> None:
+    """``reset_iter_state()`` raised before it had reset any group, and had to be called twice."""
+
+    def failing() -> Generator[None, None, None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("lost connection")
+
+    operations, flying = Operations(), retained(2)
+    flying.add(failing())
+    flying.add(operations.make(1, 1))
+    with pytest.raises(RuntimeError, match="lost connection"):
+        flying.abandon()
+    assert not operations.alive
+    flying.abandon()
+
+
 def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
     operations, flying = Operations(), retained(1)
     inputs = torch.ones(3)

@@ -224,7 +224,7 @@ class LocalSGD(torch.optim.SGD):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                assert _placed(parameter.grad) == _placed(parameter)
+                assert _where(parameter.grad) == _where(parameter)
                 state, grad = self.state[parameter], _local(parameter.grad)
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = grad.clone()
@@ -330,10 +330,13 @@ class Run:
 
 
 def _placed(parameter: Tensor) -> object:
-    if not isinstance(parameter, DTensor):
+    return None if not isinstance(parameter, DTensor) else (_where(parameter), parameter.to_local().stride())
+
+
+def _where(tensor: Tensor) -> object:
+    if not isinstance(tensor, DTensor):
         return None
-    mesh = parameter.device_mesh
-    return parameter.placements, tuple(mesh.shape), tuple(parameter.to_local().shape), parameter.to_local().stride()
+    return tensor.placements, tuple(tensor.device_mesh.shape), tuple(tensor.to_local().shape)
 
 
 Program = Callable[[Run], None]

@@ -183,12 +183,13 @@ class ShardStore:
         if not same and not in_backward and lie_in(self._placed, self._placed.values()):
             self._refuse_assigned_data()
         for param in self.params:
-            slot = param.slots[0]
-            try:
-                if slot.module._parameters[slot.name] is param.sharded and (same or self._has_its_own(param)):
+            sharded = param.sharded
+            for slot in param.slots:
+                if slot.module._parameters.get(slot.name) is not sharded:
+                    break
+            else:
+                if same or self._has_its_own(param):
                     continue
-            except KeyError:  # removed
-                pass
             if in_backward:
                 raise RuntimeError(
                     f"{param.name}: replaced on its module between forward and backward, which would compute the "
@@ -196,6 +197,20 @@ class ShardStore:
                 )
             return True
         return False
+
+    def check_ties(self) -> None:
+        """Raise RuntimeError if modules that share a parameter show different ones, of which only one could be used."""
+        for param in self.params:
+            places = [(slot, slot.module._parameters.get(slot.name)) for slot in param.slots]
+            first, shown = places[0]
+            for slot, other in places[1:]:
+                if other is not shown and other is not None:  # one that was removed is put back
+                    raise RuntimeError(
+                        f"{param.name}: the sharded parameter is tied, and its modules show different ones: got one as "
+                        f"{first.name!r} of {type(first.module).__name__} and another as {slot.name!r} of "
+                        f"{type(slot.module).__name__}; expected the same. Replace it in all places, or untie it "
+                        "before fully_shard"
+                    )
 
     def _refuse_assigned_data(self) -> None:
         before, storages = self._storages, storages_of_shards(self._placed)

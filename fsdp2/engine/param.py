@@ -191,12 +191,26 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
         for hook in hooks[0] if hooks else ():
             changed = hook(grad)
             grad = grad if changed is None else changed
-        if sharded.grad is None:
+        before = sharded.grad
+        if before is None:
             sharded.grad = grad
         else:
-            local_tensor(sharded.grad).add_(local_tensor(grad))
+            _check_placed_alike(params, sharded, before, grad)
+            local_tensor(before).add_(local_tensor(grad))
         for hook in hooks[1] if hooks else ():
             hook(sharded)
+
+
+def _check_placed_alike(
+    params: list[FSDPParam], sharded: torch.Tensor, before: torch.Tensor, grad: torch.Tensor
+) -> None:
+    """Raise RuntimeError where the caller has made ``.grad`` a DTensor that is not cut as its parameter is."""
+    if isinstance(before, DTensor) and before.placements != grad.placements:  # type: ignore[attr-defined]
+        name = next(param.name for param in params if param.sharded is sharded)
+        raise RuntimeError(
+            f"{name}: a backward adds to its .grad; got a DTensor placed as {before.placements}, expected "
+            f"{grad.placements} as the parameter is. Redistribute it back, or call zero_grad() before backward"  # type: ignore[attr-defined]
+        )
 
 
 def proxy(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -44,6 +45,21 @@ def check_tied(run: Run, units: int) -> None:
     with Collectives() as seen:
         run.module(run.inputs(9)).sum().backward()
     check(seen.reductions == units, f"{seen.reductions} reductions of gradients instead of {units}")
+
+
+@on_ranks(2)
+def test_a_tie_is_replaced_in_one_place(rank, world):
+    """``functional_call`` without ``tie_weights`` gave the head another weight than the embedding, which the gathered
+    one overwrote without a word."""
+    module = Language()
+    each_part(module, fsdp2)
+    state = {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
+    state["heads.0.weight"] = state["heads.0.weight"] * 0
+    tokens = torch.rand(2, 8)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"embed\.weight: .* is tied, .*; expected the same"):
+        torch.func.functional_call(module, state, (tokens,), tie_weights=False)
+    with torch.no_grad():
+        module(tokens)
 
 
 def each_part(module: nn.Module, fsdp) -> None:

@@ -269,3 +269,19 @@ def test_integer_parameters_keep_their_values(rank, world):
     assert module.index.dtype == torch.int64 and torch.equal(module.index, original["index"])
     assert module.flags.dtype == torch.bool and torch.equal(module.flags, original["flags"])
     assert module.weight.dtype == torch.bfloat16
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_gradient_that_was_redistributed_is_not_added_to(rank, world):
+    """A backward added pieces to what a metric had made whole: sizes did not match, or other elements were summed."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module(torch.ones(2, 8)).sum().backward()
+    parameter = module[0].weight
+    parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(RuntimeError, match=r"0\.weight: a backward adds to its \.grad; got .*Replicate"):
+        module(torch.ones(2, 8)).sum().backward()
+    module.reset_iter_state()
+    module(torch.ones(2, 8)).sum().backward()

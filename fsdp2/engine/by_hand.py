@@ -20,12 +20,13 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
     shards. Inside a pass it is a prefetch, and that pass frees it.
     """
     by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
-    first = next(iter(used.values()), None)
+    # Where no forward has run, nothing is known of a root: the first such unit stands for it.
+    first = next((state for state in used.values() if state.is_root is None), None)
     for group, state in used.items():
-        if state.is_root is None:  # no forward has run, so nothing is known of a root: the first unit stands for it
+        if state.is_root is None and first is not None:
             group.lazy_init(in_root=group.in_root)
-        root = (first if first is not None and first.is_root is None else state).root
-        by_root.setdefault(root, []).append(group)
+            state = first
+        by_root.setdefault(state.root, []).append(group)
     for root, groups in by_root.items():
         running = root.running
         if running is None:

@@ -39,7 +39,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         ValueError: no parameter of ``module`` is sharded.
     """
     used = groups_below(module, required_by="use_weights")
-    was_held = [group.residency.held is not None for group in used]
+    before = [(group.residency.held is not None, group.residency.shown) for group in used]
     gather_by_hand(used, "use_weights")
     for group in used:
         group.wait_for_unshard()
@@ -49,12 +49,18 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         with torch.autograd.graph.saved_tensors_hooks(*_saving(used)):
             yield module
     finally:
-        for (group, state), held in zip(used.items(), was_held):
+        for (group, state), (held, shown) in zip(used.items(), before):
             if torch.is_grad_enabled():
                 pending = state.root.pending
                 pending.calls.record(group, pending.forwards)  # so that backward gathers it ahead
-            if not held and group.is_idle:  # else it is not for this block to free
+            if held and shown == "sharded":
+                group.residency.show_shards()  # again: it stays for backward alone
+            if held or not group.is_idle:
+                continue  # it is not for this block to free
+            if torch.is_grad_enabled():
                 group.release()
+            else:
+                group.reshard()  # what this block alone has held
 
 
 def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:

@@ -44,11 +44,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         # A deep copy of the module has this method too; it must compute with the copy's parameters.
         call = MethodType(original.__func__, self) if of_module else original
         state = self._get_fsdp_state()
+        outermost = state.root.forward is None
         args, kwargs = state.pre_forward(self, args, kwargs)
         try:
             output = call(*args, **kwargs)
         except Exception as error:
-            state.explain(error)  # the hook that explains errors of forward does not see this call
+            state.explain(error)  # the hook on errors of forward does not see this call
+            if outermost:
+                state.break_off_forward()
             raise
         return state.post_forward(self, args, output)
 

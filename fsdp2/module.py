@@ -517,10 +517,13 @@ class FSDPModule(TorchFSDPModule):
                 state.root.options_changed(setter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients like ``nn.Module``, also those that modules do not show: of shards, and unreduced ones."""
+        """Clear gradients like ``nn.Module``, also those that modules do not show: of shards, and unreduced ones.
+
+        Called inside a backward, it leaves the gradients of units that this backward is computing.
+        """
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
         for group in [group for state in self._states(recurse=True) for group in state.groups]:
-            if group.is_idle:
+            if not group.phases.in_backward:
                 group.gradients.zero(set_to_none=set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -258,18 +258,25 @@ class GroupGradients:
         if self._watched == (store.generation, store.revision):
             return
         self._current_plan()
-        for i in self._chunk_of:
+        for i in self._computed():
             self._hook(i)
         self._watched = (store.generation, store.revision)
 
     def _expected(self) -> set[int] | None:
         expected = set()
-        for i in self._chunk_of:
+        for i in self._computed():
             full = self._store.params[i].full
             assert full is not None
             if will_accumulate(full):
                 expected.add(i)
         return expected or None
+
+    def _computed(self) -> list[int]:
+        """Return the parameters of the plan whose gradients autograd computes.
+
+        The others were frozen while a gradient of theirs was still to be reduced.
+        """
+        return [i for i in self._chunk_of if self._store.params[i].requires_grad]
 
     def _finished(self, i: int) -> None:
         """Autograd has finished parameter ``i``'s gradient; step 7 of the life of a parameter."""
@@ -341,7 +348,7 @@ class GroupGradients:
         Where ranks may skip units, these are all parameters, since the ranks that have none send zeros.
         """
         params, unused = self._store.params, self._store.options.reduce_unused
-        if not params or params[0].group.phases.phase is not Phase.IDLE or self._completes:
+        if self._in_use():
             return []
         there = self._there()
         found = [
@@ -353,9 +360,16 @@ class GroupGradients:
             _open.discard(self)
         return found
 
+    def _in_use(self) -> bool:
+        """Return whether a pass computes with the group, or reduces its gradients."""
+        params = self._store.params
+        return not params or params[0].group.phases.phase is not Phase.IDLE or self._completes
+
     def drop_left_open(self, held: Collection[int]) -> None:
         """Drop what was left open of parameters with shards of these ids, unless a pass uses it."""
-        for i, param in self.find_left_open():
+        if self._in_use():
+            return
+        for i, param in enumerate(self._store.params):
             if id(param.sharded) in held:
                 self._partial.pop(i, None)
                 self._unreduced.discard(i)
@@ -391,7 +405,7 @@ class GroupGradients:
     def leave_unreduced(self) -> None:
         """Leave the gradients unreduced for a later backward."""
         self._backward, self._expects_reduced = None, False
-        self._unreduced = set(range(len(self._store.params)))
+        self._unreduced.update(i for i, param in enumerate(self._store.params) if param.requires_grad)
         self.note_open()
         for param in self._store.params:
             if param.requires_grad:

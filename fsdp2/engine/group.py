@@ -93,6 +93,7 @@ class FSDPParamGroup:
             RuntimeError: parameters are still on the meta device or, when offloading, not on the CPU.
         """
         self.in_root = in_root
+        self.store.check_ties()
         self.residency.adopt()
         if self.residency.needs_gather and any([param.follow_grad_dtype() for param in self.params]):
             self.store.note_change()
@@ -217,6 +218,7 @@ class FSDPParamGroup:
         after = self.after_forward if after is None else after
         trains = torch.is_grad_enabled()
         if self.residency.held is not None and not trains:
+            self.residency.return_to_pieces()
             return  # unshard() was called on them, or a backward needs them: an evaluation leaves them as they were
         if after is True or self.residency.adopted:
             self.reshard()
@@ -231,8 +233,22 @@ class FSDPParamGroup:
         """Free what the forward pass under the root gathered and what is not held."""
         residency = self.residency
         residency.end_portions(keep=torch.is_grad_enabled())
+        residency.return_to_pieces()
         if residency.in_memory and residency.held is None and not residency.summoned:
             self.reshard()
+
+    def break_off_forward(self, *, trains: bool) -> None:
+        """End a forward that an exception has left, and free what it gathered, unless that is still in flight.
+
+        If it ``trains``, nothing is held any more: it came further on some ranks, so other ranks may hold other groups.
+        A backward on an earlier forward may still use what is in memory, and the next forward frees it.
+        """
+        if self.phases.in_forward:
+            self.phases.enter("post_forward")
+        if self.residency.is_full and self.residency.held is None and not self.residency.summoned:
+            self.reshard()
+        if trains:
+            self.residency.unhold()
 
     # ---- backward ----
 

@@ -58,20 +58,26 @@ class Sharded:
 
 @dataclass(eq=False)
 class InFlight:
-    """A gather was started. It reads the shards or the pieces of ``source``, which stay in memory until it is over."""
+    """A gather was started. It reads the shards or the pieces of ``source``, which stay in memory until it is over.
+
+    It ``keeps_source`` in a forward that finds pieces which are held for a backward: they stay in memory beside what is
+    gathered from them.
+    """
 
     work: Gathering
     source: SubgroupShards | None = None
+    keeps_source: bool = False
     adopted: bool = False
     held: Held | None = None
 
 
 @dataclass(eq=False)
 class Full:
-    """The full parameters are in memory."""
+    """The full parameters are in memory, beside the ``pieces`` that they were gathered from, where these were held."""
 
     adopted: bool = False
     held: Held | None = None
+    pieces: SubgroupShards | None = None
 
 
 @dataclass(eq=False)
@@ -87,8 +93,8 @@ State = Sharded | InFlight | Full | Pieces
 
 _MOVES: dict[type[State], tuple[type[State], ...]] = {
     Sharded: (InFlight,),
-    InFlight: (Full, Sharded),  # the second: a prefetch that was not used
-    Full: (Pieces, Sharded),
+    InFlight: (Full, Pieces, Sharded),  # the last two: a prefetch that was not used
+    Full: (Pieces, Sharded),  # the first: also back to pieces that are held, after an evaluation
     Pieces: (InFlight, Sharded),
 }
 _SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Full: "full", Pieces: "subgroup"}
@@ -262,14 +268,15 @@ class Residency:
         source = self.state.pieces if type(self.state) is Pieces else None
         if source is not None:
             axis = source.axis  # neighbours alone: other ranks have pieces of the same values
-            gather = partial(self._launch, source.gather, axis, None, source)
+            held = None if in_backward else self.state.held  # a backward frees them
+            gather = partial(self._launch, source.gather, axis, None, source, held)
         else:
             self._take_in_replaced(in_backward=in_backward)
             buffers = store.gather_buffers or store.make_gather_buffers(lanes)
             if not self._have_portions(take, optional=optional, in_backward=in_backward):
                 return  # other ranks come to it later
             axis = store.mesh.shard
-            gather = partial(self._launch, buffers, axis, store.options.all_gather, None)
+            gather = partial(self._launch, buffers, axis, store.options.all_gather, None, None)
         if store.extensions is not None:
             self._start_extended(take, gather, axis, optional)
         elif axis.size == 1:
@@ -279,6 +286,7 @@ class Residency:
 
     def _take_in_replaced(self, *, in_backward: bool) -> None:
         if self.store.replaced(in_backward=in_backward):
+            self.store.check_ties()
             self.adopt()
             self.comm.lanes.gather_after_compute()  # compute wrote the shards that were just taken in
 
@@ -402,12 +410,13 @@ class Residency:
         axis: Axis,
         custom: AllGather | None,
         source: SubgroupShards | None,
+        held: Held | None,
         extras: Sequence[torch.Tensor] = (),
     ) -> None:
         if _trace.recording:
             _trace.emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
         work = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
-        self._move(InFlight(work, source, self.state.adopted))
+        self._move(InFlight(work, source, held is not None, self.state.adopted, held))
 
     # ---- ready ----
 
@@ -421,9 +430,9 @@ class Residency:
         rows = finish_gather(state.work, self.comm.lanes.compute)
         if self.store.extensions is not None:
             self.store.extensions.decode(rows, state.work.lane, self.comm.lanes.compute)
-        if state.source is not None:
+        if state.source is not None and not state.keeps_source:
             state.source.free()  # the gather has read the pieces, and is over
-        self._move(Full(state.adopted, state.held))
+        self._move(Full(state.adopted, state.held, state.source if state.keeps_source else None))
         self.show("full")
 
     # ---- free ----
@@ -452,7 +461,7 @@ class Residency:
         if state.held is not None:
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
-        pieces = state.source if type(state) is InFlight else state.pieces if type(state) is Pieces else None
+        pieces = state.source if isinstance(state, InFlight) else None if isinstance(state, Sharded) else state.pieces
         if pieces is not None:
             pieces.free()
         self._move(Sharded())
@@ -465,16 +474,45 @@ class Residency:
     def keep_pieces(self, size: int) -> None:
         """Keep pieces on groups of ``size`` neighbouring ranks, show them, and free the full parameters."""
         if type(self.state) is Full and not self.summoned:
+            self._forget_pieces(self.state)
             pieces = self.store.subgroup(size)
             pieces.copy_from_full()
             self._move(Pieces(pieces, self.state.adopted))
             self.show("subgroup")
             self._free_full()
 
+    @staticmethod
+    def _forget_pieces(state: Full) -> None:
+        if state.pieces is not None:
+            state.pieces.free()
+            state.pieces = None
+
+    def return_to_pieces(self) -> None:
+        """Free full parameters, or a gather of them, and show the held pieces that they were gathered from, if any."""
+        state, pieces = self.state, None
+        if isinstance(state, Full):
+            pieces = state.pieces
+        elif isinstance(state, InFlight) and state.keeps_source:
+            finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
+            pieces = state.source
+        if pieces is None or self.summoned:
+            return
+        self._move(Pieces(pieces, state.adopted, state.held))
+        self.show("subgroup")
+        self._free_full()
+
     def hold(self) -> None:
         """Let what is in memory or in flight outlive the pass, as long as the shards do not change."""
+        if isinstance(self.state, InFlight):
+            self.state.keeps_source = False  # what is gathered stays instead
+        if isinstance(self.state, Full):
+            self._forget_pieces(self.state)
         if not isinstance(self.state, Sharded):
             self.state.held = Held(self.store.params)
+
+    def unhold(self) -> None:
+        """Let the next forward free what is held."""
+        self.state.held = None
 
     # ---- show ----
 
@@ -516,7 +554,7 @@ class Residency:
         try:
             for param, value in values.items():
                 param.write(value, full=isinstance(state, Full) and param not in extended)
-            if isinstance(state, Pieces):
+            if isinstance(state, (Full, Pieces)) and state.pieces is not None:
                 state.pieces.write(values)
             if current and values:
                 self.hold()

@@ -19,6 +19,7 @@ from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import Slot
 from fsdp2.engine.passes import Pass, Unit, backward_runs
+from fsdp2.engine.phase import Phase
 from fsdp2.engine.steps import Observer, PassKind, Unobserved, make_observer
 from fsdp2.policies import GradientReductionHandle
 
@@ -137,7 +138,8 @@ class RootContext(Generic[U]):
         kind = PassKind("forward" if torch.is_grad_enabled() else "evaluation")
         if not self._compared:
             self.observe(None, kind)
-        # A forward that is still there was left by an exception. One without gradients holds nothing.
+        # A forward that is still there was interrupted (KeyboardInterrupt), which no hook tells. One without gradients
+        # holds nothing.
         aborted = running is not None and running.trains
         run = ForwardPass(self.groups, self.observer, unit, self.known, self._needed_first, observed=not alone)
         if alone:
@@ -194,6 +196,21 @@ class RootContext(Generic[U]):
             self.pending.forwards += 1
             self._ended_with = run.ended_with
 
+    def break_off_forward(self) -> None:
+        """End the forward that runs, because an exception has left it; the caller may handle that and go on.
+
+        Gathers in flight stay until the next forward starts. To wait for those here would keep the exception from its
+        handler, for as long as other ranks do not come to them.
+        """
+        run = self.forward
+        assert run is not None
+        self.forward = None
+        run.entered.clear()
+        for group in run.groups:
+            group.break_off_forward(trains=run.trains)
+        if run.observed:
+            self.observer.abandon()
+
     # ---- backward ----
 
     def enter_backward(self) -> BackwardPass:
@@ -219,11 +236,11 @@ class RootContext(Generic[U]):
     def _backward_kind(self, name: str, more: str = "") -> PassKind:
         """Return what ranks compare of a backward, and what decides which steps it takes.
 
-        That is how many groups send gradients, which units it meets that some ranks skip, and which are in memory.
+        That is which groups send gradients, which units it meets that some ranks skip, and which are in memory.
         """
         groups = self.groups
-        reduce = sum([group.options.reduce_gradients for group in groups])
-        all_reduce = sum([group.options.all_reduce_gradients for group in groups])
+        reduce = _those([group.options.reduce_gradients for group in groups])
+        all_reduce = _those([group.options.all_reduce_gradients for group in groups])
         gathered = [group for group in self.pending.stayed if group.mesh.shard.size > 1]  # by a collective
         used, stayed = (
             tuple(number for number, group in enumerate(groups) if group in some)
@@ -240,25 +257,35 @@ class RootContext(Generic[U]):
         Where the caller ends backwards, both are left to ``finalize``.
         """
         manual = self.finalizes_manually
+        groups = [group for group in run.groups if not self._forward_uses(group)]
         run.over = True
         self.comm.forget_later()  # backward never came to it
         with _trace.span("root_post_backward", ""):
             run.join_before_end()
             for state in self.all_states:
                 for group in reversed(state.groups):
-                    self._end_group(run, group, manual)
+                    if group in groups:
+                        self._end_group(run, group, manual)
             run.end()
-            self.forward = None
             if manual:
-                for group in run.groups:
+                for group in groups:
                     group.phases.enter("defer_backward")
             else:
-                self.wait_for_reductions(run.groups)
+                self.wait_for_reductions(groups)
             # Not before: an interrupt while this waits leaves gradients that are not there, and must be noticed.
             self.backward = None
             self.comm.lanes.compute.leave_backward()
         if _trace.recording:
             _trace.emit("root_post_backward", "")
+
+    def _forward_uses(self, group: FSDPParamGroup) -> bool:
+        """Return whether a backward inside a forward leaves ``group`` to that forward.
+
+        The forward computes with it, or has gathered it ahead, and the backward has no gradient of it.
+        """
+        if self.forward is None or group.options.reduce_unused or group.gradients.left_over():
+            return False
+        return group.phases.phase in (Phase.FORWARD, Phase.IDLE)
 
     def _end_group(self, run: BackwardPass, group: FSDPParamGroup, manual: bool) -> None:
         if group.residency.summoned:
@@ -273,8 +300,11 @@ class RootContext(Generic[U]):
             run.post_backward(group)
 
     def wait_for_reductions(self, groups: list[FSDPParamGroup]) -> None:
-        """Wait for what was reduced; after the last backward on the recorded forwards, forget these."""
-        last = self.is_last_backward or self.finalizes_manually
+        """Wait for what was reduced; after the last backward on the recorded forwards, forget these.
+
+        A backward inside a forward is not the last: another will come on that forward.
+        """
+        last = self.forward is None and (self.is_last_backward or self.finalizes_manually)
         for group in groups:
             group.end_backward_pass(last=last)
         self.comm.reductions.finish()
@@ -414,6 +444,12 @@ class RootContext(Generic[U]):
                     f"{group.name or 'the root'}: finalize_backward requires all-reduce; call "
                     "set_requires_all_reduce(True) before it"
                 )
+
+
+def _those(flags: list[bool]) -> str:
+    """Return how many of ``flags`` are True, and the numbers of these if not all are."""
+    numbers = [str(number) for number, flag in enumerate(flags) if flag]
+    return str(len(numbers)) if len(numbers) in (0, len(flags)) else f"{len(numbers)} ({', '.join(numbers)})"
 
 
 def are_copied(groups: Iterable[FSDPParamGroup]) -> bool:

@@ -70,7 +70,7 @@ class PassKind(NamedTuple):
     # "forward", "evaluation", "backward", "finalization", "synchronization", or the function that the caller gathered
     # with
     name: str
-    detail: str = ""  # for people
+    detail: str = ""  # which groups reduce, in words because errors show them
     used: tuple[int, ...] = ()
     """Of a backward: the groups marked with ``set_reduce_scatter_unused_params`` that its forwards gathered."""
     stayed: tuple[int, ...] = ()

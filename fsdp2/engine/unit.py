@@ -123,7 +123,7 @@ class FSDPState(ComposableState):
         self._side_outputs = SideOutputs(
             modules, lambda module: get_state(module) is not None, {STATE_KEY, REGISTRY_KEY}
         )
-        self._explains = False  # errors that leave its forward
+        self._notices_errors = False  # whether a hook tells when an exception leaves its forward
         # Takes in parameters that were added since. It is asked only when the process has counted registrations that
         # this unit has not seen.
         self.unit: Adopting | None = None
@@ -282,7 +282,7 @@ class FSDPState(ComposableState):
             if call is None or not group.shared or call.run.leave_shared(group, self):
                 after = run.after_forward(group) if isinstance(run, ForwardPass) else True
                 group.post_forward(None if in_backward else after)
-                if isinstance(run, ForwardPass) and group in run.stayed:
+                if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
                     group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
         if torch.is_grad_enabled() and self.groups:
             made = autograd_sequence_number() - self._first_node
@@ -295,6 +295,10 @@ class FSDPState(ComposableState):
             for group in self.groups if watched and not in_backward else ():
                 pending.calls.record(group, pending.forwards)
         return output
+
+    def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:
+        """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""
+        return group in run.stayed or (not run.trains and group in self.root.pending.stayed)
 
     def _watch_side_outputs(self, call: Call | None) -> bool:
         """Put hooks on tensors that the forward left on modules; return whether there are any.
@@ -432,9 +436,9 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 group.gathered_with = [group] if group.shared else state.groups
         root.name_groups(self.modules[0])
-        if not self._explains:
-            self._explains = True
-            hooks.hook_error(self.modules[0], self._explain_error)
+        if not self._notices_errors:
+            self._notices_errors = True
+            hooks.hook_error(self.modules[0], self._forward_is_left)
         root.use_comm(root.comm)
         error = None
         try:
@@ -452,9 +456,26 @@ class FSDPState(ComposableState):
             raise
 
     @outside_dynamo
-    def _explain_error(self, module: nn.Module, args: Any, output: Any) -> None:
-        if output is None:
-            self.explain(sys.exc_info()[1])
+    def _forward_is_left(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called when the root's forward is left, after ``post_forward``, which an exception skips.
+
+        Not by a call inside another one of the same module, which may handle the exception.
+        """
+        if output is not None:
+            return
+        self.explain(sys.exc_info()[1])
+        recursive = any([call.kind is not CallKind.RECURSIVE for call in self._calls[1:]])
+        if not recursive and calls_under_way(module) == 1:
+            self.break_off_forward()
+
+    def break_off_forward(self) -> None:
+        """End the forward pass in which this unit is the outermost, if there is one: an exception has left it."""
+        run = self.root.forward
+        if run is None or run.outermost is not self or graph_task_id() != -1:
+            return
+        for state in run.entered:
+            state._calls.clear()
+        self.root.break_off_forward()
 
     def explain(self, error: BaseException | None) -> None:
         """Add to the text of ``error``, which leaves a forward or a registered method, which shards it is about."""

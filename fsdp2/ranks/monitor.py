@@ -134,7 +134,7 @@ class RankMonitor:
                 self._meet()
             if log.kind.name == "forward":
                 self._places = {step.group: i for i, step in enumerate(log.steps)}
-            else:
+            elif log.kind.name in _BACKWARDS:
                 gathered = [step.group for step in log.steps if step.kind == "gather" and step.group is not None]
                 self._needed_in_backward.update(group for group in gathered if group.options.reduce_unused)
             log.end()

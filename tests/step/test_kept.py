@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from fsdp2._trace import listening
 from tests.ranks.apart import run_apart
 from tests.support import api
@@ -362,3 +363,59 @@ def test_forwards_that_no_backward_follows_keep_no_unit(rank, world):
     module.requires_grad_(True)
     for _ in range(3):
         train(module, alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("look", ["evaluate", "use_weights"])
+def test_what_stays_for_backward_alone_is_not_shown(rank, world, look):
+    """After an evaluation, the unit that forward had ended with showed plain full parameters: an average of weights got
+    these for one unit, and shards for the others."""
+    module, alone = models(world)
+    for _ in range(2):
+        train(module, alone)
+    losses = [one(inputs(1)).square().mean() for one in (module, alone)]
+    shown = [type(param) for param in module.parameters()]
+    assert isinstance(module[0].weight, DTensor)
+    if look == "evaluate":
+        evaluate(module, alone)
+    else:
+        with fsdp2.use_weights(module):
+            assert not any(isinstance(param, DTensor) for param in module.parameters())
+    assert [type(param) for param in module.parameters()] == shown
+    for loss in losses:
+        loss.backward()
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before", ["nothing", "a forward", "a step"])
+def test_weights_used_without_gradients_are_freed(rank, world, before):
+    """They stayed in memory for good, because the block took what it held itself for something the caller had asked
+    for: every unit that a metric looked at was whole from then on."""
+    module, alone = models(world)
+    if before == "a step":
+        train(module, alone)
+    elif before == "a forward":
+        evaluate(module, alone)
+    with torch.no_grad(), fsdp2.use_weights(module):
+        assert not any(isinstance(param, DTensor) for param in module.parameters())
+    units = [unit for unit in module.modules() if isinstance(unit, api.ours.FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state().groups]
+    assert all(isinstance(param, DTensor) for param in module.parameters())
+    assert not any(group.is_unsharded for group in groups)
+    train(module, alone)
+
+
+@on_ranks(2)
+def test_weights_of_two_models_of_which_one_has_run(rank, world):
+    """They were gathered under the root of the first one, which from then on took the other's units for its own: its
+    ``reset_iter_state()`` dropped the other's gradients."""
+    module, alone = models(world)
+    train(module, alone)
+    module(inputs(1)).sum().backward()
+    unused, _ = models(world)
+    with torch.no_grad(), fsdp2.use_weights(nn.ModuleList([unused, module])):
+        pass
+    unused.reset_iter_state()
+    assert all(param.grad is not None for param in module.parameters())

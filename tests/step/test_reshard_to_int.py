@@ -74,6 +74,40 @@ def test_backward_gathers_over_two_ranks(rank, world):
     assert sent == [(3, (2, 2)), (3, (4,))]
 
 
+@api.fsdp2_only
+@on_ranks(4)
+def test_an_evaluation_leaves_the_pieces(rank, world):
+    """An evaluation between forward and backward freed the pieces that backward needs: it gathered shards over all
+    ranks, and computed with values that had been written to them since."""
+    seen = []
+    for evaluates in (False, True):
+        torch.manual_seed(SEED)
+        module = stack()
+        shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+        for _ in range(2):
+            module(torch.ones(2, 8)).sum().backward()
+        x = torch.ones(2, 8, requires_grad=True)
+        loss = module(x).sum()
+        shown = module[0].weight
+        if evaluates:
+            with torch.no_grad():
+                module(torch.ones(2, 8))
+                module[1](torch.ones(2, 8))
+                module[0].unshard()
+                module(torch.ones(2, 8))
+                assert module[0].weight.shape == (8, 8) and not isinstance(module[0].weight, DTensor)
+                module[0].reshard()
+            assert module[1].weight.device_mesh.shape == (2, 2)
+        assert shown.device_mesh.shape == (2, 2)
+        with torch.no_grad():
+            for group in [group for unit in module[1:] for group in unit._get_fsdp_state().groups]:
+                for param in group.params:
+                    param.sharded.mul_(10)
+        loss.backward()
+        seen.append(x.grad)
+    torch.testing.assert_close(*seen, rtol=0, atol=0)
+
+
 @on_ranks(4)
 def test_process_groups_are_made_once(rank, world):
     """Five units need as many new process groups as one, and another model on the mesh needs none."""

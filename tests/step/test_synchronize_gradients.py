@@ -426,3 +426,41 @@ def test_changes_between_micro_batches(rank, world, dtype, setter, change):
         expected = its.grad / factor
         tolerance = 2e-2 if change == "compression" else 1e-5 if dtype is torch.float32 else 4e-3
         torch.testing.assert_close(full(mine.grad), expected, rtol=tolerance, atol=tolerance * expected.abs().max())
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_parameter_is_frozen_while_its_gradient_is_left(rank, world):
+    """Full parameters that were made anew could not be hooked: "cannot register a hook on a tensor that doesn't require
+    gradient". The gradient that is there is reduced all the same."""
+
+    def program(run: Run) -> None:
+        for step in range(2):
+            run.configure(lambda module, fsdp: module.set_requires_gradient_sync(False))
+            run.backward(step)
+            for parameter in run.module[0].parameters():
+                parameter.requires_grad_(False)
+            run.configure(lambda module, fsdp, step=step: module.set_transfer_sizes(chunk_bytes=1 + step))
+            run.configure(lambda module, fsdp: module.set_requires_gradient_sync(True))
+            run.backward(step + 1)
+            run.update()
+            for parameter in run.module[0].parameters():
+                parameter.requires_grad_(True)
+
+    assert_parity(plain, program=program, against=("alone",))
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_nothing_is_left_after_an_optimizer_dropped_it(rank, world):
+    """A frozen bias, which no optimizer holds, counted as left open for good: gradients went on being made in the
+    reduce dtype, and ``synchronize_gradients`` reduced nothing."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module[0].bias.requires_grad_(False)
+    plain(module, api.ours)
+    optimizer = torch.optim.SGD([param for param in module.parameters() if param.requires_grad], lr=0.1)
+    module.set_requires_gradient_sync(False)
+    module(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad()
+    groups = [group for unit in (module[0], module[1]) for group in unit._get_fsdp_state().groups]
+    assert not any(group.gradients.left_open for group in groups)

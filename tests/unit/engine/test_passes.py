@@ -86,11 +86,20 @@ def test_a_unit_that_raised_may_be_called_again_in_the_same_forward(mesh: Device
         model.zero_grad()
 
 
-def test_a_forward_that_raised_is_forgotten_with_the_next(mesh: DeviceMesh) -> None:
-    """What it kept for its backward must not be held by the calls that it did not end."""
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    with pytest.raises(RuntimeError):
-        model(torch.ones(2, 3))
+class Interrupted(nn.Linear):
+    """A layer in which the user hits ctrl-C at the first batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 3:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_a_forward_that_was_interrupted_is_forgotten_with_the_next(mesh: DeviceMesh) -> None:
+    """No hook tells of it. What it kept for its backward must not be held by the calls that it did not end."""
+    model = fully_shard(Interrupted(4, 4), mesh=mesh)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(3, 4))
     aborted = weakref.ref(model._get_fsdp_state().root.forward)
     model(torch.ones(2, 4)).sum().backward()
     gc.collect()

@@ -1,0 +1,139 @@
+"""A forward that raised is over: the caller may handle the exception and go on, without ``reset_iter_state()``."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from tests.support import api
+from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, shard_each
+from tests.support.pool import on_ranks
+
+pytestmark = api.fsdp2_only
+
+
+class Fragile(nn.Module):
+    """Layers of which one refuses a batch of three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Parameter(torch.ones(1)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        if len(x) == 3:
+            raise ValueError("a broken sample")
+        return self.last(x) * self.scale
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as a method of its own."""
+        return self.forward(x)
+
+
+def sharded(module: Any, fsdp: Any, **options: Any) -> None:
+    """Make every layer a unit; the scale is the root's."""
+    shard_each(module, fsdp, mesh=mesh_1d(), **options)
+
+
+def broken(module: Any, method: str = "forward") -> None:
+    """Run a forward whose second layer is never reached."""
+    call = module if method == "forward" else getattr(module, method)
+    with pytest.raises(ValueError, match="a broken sample"):
+        call(torch.ones(3, WIDTH))
+
+
+def skip_a_batch(method: str, run: Run) -> None:
+    """Train; in each iteration a batch is broken, and what was accumulated is dropped."""
+    if run.fsdp is not None and method != "forward":
+        fsdp2.register_fsdp_forward_method(run.module, method)
+    for step in range(3):
+        run.backward(step)
+        broken(run.module, method)
+        run.module.zero_grad()
+        run.backward(step)
+        broken(run.module, method)
+        run.update()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("method", ["forward", "encode"])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_batch_is_skipped(rank, world, method, reshard):
+    """``zero_grad()`` skipped the units that the exception had left in forward, among them the root, whose next
+    gradients were twice as large. torch's computes with what it has gathered for the last batch."""
+    prepare = partial(sharded, reshard_after_forward=reshard)
+    assert_parity(prepare, build=Fragile, program=partial(skip_a_batch, method), against=("alone",))
+
+
+@on_ranks(2)
+def test_what_is_called_next_is_in_no_forward(rank, world):
+    """``unshard()`` was taken for a prefetch, which the next forward frees; ``summon_full_params`` and
+    ``synchronize_gradients`` said that a forward runs; and a layer called by itself joined a pass that was over."""
+    module = Fragile()
+    sharded(module, api.ours)
+    for _ in range(2):
+        module(torch.ones(2, WIDTH)).sum().backward()
+    broken(module)
+    assert isinstance(module.scale, DTensor)
+    module.synchronize_gradients()
+    with fsdp2.summon_full_params(module):
+        assert module.first.weight.shape == (WIDTH, WIDTH)
+    module.first.unshard()
+    with torch.no_grad():
+        module(torch.ones(2, WIDTH))
+    [group] = module.first._get_fsdp_state().groups
+    assert group.is_unsharded
+    module.first.reshard()
+    broken(module)
+    assert module.last(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+
+
+@on_ranks(2)
+def test_a_call_that_handles_an_exception_goes_on(rank, world):
+    """A module that calls itself, or a method that calls forward, may handle what the inner call raised."""
+
+    class Careful(Fragile):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) != 4:
+                return super().forward(x)
+            with pytest.raises(ValueError, match="a broken sample"):
+                self(x[:3])
+            return super().forward(x[:2])
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(ValueError, match="a broken sample"):
+                self(x[:3])
+            return self(x[:2])
+
+    def program(run: Run) -> None:
+        if run.fsdp is not None:
+            fsdp2.register_fsdp_forward_method(run.module, "encode")
+        for step in range(3):
+            for call in (run.module, run.module.encode):
+                run.note_loss(call(batch(step)[0][:4]).square().mean()).backward()
+            run.update()
+
+    assert_parity(sharded, build=Careful, program=program, against=("alone",))
+
+
+@on_ranks(2)
+def test_activations_of_a_broken_forward_are_freed(rank, world):
+    """Who handles "out of memory" wants them back. The pass stayed until the next forward, with the arguments of calls
+    that had not come to their end."""
+    module = Fragile()
+    sharded(module, api.ours)
+    seen: list[weakref.ref[torch.Tensor]] = []
+    module.first.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    broken(module)
+    assert seen.pop()() is None

@@ -294,7 +294,7 @@ def start_gather(
     gathering = Gathering(buffers, lane)
     assembled = custom is not None or bool(extras)
     with lane.after(copies.start(buffers) if buffers.from_host else None) as done:
-        buffers.allocate(staging=not assembled, full=not lane.async_op)
+        buffers.allocate(staging=not assembled, full=lane.on_stream)
         if not buffers.from_host:
             buffers.fill_wire()
         inputs, outputs = list(buffers.inputs), list(buffers.outputs)
@@ -306,7 +306,7 @@ def start_gather(
             inputs.append(buffers.packed)
             outputs.append(buffers.received)
         works = all_gather(outputs, inputs, axis, async_op=lane.async_op, custom=custom)
-        if not lane.async_op:  # right behind the gather: later it would be behind those that were started since
+        if lane.on_stream:  # right behind the gather: later it would be behind those that were started since
             for work in works:
                 work.wait()
             works = []
@@ -362,10 +362,10 @@ def finish_gather(gathering: Gathering, reader: ComputeLane | Lane) -> list[torc
     for work in gathering.works:
         work.wait()
     gathering.works = ()
-    if gathering.lane.async_op:
-        _unpack(gathering)
-    else:
+    if gathering.lane.on_stream:
         reader.wait(gathering.event)
+    else:
+        _unpack(gathering)
     rows = gathering.rows
     if rows is None:
         return []

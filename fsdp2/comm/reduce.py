@@ -212,7 +212,7 @@ def reduce_chunk(
         if host_waits is None:
             deliver(_cut(out, row, rank))
     if lane is not lanes.reduce:
-        reductions.hold_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
+        reductions.retain_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
     del summed  # while the host waits below, the sum on the device would stay allocated
     reductions.end(lane, done.event)
     if host_waits is not None:
@@ -277,7 +277,7 @@ class _ReduceScatter:
             works = reduce_scatter_together(
                 outputs, inputs, plan.shard, average=scaling.average, async_op=lane.async_op
             )
-        reductions.hold(done.event, inputs, out.nbytes * plan.shard.size)
+        reductions.retain(done.event, inputs, out.nbytes * plan.shard.size)
         return _Flying(out, works, done.event, inputs)
 
 
@@ -300,7 +300,7 @@ class _Exchange:
                 divide_(rows, plan.scaling.pre)
             received = torch.empty_like(rows)
             works = all_to_all(received, rows, plan.shard, async_op=lane.async_op)
-        reductions.hold(done.event, [rows], rows.nbytes)
+        reductions.retain(done.event, [rows], rows.nbytes)
         add_up = partial(_sum_rows, axis=plan.shard, dtype=plan.reduce_dtype, scaling=plan.scaling)
         return _Flying(received, works, done.event, [rows], add_up)
 
@@ -324,11 +324,11 @@ class _CustomReduceScatter:
             out = custom.allocate((row.numel,), dtype=dtype, device=device)
             average = scaling.average
             works = reduce_scatter(out, rows, plan.shard, average=average, async_op=lane.async_op, custom=custom)
-            if not lane.async_op:  # it may give works on a stream all the same
+            if lane.on_stream:  # it may give works on a stream all the same
                 for work in works:
                     work.wait()
                 works = []
-        reductions.hold(packed, list(grads), sum([grad.nbytes for grad in grads]))
+        reductions.retain(packed, list(grads), sum([grad.nbytes for grad in grads]))
         grads.clear()
         # A sum of our own: it may wait for later backwards and become a gradient, while the collective may write its
         # memory again.
@@ -356,13 +356,13 @@ class _EncodedExchange:
                 pack_gradients(grads, row, rows)
             sent, own = _encode_for_others(rows, plan.shard, form, plan.compression.draw)
             del rows
-        reductions.hold(packed.event, list(grads), nbytes)
+        reductions.retain(packed.event, list(grads), nbytes)
         grads.clear()
         with lane.after(packed.event) as done:
             received = torch.empty_like(sent)
             works = all_to_all(received, sent, plan.shard, async_op=lane.async_op, with_own=False)
-            mine = own if lane.async_op else own.clone()  # in this lane's memory, since it becomes the sum
-        reductions.hold_rows(done.event, [sent, own])
+            mine = own.clone() if lane.on_stream else own  # in this lane's memory, since it becomes the sum
+        reductions.retain_rows(done.event, [sent, own])
         add_up = partial(_add_decoded, own=mine, axis=plan.shard, form=form, scaling=plan.scaling)
         return _Flying(received, works, done.event, [sent], add_up)
 
@@ -417,7 +417,7 @@ def _inputs(
     with lanes.pack.after(lanes.compute) as done:
         for rows, (part, place) in later:
             _copy(rows, part, place)
-    reductions.hold_packed(done.event, [grad for _, (part, _) in later for grad in part], left)
+    reductions.retain_packed(done.event, [grad for _, (part, _) in later for grad in part], left)
     return inputs, done.event
 
 

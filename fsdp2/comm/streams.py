@@ -8,9 +8,9 @@ Every wait between lanes, and what it protects:
 | gather          | compute, at an explicit unshard   | order  | by_hand._start                |
 | gather          | compute, shards were replaced     | order  | Residency._take_in_replaced   |
 | gather          | compute, at reshard               | memory | Residency._free_full          |
-| replicate       | gather, before portions change    | both   | Residency._launch_portions    |
-| gather          | replicate, portions are there     | order  | Residency._read_portions      |
-| compute         | replicate, of portions not used   | memory | Residency.end_portions        |
+| replicate       | gather, before portions change    | both   | Portions.start                |
+| gather          | replicate, portions are there     | order  | Portions.let_read             |
+| compute         | replicate, of portions not used   | memory | Portions.end_pass             |
 | copy            | compute, shards are written       | order  | HostCopies.start              |
 | gather          | copy, shards are on the device    | order  | gather.start_gather           |
 | copy            | gather, before copies are dropped | memory | HostCopies._drop_oldest       |
@@ -120,8 +120,8 @@ class Lane:
         if self._module is not None and stream is None:
             stream = self._module.Stream(device=device, priority=priority)  # another device may be the current one
         self._stream = None if self._module is None else stream
-        # Whether collectives on this lane must be asked to run beside the host; a stream does so anyway.
-        self.async_op = self._stream is None
+        self.on_stream = self._stream is not None
+        self.async_op = not self.on_stream  # collectives must be asked to run beside the host; a stream does so anyway
 
     def event(self) -> torch.Event | None:
         """Marks all work put on this lane so far."""
@@ -238,6 +238,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.on_streams = _device_module(device) is not None  # else a lane is program order, and the host waits
         self.compute = ComputeLane(device)
         self.shards_written: torch.Event | None = None
 
@@ -278,37 +279,45 @@ class Retained:
     An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates: its
     inputs stay alive in its frame, and the oldest is carried one step on when there are more than ``limit``, or than
     ``limit_bytes`` of gradients. On streams it runs to its end at once, and what stays alive is what it named with
-    ``hold``, up to ``limit_bytes``: compute waits for the oldest before more is held.
+    ``retain``, up to ``limit_bytes``: compute waits for the oldest before more is held.
     """
 
     def __init__(self, lanes: Lanes, limit: int = 1) -> None:
         self.lanes = lanes
         self.limit, self.limit_bytes = limit, 0
-        self._steps: deque[tuple[Generator[None, None, None], int]] = deque()
-        self._flying_bytes = 0  # of these
-        self._later: deque[Generator[None, None, None]] = deque()
-        self._inputs: deque[_Held] = deque()
-        self.packed: deque[_Held] = deque()  # gradients that are copied beside compute
-        self._held_bytes = 0  # of all inputs: asked for each chunk, so it is kept up to date instead of summed
-        self._rows: deque[_Held] = deque()
-        self._sums: deque[_Held] = deque()
+        # On a CPU: operations at their first wait, with the bytes of their gradients, and those that are past it (they
+        # wait for the replicate axis). Of either no more than ``limit`` are in flight.
+        self._started: deque[tuple[Generator[None, None, None], int]] = deque()
+        self._flying_bytes = 0
+        self._advanced: deque[Generator[None, None, None]] = deque()
+        # On streams: memory of the compute stream that a lane still reads, of which ``packed`` are gradients that are
+        # copied beside compute; their bytes, which each chunk asks for; and memory of the pack and the reduce lane.
+        self._inputs: deque[_Retention] = deque()
+        self.packed: deque[_Retention] = deque()
+        self._retained_bytes = 0
+        self._rows: deque[_Retention] = deque()
+        self._sums: deque[_Retention] = deque()
         self._ends: dict[Lane, torch.Event | None] = {}
 
     def add(self, operation: Generator[None, None, None], nbytes: int = 0) -> None:
         """Start ``operation`` on gradients of so many bytes, and keep it in flight."""
-        if self.lanes.reduce.async_op:
-            while self._steps and (len(self._steps) >= self.limit or self._flying_bytes + nbytes > self.limit_bytes):
+        if not self.lanes.on_streams:
+            while self._is_full(nbytes):
                 self._advance_oldest()
         else:
             self._drop_rows()
             self._drop_sums()
-        if _step(operation):
-            self._steps.append((operation, nbytes))
+        if _resume(operation):
+            self._started.append((operation, nbytes))
             self._flying_bytes += nbytes
+
+    def _is_full(self, nbytes: int) -> bool:
+        too_many = len(self._started) >= self.limit
+        return bool(self._started) and (too_many or self._flying_bytes + nbytes > self.limit_bytes)
 
     def make_room(self, nbytes: int) -> None:
         """Let compute wait for the oldest operations, until ``nbytes`` more may be held."""
-        while (self.packed or self._inputs) and self._held_bytes + nbytes > self.limit_bytes:
+        while (self.packed or self._inputs) and self._retained_bytes + nbytes > self.limit_bytes:
             self._drop_oldest()
 
     def drop(self) -> None:
@@ -322,42 +331,42 @@ class Retained:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        held = (self.packed or self._inputs).popleft()
-        self._held_bytes -= held.nbytes
+        oldest = (self.packed or self._inputs).popleft()
+        self._retained_bytes -= oldest.nbytes
         # Before the references go: the allocator gives this memory to the next kernel of the compute stream.
-        self.lanes.compute.wait(held.event)
-
-    # The last one's communication may still run: what follows waits for the one before.
+        self.lanes.compute.wait(oldest.event)
 
     def _drop_rows(self) -> None:
+        """Let the pack lane wait until all rows but the last were read: the communication of these may still run."""
         while len(self._rows) > 1:
             self.lanes.pack.wait(self._rows.popleft().event)
 
     def _drop_sums(self) -> None:
+        """Let the reduce lane wait until all sums but the last were read."""
         while len(self._sums) > 1:
             self.lanes.reduce.wait(self._sums.popleft().event)
 
-    def hold(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
+    def retain(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
         """Keep ``tensors``, ``nbytes`` of the compute stream, until ``event`` of the lane that reads them."""
         if event is not None and tensors:
-            self._inputs.append(_Held(event, tensors, nbytes))
-            self._held_bytes += nbytes
+            self._inputs.append(_Retention(event, tensors, nbytes))
+            self._retained_bytes += nbytes
 
-    def hold_packed(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
+    def retain_packed(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
         """Keep gradients, ``nbytes`` of the compute stream, until ``event`` of the pack lane, which copies them."""
         if event is not None and tensors:
-            self.packed.append(_Held(event, tensors, nbytes))
-            self._held_bytes += nbytes
+            self.packed.append(_Retention(event, tensors, nbytes))
+            self._retained_bytes += nbytes
 
-    def hold_rows(self, event: torch.Event | None, rows: list[torch.Tensor]) -> None:
+    def retain_rows(self, event: torch.Event | None, rows: list[torch.Tensor]) -> None:
         """Keep ``rows``, of the pack lane, until ``event`` of the reduce lane."""
         if event is not None:
-            self._rows.append(_Held(event, rows))
+            self._rows.append(_Retention(event, rows))
 
-    def hold_sums(self, event: torch.Event | None, sums: torch.Tensor) -> None:
+    def retain_sums(self, event: torch.Event | None, sums: torch.Tensor) -> None:
         """Keep ``sums``, of the reduce lane, until ``event`` of the lane that they went to."""
         if event is not None:
-            self._sums.append(_Held(event, [sums]))
+            self._sums.append(_Retention(event, [sums]))
 
     def end(self, lane: Lane, event: torch.Event | None) -> None:
         """Let the end wait for ``event`` of ``lane``."""
@@ -365,19 +374,19 @@ class Retained:
             self._ends[lane] = event
 
     def _advance_oldest(self) -> None:
-        oldest, nbytes = self._steps.popleft()
+        oldest, nbytes = self._started.popleft()
         self._flying_bytes -= nbytes
-        if _step(oldest):
-            self._later.append(oldest)
-        while len(self._later) > self.limit:
-            _exhaust(self._later.popleft())
+        if _resume(oldest):
+            self._advanced.append(oldest)
+        while len(self._advanced) > self.limit:
+            _exhaust(self._advanced.popleft())
 
     def finish(self) -> None:
         """Carry every operation to its end, oldest first."""
-        while self._steps:
+        while self._started:
             self._advance_oldest()
-        while self._later:
-            _exhaust(self._later.popleft())
+        while self._advanced:
+            _exhaust(self._advanced.popleft())
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
@@ -386,16 +395,19 @@ class Retained:
         self._ends.clear()
         self._inputs.clear()
         self.packed.clear()
-        self._held_bytes = 0
+        self._retained_bytes = 0
         self._rows.clear()
         self._sums.clear()
 
     def abandon(self) -> None:
         """Let communication end and throw the results away."""
-        operations: list[Generator[None, None, None]] = [*self._later, *[operation for operation, _ in self._steps]]
-        self._steps.clear()
+        operations: list[Generator[None, None, None]] = [
+            *self._advanced,
+            *[operation for operation, _ in self._started],
+        ]
+        self._started.clear()
         self._flying_bytes = 0
-        self._later.clear()
+        self._advanced.clear()
         with ExitStack() as closing:  # closes all of them, also where waiting for one raises
             closing.callback(self._wait_for_all)
             for operation in reversed(operations):
@@ -403,7 +415,7 @@ class Retained:
 
 
 @dataclass
-class _Held:
+class _Retention:
     """Memory that must not be used again before ``event``."""
 
     event: torch.Event
@@ -411,7 +423,7 @@ class _Held:
     nbytes: int = 0
 
 
-def _step(operation: Generator[None, None, None]) -> bool:
+def _resume(operation: Generator[None, None, None]) -> bool:
     """Return whether ``operation`` is still in flight after one more step."""
     try:
         next(operation)
@@ -421,5 +433,5 @@ def _step(operation: Generator[None, None, None]) -> bool:
 
 
 def _exhaust(operation: Generator[None, None, None]) -> None:
-    while _step(operation):
+    while _resume(operation):
         pass

@@ -41,7 +41,7 @@ def _gather_between_passes(
     """Gather in a pass of its own, so that ranks on which the caller did not ask notice it, and hold the result."""
     one_replica = are_copied(groups)  # so one may ask alone, as it may evaluate
     for group in groups:
-        group.residency.begin_portions()
+        group.residency.drop_passing_portions()
         if group.residency.is_outdated():
             group.reshard()
     if one_replica or not any(group.residency.needs_gather for group in groups):

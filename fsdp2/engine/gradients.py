@@ -223,8 +223,7 @@ class GroupGradients:
 
         A unit with few bytes computes for less time than the host needs for it, so its gather would come too late.
         """
-        streams = not self.comm.lanes.reduce.async_op
-        return streams and self._store.full_bytes >= _LATE_BYTES and bool(self._chunk_of)
+        return self.comm.lanes.on_streams and self._store.full_bytes >= _LATE_BYTES and bool(self._chunk_of)
 
     def expect_from(self, nodes: int) -> None:
         """Note how many autograd nodes the forward made. Fewer than weights: a compiled block, where one makes all.
@@ -421,7 +420,6 @@ class GroupGradients:
     def reset(self) -> None:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
         self._partial.clear()
-        self.comm.forget_later()
         self._unreduced.clear()
         self._backward = self._expects_reduced = None
         for param in self._store.params:
@@ -520,8 +518,8 @@ class GroupGradients:
     def _reduce_plan(self, indices: tuple[int, ...], grads: list[torch.Tensor]) -> ReducePlan:
         dtypes = self._dtypes[indices[0]]
         if dtypes.follows:
-            partial = [self._partial[i][0] for i in indices if i in self._partial]
-            for tensor in (*grads, *partial):
+            sums = [self._partial[i][0] for i in indices if i in self._partial]
+            for tensor in (*grads, *sums):
                 widest = torch.promote_types(dtypes.reduce, tensor.dtype)
                 dtypes = replace(dtypes, wire=widest, reduce=widest)
         key = (dtypes, bool(self._unreduced))

@@ -180,7 +180,7 @@ class FSDPParamGroup:
         """
         if self.residency.summoned:
             return  # nothing of it is gathered or freed until that block ends
-        self.residency.begin_portions()
+        self.residency.drop_passing_portions()
         if self._norms and any([param.follow_statistics() for param in self._norms]):
             self.reshard()
             self.store.place_anew()

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.comm.gather import Buffer, GatherBuffers, Gathering
-from fsdp2.comm.streams import Lane
+from fsdp2.comm.gather import Buffer, GatherBuffers, Gathering, HostCopies, finish_gather, start_gather
+from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.engine.param import FSDPParam
-from fsdp2.sharding.mesh import DataParallelMesh
+from fsdp2.sharding.mesh import Axis, DataParallelMesh
 from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
 
-__all__ = ["Portions", "portion_items"]
+__all__ = ["Mark", "Portions", "portion_items"]
 
 
-class _Mark(Protocol):
+class Mark(Protocol):
     """The versions of the shards that portions were gathered from."""
 
     @property
@@ -63,7 +63,7 @@ class Portions:
             self.gather = GatherBuffers(items, places, shards, self._memory)
         self.arriving: Gathering | None = None
         self.filled = False  # a gather has written them, or is writing them; a backward needs no more than that
-        self.mark: _Mark | None = None  # of the shards as gathered; without it a forward gathers anew
+        self.mark: Mark | None = None  # of the shards as gathered; without it a forward gathers anew
         self.lasting = False  # they outlive the pass that gathered them
 
     @property
@@ -76,6 +76,45 @@ class Portions:
         """True if a forward must gather them anew."""
         return self.mark is None or self.mark.changed
 
+    def start(self, lanes: Lanes, replicate: Axis, copies: HostCopies, mark: Mark) -> None:
+        """Start gathering them over ``replicate``, from shards of which ``mark`` has the versions."""
+        self.let_read(lanes.gather)  # those of a forward that broke off
+        self.forget()
+        self.filled = False  # until the gather was started
+        lanes.replicate.wait(lanes.gather)  # which waits for shards, and may still read what these portions overwrite
+        self.arriving = start_gather(self.gather, replicate, copies, lane=lanes.replicate)
+        self.filled, self.mark = True, mark
+
+    def let_read(self, reader: Lane | ComputeLane) -> None:
+        """Let ``reader`` read portions that are on their way."""
+        if self.arriving is not None:
+            finish_gather(self.arriving, reader)
+            self.arriving = None
+
+    def end_pass(self, lanes: Lanes, *, keep: bool) -> None:
+        """End a forward or a gather by hand: ``keep`` portions for the iteration, or only those that it has found.
+
+        Portions that an evaluation has gathered are not used again. Shards may be written through ``to_local()``
+        between two evaluations, and a rank without elements would not see that.
+        """
+        if self.arriving is not None:  # no unit used them, and compute may write the shards next
+            event = self.arriving.event
+            self.let_read(lanes.gather)
+            lanes.compute.wait(event)
+        self.lasting |= keep and self.mark is not None
+        self.forget_unless_lasting()
+
+    def forget_unless_lasting(self) -> None:
+        """Forget portions of a pass that is over, or that did not come to its end."""
+        if not self.lasting:
+            self.forget()
+
     def forget(self) -> None:
         """Let the next forward gather anew."""
         self.mark, self.lasting = None, False
+
+    def reset(self, lanes: Lanes) -> None:
+        """Have none, in whatever state an error left them; the ranks may have broken off at different gathers."""
+        self.end_pass(lanes, keep=False)
+        self.forget()
+        self.filled = False

@@ -326,49 +326,25 @@ class Residency:
         if portions is not None and (not portions.filled if in_backward else portions.outdated):
             if not self._start_portions(take, optional=optional):
                 return False
-        self._read_portions()
+        if portions is not None:
+            portions.let_read(self.comm.lanes.gather)
         return True
 
     @_trace.profiled("all_gather_over_replicas")
     def _launch_portions(self) -> None:
-        portions, lanes = self.store.portions, self.comm.lanes
+        portions = self.store.portions
         assert portions is not None
-        self._read_portions()  # of a forward that broke off
-        portions.forget()
-        portions.filled = False  # until the gather was started
-        lanes.replicate.wait(lanes.gather)  # which waits for shards, and may still read what these portions overwrite
-        replicate = self.store.mesh.replicate
-        portions.arriving = start_gather(portions.gather, replicate, self.comm.copies, lane=lanes.replicate)
-        portions.filled, portions.mark = True, Held(self.store.params)
+        portions.start(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, Held(self.store.params))
 
-    def _read_portions(self) -> None:
-        """Let the gather lane read portions that are on their way."""
-        portions = self.store.portions
-        if portions is not None and portions.arriving is not None:
-            finish_gather(portions.arriving, self.comm.lanes.gather)
-            portions.arriving = None
-
-    def begin_portions(self) -> None:
+    def drop_passing_portions(self) -> None:
         """Forget portions of a pass that did not come to its end, because a forward or a gather by hand starts."""
-        portions = self.store.portions
-        if portions is not None and not portions.lasting:
-            portions.forget()
+        if self.store.portions is not None:
+            self.store.portions.forget_unless_lasting()
 
     def end_portions(self, *, keep: bool) -> None:
-        """End a forward or a gather by hand: ``keep`` portions for the iteration, or only those that it has found.
-
-        Portions that an evaluation has gathered are not used again. Shards may be written through ``to_local()``
-        between two evaluations, and a rank without elements would not see that.
-        """
-        portions = self.store.portions
-        if portions is None:
-            return
-        if portions.arriving is not None:  # no unit used them, and compute may write the shards next
-            event = portions.arriving.event
-            self._read_portions()
-            self.comm.lanes.compute.wait(event)
-        portions.lasting |= keep and portions.mark is not None
-        self.begin_portions()
+        """End a forward or a gather by hand: ``keep`` portions for the iteration, or only those that it has found."""
+        if self.store.portions is not None:
+            self.store.portions.end_pass(self.comm.lanes, keep=keep)
 
     def forget_portions(self) -> None:
         """Let the next forward gather anew: gradients were reduced over the replicate axis, so shards will change."""
@@ -577,7 +553,8 @@ class Residency:
 
     def use(self, store: ShardStore, comm: CommContext) -> None:
         """Use another store, of fewer parameters, for which the group must be sharded, or another context."""
-        self._read_portions()  # other lanes know nothing of them
+        if self.store.portions is not None:
+            self.store.portions.let_read(self.comm.lanes.gather)  # other lanes know nothing of them
         self.store, self.comm = store, comm
 
     def reset(self) -> None:
@@ -593,7 +570,5 @@ class Residency:
         # A gather that raised while it started left its memory allocated, in the state before.
         self.show("sharded")
         self._free_full()
-        self.end_portions(keep=False)
         if self.store.portions is not None:
-            self.store.portions.filled = False  # the ranks may have broken off at different gathers
-        self.forget_portions()
+            self.store.portions.reset(self.comm.lanes)

@@ -363,20 +363,20 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
         "kept",
         "packed",
     ),
-    ("replicate", "Residency._launch_portions"): (
-        ("wait", "_launch_portions", "run"),
+    ("replicate", "Portions.start"): (
+        ("wait", "start", "_launch_portions"),
         training,
         "over replicas",
         "packed",
     ),
-    ("gather", "Residency._read_portions"): (
-        ("wait", "finish_gather", "_read_portions"),
+    ("gather", "Portions.let_read"): (
+        ("wait", "finish_gather", "let_read"),
         training,
         "over replicas",
         "packed",
     ),
-    ("compute", "Residency.end_portions"): (
-        ("wait", "end_portions", "end_forward_pass"),
+    ("compute", "Portions.end_pass"): (
+        ("wait", "end_pass", "end_portions"),
         skipping,
         "over replicas",
         "packed",

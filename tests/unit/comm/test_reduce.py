@@ -544,6 +544,6 @@ def test_a_sum_on_its_way_to_the_host_is_not_kept_on_the_device() -> None:
         for _ in range(3):
             grads = gradients(made)[0]
             flying.add(reduce_chunk(grads, made.row, made.plans[0], flying, lambda pieces: None))
-        assert len(flying._steps) == len(seen) == 3
+        assert len(flying._started) == len(seen) == 3
         assert [reference() is None for reference in seen] == [True, False, False]  # the hook's lane reads two at most
         flying.finish()

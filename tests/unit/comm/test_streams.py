@@ -140,7 +140,7 @@ def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
             with flying.lanes.reduce.after(flying.lanes.compute) as done:
                 tensor + 1
             flying.make_room(tensor.nbytes)
-            flying.hold(done.event, [tensor], tensor.nbytes)
+            flying.retain(done.event, [tensor], tensor.nbytes)
             return
             yield
 
@@ -165,10 +165,10 @@ def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
                 rows = torch.ones(2)
             with reduce.after(packed.event) as reduced:
                 sums = rows + 1
-            flying.hold_rows(reduced.event, [rows])
+            flying.retain_rows(reduced.event, [rows])
             with replicate.after(reduced.event) as done:
                 sums.add_(1)
-            flying.hold_sums(done.event, sums)
+            flying.retain_sums(done.event, sums)
             flying.end(replicate, done.event)
             held.extend(weakref.ref(tensor) for tensor in (rows, sums))
             return

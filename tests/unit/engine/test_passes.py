@@ -40,7 +40,7 @@ def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
             gradients = torch.ones(3)
             with lanes.reduce.after(lanes.compute) as done:
                 gradients.add(1)
-            reductions.hold(done.event, [gradients], gradients.nbytes)
+            reductions.retain(done.event, [gradients], gradients.nbytes)
             reductions.end(lanes.reduce, done.event)
         del gradients
         root.reset()

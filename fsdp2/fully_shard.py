@@ -20,7 +20,7 @@ from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.build.arguments import merge_arguments
 from fsdp2.build.collect import collect
 from fsdp2.build.copying import copy_module, deepcopy_module, refuse_pickling
-from fsdp2.build.grouping import Unit
+from fsdp2.build.grouping import CallOptions
 from fsdp2.build.placing import PlacementFn
 from fsdp2.build.plan import describe
 from fsdp2.build.policy import Policy, choose_units
@@ -156,15 +156,15 @@ def fully_shard(
     calls = [*units, (modules, own)]
     if units:
         _check_placements(calls)
-    for members, unit in calls:  # all arguments are checked before anything changes
-        _shard(members, unit)
+    for modules_of_call, options in calls:  # all arguments are checked before anything changes
+        _shard(modules_of_call, options)
     return module
 
 
-_Call = tuple[tuple[nn.Module, ...], Unit]
+_Call = tuple[tuple[nn.Module, ...], CallOptions]
 
 
-def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any], own: Unit) -> list[_Call]:
+def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any], own: CallOptions) -> list[_Call]:
     """Return a call for each unit that ``policy`` makes below ``modules``; ``own`` are the call's checked arguments."""
     collect(modules, own.ignored, own.ignored_modules)
     units = choose_units(modules, policy, own.ignored_modules, own.ignored)
@@ -190,10 +190,11 @@ def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any],
 def _check_placements(calls: list[_Call]) -> None:
     """Raise the errors of all ``calls`` before anything changes; a parameter belongs to the first call that has it."""
     taken: set[nn.Parameter] = set()
-    for modules, unit in calls:
-        found = [f for f in collect(modules, unit.ignored, unit.ignored_modules).params if f.param not in taken]
+    for modules, options in calls:
+        params = collect(modules, options.ignored, options.ignored_modules).params
+        found = [f for f in params if f.param not in taken]
         taken.update(f.param for f in found)
-        unit.place([f for f in found if not is_managed_tensor(f.param)])
+        options.place([f for f in found if not is_managed_tensor(f.param)])
 
 
 def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
@@ -212,13 +213,13 @@ def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
     return lambda name: offload_of(f"{unit}.{name}" if name else "")
 
 
-def _shard(modules: tuple[nn.Module, ...], unit: Unit) -> None:
+def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> None:
     """Make one unit of ``modules``."""
-    managed = collect(modules, unit.ignored, unit.ignored_modules)
-    state = FSDPState(modules, unit.mesh.device, unit.options.mp_policy)
+    managed = collect(modules, options.ignored, options.ignored_modules)
+    state = FSDPState(modules, options.mesh.device, options.options.mp_policy)
     classes = [_fsdp_class(type(module)) for module in modules]
-    unit.manage(state, managed)
-    state.unit = unit
+    options.manage(state, managed)
+    state.made_by = options
     _attach(state)
     for module, cls in zip(modules, classes):
         module.__class__ = cls  # names and attributes do not change
@@ -245,14 +246,13 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> Unit:
+def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> CallOptions:
     for name, kind in (
         ("dp_mesh_dims", (DataParallelMeshDims, type(None))),
         ("compression", (CompressionPolicy, type(None))),
     ):
         if not isinstance(given[name], kind):
-            expected = kind[0].__name__ if isinstance(kind, tuple) else kind.__name__
-            raise TypeError(f"fully_shard: {name} must be a {expected}, got {given[name]!r}")
+            raise TypeError(f"fully_shard: {name} must be a {kind[0].__name__}, got {given[name]!r}")
     placement_fn = given["shard_placement_fn"]
     if placement_fn not in (None, "auto") and not callable(placement_fn):
         raise TypeError(f'fully_shard: shard_placement_fn must be callable or "auto", got {placement_fn!r}')
@@ -286,8 +286,17 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> U
             "the shard dimension stay in memory anyway; pass True or False"
         )
     options = GroupOptions(policy_of(""), offload_of(""), reshard, compression=given["compression"])
-    ways = (placement_fn, ignored, policy_of, offload_of, hook_group)
-    return Unit(mesh, options, *ways, frozenset(ignored_modules), replicated)
+    return CallOptions(
+        mesh=mesh,
+        options=options,
+        placement_fn=placement_fn,
+        ignored=ignored,
+        policy_of=policy_of,
+        offload_of=offload_of,
+        hook_group=hook_group,
+        ignored_modules=frozenset(ignored_modules),
+        replicated=replicated,
+    )
 
 
 def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:

@@ -143,8 +143,9 @@ class FSDPModule(TorchFSDPModule):
             recurse,
             reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward),
         )
-        for state in self._states(recurse) if not reshard_after_backward else ():
-            state.unshard_before_backward()
+        if not reshard_after_backward:
+            for state in self._states(recurse):
+                state.unshard_before_backward()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Gather this module's parameters for backward (True) or not (False); an embedding's backward needs none."""

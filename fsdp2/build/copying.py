@@ -95,6 +95,6 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             new.__init__(store, inside, comm, clone.notice_backward)  # type: ignore[misc]  # made bare above
             new.shared = group.shared
         clone.groups.append(new)
-    clone.unit = None if state.unit is None else state.unit.copied(memo)
+    clone.made_by = None if state.made_by is None else state.made_by.copied(memo)
     for name in ("forward_prefetch", "backward_prefetch"):
         setattr(clone, name, [memo.get(id(other), other) for other in getattr(state, name)])

@@ -23,13 +23,13 @@ from fsdp2.optim.prebuilt import follow_parameters
 from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 
-__all__ = ["Unit"]
+__all__ = ["CallOptions"]
 
 logger = logging.getLogger("fsdp2")
 
 
 @dataclass(frozen=True)
-class Unit:
+class CallOptions:
     """The checked arguments of one call. It makes groups for the unit, now and when parameters are added later.
 
     ``hook_group`` registers hooks that show a new group's shards to ``state_dict`` and ``load_state_dict``.
@@ -82,7 +82,7 @@ class Unit:
             placed.append(replace(entry, offload=self.offload_of(found.name)))
         return placed
 
-    def copied(self, memo: dict[int, Any]) -> Unit:
+    def copied(self, memo: dict[int, Any]) -> CallOptions:
         """Return the same arguments for copied modules; ``memo`` of ``copy.deepcopy`` has the copied parameters."""
 
         def new(originals: Collection[Any]) -> set[Any]:

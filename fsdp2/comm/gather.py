@@ -63,7 +63,7 @@ class GatherBuffers:
         """``shards`` is the group's shard buffer as bytes; ``full`` must be allocated while the views are made.
 
         With ``fused`` one kernel unpacks what was packed, where the pieces in order are the parameters; a CPU, which
-        is no faster with it, copies them one by one.
+        is no faster with it, copies them one by one. By default the device decides.
         """
         self.items, self.plan, self.full = items, plan, full
         self._ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
@@ -76,7 +76,9 @@ class GatherBuffers:
         for i in plan.direct:
             self._send_directly(i, wire_bytes)
         self.packed = wire_view(wire_bytes[plan.packed_start :].view(self._packed_dtype))
+        # Of packed parameters: the memory that they are received in, and that as one tensor of the dtype that travels.
         self.staging: Buffer | None = None
+        self.received = self.packed
         self.unpacks: list[Planned] = []  # of the staging buffer, to where the packed parameters lie
         if plan.packed:
             self._receive_packed(fused=device.type != "cpu" if fused is None else fused)
@@ -321,7 +323,7 @@ def start_gather(
 def _unpack(gathering: Gathering) -> None:
     """Put packed parameters in their places, and free what only that needed; step 5 of the life of a parameter."""
     buffers = gathering.buffers
-    if buffers.plan.packed or buffers.wire is not None:
+    if buffers.plan.packed or buffers.wire is not None:  # else everything was gathered into its place, from the shards
         buffers.full.allocate()
         buffers.unpack(gathering.rows)
         buffers.free_temporaries()

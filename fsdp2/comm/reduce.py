@@ -39,10 +39,12 @@ __all__ = ["Compression", "Finished", "ReducePlan", "pack_gradients", "reduce_ch
 
 
 Finished = Literal["early", "last", "together"]
-"""How the gradients of a chunk were finished, which says when they are copied: "early", while backward goes on in
-their unit, or as the last of the backward: at once, since they, and activations, take memory, or since no unit follows
-beside which they could be; as the "last" of their unit: beside the next one; or "together" with all others of their
-unit, so that their memory is taken already: at once, and without waiting for room.
+"""How the gradients of a chunk were finished, which says when they are copied:
+
+* "early", while backward goes on in their unit, or as the last of the whole backward: at once, since they take memory
+  beside activations, or since no unit follows beside which they could be copied;
+* as the "last" of their unit: beside the next unit;
+* "together" with all others of their unit, so that their memory is taken already: at once, without waiting for room.
 """
 
 

@@ -46,8 +46,8 @@ class ForwardPass(Pass):
             group.reshard()  # its pieces were made of other shards
         super().prefetch(group)
 
-    def after_forward(self, group: FSDPParamGroup) -> bool | int:
-        """Return what becomes of ``group`` when its forward ends: freed (True), kept (False), or on so many ranks.
+    def decide_after(self, group: FSDPParamGroup) -> bool | int:
+        """Decide what becomes of ``group`` when its forward ends: freed (True), kept (False), or on so many ranks.
 
         The unit that forward ends with is the one that backward needs first. Freed and gathered again at once, into the
         memory it has just left, its gather would wait for compute, so it stays from the second iteration on; backward
@@ -69,6 +69,6 @@ class ForwardPass(Pass):
         super().end()
         for group in self.gathered_skippable:
             if group.residency.is_gathering:  # for the others' sake, or ahead of a use that did not come
-                group.release()  # as on the ranks that used it, so that backward finds it in the same state
+                group.release(group.after_forward)  # as on ranks that used it: backward finds it in the same state
         for group in self.groups:
             group.end_forward_pass()

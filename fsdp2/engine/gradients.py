@@ -70,7 +70,10 @@ class _Dtypes:
     compression: tuple[BlockFormat | None, BlockFormat | None] = (None, None)
 
     def encoded(self, formats: Formats, copies: int) -> _Dtypes:
-        """The same with ``formats``, where there are ``copies`` on a replicate axis; others than those dtypes as is."""
+        """Return the same with ``formats``, where there are ``copies`` on a replicate axis.
+
+        Gradients of dtypes that no format encodes are sent as they are.
+        """
         reduce, replicate = formats.reduce, formats.replicate if copies > 1 else None
         if (reduce or replicate) is None or not {self.reduce, self.computed} <= set(ENCODED):
             return self
@@ -291,7 +294,7 @@ class GroupGradients:
         if backward.unfinished:
             backward.unfinished.discard(i)
             if not backward.unfinished:
-                self.comm.gather_now()  # at the latest: the unit may be through with its inputs much later
+                self.comm.gather_now()  # at the latest: backward may be done with the unit's inputs much later
         if waiting and chunk < len(waiting) and self._store.options.reduce_gradients:
             waiting[chunk].discard(i)
             while backward.launched < len(waiting) and not waiting[backward.launched]:

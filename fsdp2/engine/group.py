@@ -44,7 +44,7 @@ class FSDPParamGroup:
         self.notice_backward = notice_backward
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
         self.gathered_with = [self]  # the groups of its unit, which are gathered and used together
-        self.in_root = False  # it is the root's: backward needs it first, so by default it stays after forward
+        self.in_root = False  # it is the root's, which by default stays after forward, as with torch
         self.shared = False  # several units use it, because they tie its parameter
         self.has_units_below = False
         self.phases = PhaseTracker()
@@ -77,6 +77,7 @@ class FSDPParamGroup:
         """Communicate on ``comm`` from now on."""
         self.comm = self.gradients.comm = comm
         self.residency.use(self.store, comm)
+        self.store.note_change()  # chunks depend on the largest unit of the context
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""
@@ -202,20 +203,17 @@ class FSDPParamGroup:
         if _trace.recording:
             _trace.emit("pre_forward", self.name)
 
-    def post_forward(self, after: bool | int | None) -> None:
-        """Free the parameters after a forward (True), keep them (False), or keep pieces on N ranks (int).
-
-        None keeps them for the backward that runs. Step 6 of the life of a parameter.
-        """
+    def post_forward(self) -> None:
+        """Note that no forward is inside any more; ``release`` follows, unless a backward computes with the group."""
         self.phases.enter("post_forward")
         if _trace.recording:
             _trace.emit("post_forward", self.name)
-        if after is not None:
-            self.release(after)
 
-    def release(self, after: bool | int | None = None) -> None:
-        """Free full parameters after a forward, or keep them as asked; ranks that skipped the unit do the same."""
-        after = self.after_forward if after is None else after
+    def release(self, after: bool | int) -> None:
+        """Free the parameters after a forward (True), keep them (False), or keep pieces on ``after`` ranks.
+
+        Step 6 of the life of a parameter. Ranks that skipped the unit do the same.
+        """
         trains = torch.is_grad_enabled()
         if self.residency.held is not None and not trains:
             self.residency.return_to_pieces()

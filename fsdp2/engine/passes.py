@@ -20,7 +20,7 @@ from fsdp2.autograd.reach import Targets
 from fsdp2.autograd.trees import find_tensors
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.steps import END, Observer, Step, nothing, take
+from fsdp2.engine.steps import END, Observer, Step, nothing, take_step
 
 __all__ = ["Call", "CallKind", "HiddenInputs", "Pass", "Unit", "backward_runs"]
 
@@ -101,7 +101,7 @@ class Pass:
 
     def take(self, step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``step`` to the observer and call ``start``, unless an ``optional`` step is left for later."""
-        taken = take(self.observer, self, step, start, optional=optional)
+        taken = take_step(self.observer, self, step, start, optional=optional)
         self._taken += taken
         if taken and step.kind == "gather" and step.group is not None and step.group.options.reduce_unused:
             self.gathered_skippable[step.group] = None
@@ -125,8 +125,9 @@ class Pass:
     def can_join(self, step: Step, planned: bool) -> bool:
         """Return whether the pass can take ``step`` with a group that this rank does not use at the moment.
 
-        That is possible for units marked with ``set_reduce_scatter_unused_params(True)``. Ranks that follow a known
-        pass have ``planned`` the step; else they have just chosen it.
+        That is possible for units marked with ``set_reduce_scatter_unused_params(True)``, and in models with such units
+        for the others too, ahead of this rank's use or behind it. Ranks that follow a known pass have ``planned`` the
+        step; else they have just chosen it.
         """
         group = self._group_of(step)
         # A step that is being joined may turn out to be another than the expected one; asking for it again would not
@@ -181,7 +182,7 @@ class Pass:
     def _join_gather(self, group: FSDPParamGroup) -> None:
         """Gather ``group``. It stays in flight: nothing here waits for it until it is used or freed."""
         if group.residency.is_gathering and not self.in_backward:
-            group.release()  # the gather joined before: end its use as the ranks end it that used the group
+            group.release(group.after_forward)  # the gather joined before ends as on the ranks that used the group
         elif group.residency.is_gathering or not group.residency.needs_gather:
             group.reshard()  # the others freed it after their use, or this step would not be a gather
         group.unshard(False, self.take, self.in_backward)

@@ -17,7 +17,9 @@ class Phase(IntEnum):
 
 
 # What each hook of a group makes of its phase. A hook that is called in another phase is a defect of ours, or follows
-# an error after which ``reset_iter_state`` was not called.
+# an error after which ``reset_iter_state`` was not called. What is refused: a forward inside the group's own backward
+# (recomputations do not come here), the end of a forward that did not begin, and the end of a backward that has not
+# reduced.
 _NEXT = {
     "pre_forward": {
         Phase.IDLE: Phase.FORWARD,

@@ -427,7 +427,9 @@ class Residency:
     def _free(self) -> None:
         state = self.state
         if type(state) is InFlight:
-            finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
+            # On a CPU its memory must not go while it is written. On streams compute waits too, since it may write to
+            # the shards or pieces that the gather reads. There is no "reshard" event for what was never ready.
+            finish_gather(state.work, self.comm.lanes.compute)
         elif _trace.recording:
             _trace.emit("reshard", self.name, self.store.full_bytes)
         # Where shards are shown already, others may have been put in their place, for the next gather to take in.

@@ -2,7 +2,8 @@
 
 A *pass* is a forward, a backward or a finalization under one root, or what the caller gathers between passes. Its
 *steps* are the collectives that it starts: gathers, and chunks of gradients. Ranks that take different steps would wait
-for each other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer in one function, ``take``.
+for each other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a step in one function,
+``take_step``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
     "make_observer",
     "nothing",
     "observe_with",
-    "take",
+    "take_step",
     "take_unobserved",
 ]
 
@@ -51,7 +52,9 @@ class Step(NamedTuple):
     parameters whose gradients a reduction sends, and ``AS_COMPUTED`` where they are sent narrower than they are summed.
     """
 
-    kind: str  # "gather", "gather over replicas", "reduce", or "end" for the end of a pass, which has no group
+    # "gather", "gather over replicas", "reduce", or "end" for the end of a pass, which has no group. Where ranks
+    # compare passes, "stay" and "gather over replicas" at their beginning stand for what their kinds contain.
+    kind: str
     group: ObservedGroup | None
     part: tuple[int, ...] = ()
 
@@ -96,7 +99,7 @@ CanJoin = Callable[[Step, bool], bool]
 
 
 class Joins(Protocol):
-    """A pass, as far as ``take`` has to know one: it can *join*, which means take a step that only other ranks need."""
+    """A pass, as far as ``take_step`` has to know one: it can *join*, so take a step that only other ranks need."""
 
     def can_join(self, step: Step, planned: bool) -> bool:
         """Return whether the pass can take ``step`` now, with a group that this rank does not use at the moment.
@@ -175,7 +178,9 @@ class Take(Protocol):
         """Return whether ``start`` was called."""
 
 
-def take(observer: Observer, joins: Joins, step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
+def take_step(
+    observer: Observer, joins: Joins, step: Step, start: Callable[[], None], *, optional: bool = False
+) -> bool:
     """Show ``step`` to ``observer`` and call ``start``; the only place where an observer is asked about a step.
 
     Steps that the other ranks take first are taken first here as well. Returns False if an ``optional`` step is left

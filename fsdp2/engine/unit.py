@@ -34,7 +34,7 @@ from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
-from fsdp2.engine.passes import Call, CallKind, HiddenInputs
+from fsdp2.engine.passes import Call, CallKind, HiddenInputs, backward_runs
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.steps import PassKind, take_unobserved
 from fsdp2.policies import MixedPrecisionPolicy
@@ -87,7 +87,7 @@ def register_as_managed(module: nn.Module, apis: dict[str, Any]) -> None:
 
 
 class Adopting(Protocol):
-    """The arguments of the ``fully_shard`` call (``build.grouping.Unit``), by which parameters are added later."""
+    """The options of the ``fully_shard`` call (``build.grouping.CallOptions``), by which parameters are added later."""
 
     def adopt_added(self, state: FSDPState) -> None:
         """Manage parameters that appeared below the modules of ``state`` since."""
@@ -126,7 +126,7 @@ class FSDPState(ComposableState):
         self._notices_errors = False  # whether a hook tells when an exception leaves its forward
         # Takes in parameters that were added since. It is asked only when the process has counted registrations that
         # this unit has not seen.
-        self.unit: Adopting | None = None
+        self.made_by: Adopting | None = None
         self._registrations = hooks.registrations
         # While summon_full_params shows parameters of the unit: the reason why forward cannot compute with them, "" if
         # it can. It is not on the groups, because it depends on all of them, and a unit without parameters has none.
@@ -280,8 +280,10 @@ class FSDPState(ComposableState):
         run = None if call is None or call.run.entered.pop(self, None) is None else call.run
         for group in self.groups:
             if call is None or not group.shared or call.run.leave_shared(group, self):
-                after = run.after_forward(group) if isinstance(run, ForwardPass) else True
-                group.post_forward(None if in_backward else after)
+                after = run.decide_after(group) if isinstance(run, ForwardPass) else True
+                group.post_forward()
+                if not in_backward:  # else the backward that runs computes with it next
+                    group.release(after)
                 if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
                     group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
         if torch.is_grad_enabled() and self.groups:
@@ -292,8 +294,9 @@ class FSDPState(ComposableState):
             if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
             pending = self.root.pending
-            for group in self.groups if watched and not in_backward else ():
-                pending.calls.record(group, pending.forwards)
+            if watched and not in_backward:
+                for group in self.groups:
+                    pending.calls.record(group, pending.forwards)
         return output
 
     def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:
@@ -337,25 +340,27 @@ class FSDPState(ComposableState):
         """Take in parameters that somebody put on the modules since this was last asked."""
         if self._registrations != hooks.registrations:
             self._registrations = hooks.registrations
-            if self.unit is not None:
-                self.unit.adopt_added(self)
+            if self.made_by is not None:
+                self.made_by.adopt_added(self)
 
     # ---- backward ----
 
     @outside_dynamo
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Gather for backward, and start the gather of the groups backward meets next."""
-        for group in self.groups if self.summoned is not None else ():
-            group.residency.refuse_summoned("backward")
+        if self.summoned is not None:
+            for group in self.groups:
+                group.residency.refuse_summoned("backward")
         root = self.root
-        run, pending = root.start_backward(), root.pending
+        run, pending, comm = root.start_backward(), root.pending, root.comm
         run.creates_graph = torch.is_grad_enabled()
         if run.creates_graph:  # the backward of this backward enters here by a way that has no hook yet
             hooks.watch_exit(grad, self.pre_backward)
-        comm = self.root.comm
         comm.forget_later()  # backward has come to what was to be gathered
-        # All of this unit's gathers go ahead of those for later.
-        entered = [g for g in self.groups if g.pre_backward(run.take, recorded=g in pending.inputs)]
+        entered = []
+        for group in self.groups:  # all of this unit's gathers go ahead of those for later
+            if group.pre_backward(run.take, recorded=group in pending.inputs):
+                entered.append(group)
         for group in entered:
             # No input can tell when backward is done with the group, but its parameters' gradients can.
             by_gradients = pending.inputs.get(group) == _NO_INPUTS and group.ends_with_its_gradients()
@@ -471,7 +476,7 @@ class FSDPState(ComposableState):
     def break_off_forward(self) -> None:
         """End the forward pass in which this unit is the outermost, if there is one: an exception has left it."""
         run = self.root.forward
-        if run is None or run.outermost is not self or graph_task_id() != -1:
+        if run is None or run.outermost is not self or backward_runs():
             return
         for state in run.entered:
             state._calls.clear()

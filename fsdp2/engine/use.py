@@ -58,7 +58,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
             if held or not group.is_idle:
                 continue  # it is not for this block to free
             if torch.is_grad_enabled():
-                group.release()
+                group.release(group.after_forward)
             else:
                 group.reshard()  # what this block alone has held
 

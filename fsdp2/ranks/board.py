@@ -48,6 +48,10 @@ class History(Protocol):
 
 
 def _digest(want: str) -> int:
+    """Return 29 bits, so that the sum over 2**17 ranks fits the store's counter above the number of ranks that came.
+
+    Different wishes whose sum is that of equal ones by chance (one in 2**29) are taken for agreement.
+    """
     return zlib.crc32(want.encode()) >> 3
 
 

@@ -238,7 +238,7 @@ class RankMonitor:
             # If ranks want different units that some may skip, all take the first of them: this is its order.
             want = {"step": [step.kind, number, list(step.part)], "order": self._order(log.kind, step)}
             want["optional"], want["prefetch"] = step.group.options.reduce_unused, prefetch
-        chosen = self.board.choose(log.epoch, json.dumps(want), state, _choose)
+        chosen = self.board.choose(log.epoch, json.dumps(want), state, _choose_among)
         if chosen is None:  # no step suits all ranks: raise an error that compares the wanted steps, too
             state.compares = True
             self.board.raise_difference(state)
@@ -422,7 +422,7 @@ def _alike(one: ObservedGroup | None, other: ObservedGroup | None) -> bool:
     return signatures[0] == signatures[1]
 
 
-def _choose(wants: dict[int, Any]) -> Any:
+def _choose_among(wants: dict[int, Any]) -> Any:
     """Return the step of the ranks' ``wants`` that all of them can take, or None if there is none."""
     if len(wants) == 1:
         return next(iter(wants.values()))["step"]

@@ -17,14 +17,8 @@ from fsdp2.engine.steps import END, PassKind, Step
 
 __all__ = ["StepLog"]
 
-_PASSES_BEFORE = (
-    32,
-    16,
-    8,
-    4,
-    2,
-    1,
-)  # numbers of passes that make a place, the longest known first; 32: 16 micro-batches
+# Numbers of passes before that make a place, the longest known first; 32 are 16 micro-batches.
+_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)
 _MOST_PLACES = 4096  # known at a time: loops without a pattern make ever new ones
 _WAYS = 16  # remembered for each kind of pass
 _REMEMBERED = 64  # passes

@@ -236,8 +236,8 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     def place_of(i: int) -> int:
         return keys[key(items[i])]
 
-    # Direct items are sorted by dtype, packed ones in reverse: the last direct and the first packed items have the same
-    # dtype and are cast in one run.
+    # Direct items are sorted by dtype, packed ones in reverse: if both have items of the last dtype, one run casts the
+    # last direct and the first packed ones.
     empty = [i for i in range(len(items)) if i not in set(direct) and not items[i].layout.numel]
     order = sorted(direct + empty, key=place_of) + sorted(packed, key=lambda i: -place_of(i))
     shard_offset, wire_offset, full_offset = [0] * len(items), [0] * len(items), [0] * len(items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -10,8 +11,8 @@ from torch import nn
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
-from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.layout import ShardLayout
+from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.packing import Item, plan_flat
 
 __all__ = ["PaddingReport", "UnitPadding", "padding_report"]
@@ -20,7 +21,10 @@ _NOTABLE = 0.05  # parameters with at least this share of padding are named
 
 
 class UnitPadding(NamedTuple):
-    """The bytes of a unit's parameters and of their padding, on all ranks of a shard axis together."""
+    """The bytes of a unit's parameters and of their padding, on all ranks that share them together.
+
+    These are the ranks of a shard axis, or with ``shard_over_replicas`` those of all replicas.
+    """
 
     unit: str
     ranks: int
@@ -44,7 +48,8 @@ def padding_report(module: nn.Module) -> PaddingReport:
 
     The pieces on all ranks are as large as the first one, and every piece ends on a multiple of 16 bytes. If the
     sharded dimension is not a multiple of the number of ranks, part of the last pieces is padding. Another dimension
-    may need less; ``shard_placement_fn="auto"`` chooses it. Gathers send the padding, too.
+    may need less; ``shard_placement_fn="auto"`` chooses it. Gathers send the padding, too. With
+    ``shard_over_replicas``, each piece for the shard axis is cut into equal parts, and the parts are padded instead.
 
     The function does not communicate, and parameters may be on the meta device.
 
@@ -61,29 +66,53 @@ def padding_report(module: nn.Module) -> PaddingReport:
     units, lines = [], []
     for group in groups:
         prefix = next((name for name, inner in module.named_modules() if inner is group.modules[0]), "")
-        unit = UnitPadding(prefix, group.mesh.shard.size, *_bytes(group))
+        unit = UnitPadding(prefix, group.mesh.shard.size * _parts(group.mesh), *_bytes(group))
         units.append(unit)
         lines.append(_line(prefix or "(root)", unit))
         for param in group.params:
-            if _share(param.spec.layout) >= _NOTABLE:
-                lines.append(_remedy(names.get(param.sharded, param.name), param))
+            if _share(param.spec.layout, _parts(group.mesh)) >= _NOTABLE:
+                lines.append(_remedy(names.get(param.sharded, param.name), param.spec.layout, _parts(group.mesh)))
     return PaddingReport(units, "\n".join([f"{'unit':<28}{'ranks':>6}{'parameters':>15}{'padding':>22}", *lines]))
+
+
+def _parts(mesh: DataParallelMesh) -> int:
+    """Return the number of ranks that each piece for the shard axis is cut over once more."""
+    return 1 if mesh.nested is None else mesh.replicate.size
 
 
 def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
     """Return the bytes of parameters and of padding on all ranks; a whole parameter counts on every rank."""
-    ranks = group.mesh.shard.size
+    ranks, parts = group.mesh.shard.size, _parts(group.mesh)
     items = [
         Item(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy), form=p.formats.gather) for p in group.params
     ]
-    held = ranks * plan_flat(items, group.options.sizes).shard_bytes
-    own = sum(item.layout.numel * item.dtype.itemsize * (ranks if item.layout.dim is None else 1) for item in items)
+    if group.mesh.nested is None:
+        held = ranks * _held(items, group)
+    else:  # the last pieces for the shard axis are smaller, and so are their parts
+        held = sum(
+            parts * _held([replace(item, layout=item.layout.within(rank, parts), form=None) for item in items], group)
+            for rank in range(ranks)
+        )
+    every = ranks * parts
+    own = sum(item.layout.numel * item.dtype.itemsize * (every if item.layout.dim is None else 1) for item in items)
     return own, held - own
 
 
-def _share(layout: ShardLayout) -> float:
+def _held(items: list[Item], group: FSDPParamGroup) -> int:
+    """Return the bytes that one rank holds of ``items``."""
+    return plan_flat(items, group.options.sizes).shard_bytes
+
+
+def _share(layout: ShardLayout, parts: int) -> float:
     """Return the padding of uneven pieces as a share of the parameter."""
-    return layout.padding_numel / layout.numel if layout.dim is not None and layout.numel else 0.0
+    return _padding(layout, parts) / layout.numel if layout.dim is not None and layout.numel else 0.0
+
+
+def _padding(layout: ShardLayout, parts: int) -> int:
+    """Return the elements that all ranks hold beyond the parameter's own."""
+    if parts == 1:
+        return layout.padding_numel
+    return parts * sum(layout.within(rank, parts).slot_numel for rank in range(layout.ranks)) - layout.numel
 
 
 def _line(name: str, unit: UnitPadding) -> str:
@@ -91,11 +120,12 @@ def _line(name: str, unit: UnitPadding) -> str:
     return f"{name:<28}{unit.ranks:>6}{_mib(unit.parameters):>15}{_mib(unit.padding):>13} {share:>8.1%}"
 
 
-def _remedy(name: str, param: FSDPParam) -> str:
-    layout = param.spec.layout
-    best = ShardLayout.least_padded(layout.shape, layout.stride, layout.ranks)
-    other = f"; Shard({best.dim}) would pad {_share(best):.1%}" if best.padding_numel < layout.padding_numel else ""
-    return f"  {name} {tuple(layout.shape)}: Shard({layout.dim}) pads {_share(layout):.1%}{other}"
+def _remedy(name: str, layout: ShardLayout, parts: int) -> str:
+    dim = ShardLayout.least_padded(layout.shape, layout.stride, layout.ranks * parts).dim  # as "auto" chooses
+    best = replace(layout, dim=dim)
+    better = _padding(best, parts) < _padding(layout, parts)
+    other = f"; Shard({dim}) would pad {_share(best, parts):.1%}" if better else ""
+    return f"  {name} {tuple(layout.shape)}: Shard({layout.dim}) pads {_share(layout, parts):.1%}{other}"
 
 
 def _mib(nbytes: int) -> str:

@@ -227,7 +227,7 @@ def _padding(model: nn.Module) -> tuple[int, tuple[str, ...]]:
     for module in fsdp_modules(model):
         for group in module._get_fsdp_state().groups:
             for param in group.params:
-                layout = param.spec.layout
+                layout = param.spec.over_all
                 total += (layout.slot_numel * layout.ranks - layout.numel) * param.compute_dtype.itemsize
                 if layout.dim is not None and layout.padding_numel > _NOTABLE * layout.numel:
                     name = re.sub(r"\b\d+\b", "*", names.get(param.sharded, param.name))  # one line for all layers
@@ -241,7 +241,7 @@ _NOTABLE = 0.05  # a parameter is named if it is padded by more than this share
 
 
 def _remedy(name: str, nbytes: int, param: FSDPParam) -> str:
-    layout = param.spec.layout
+    layout = param.spec.over_all
     best = ShardLayout.least_padded(layout.shape, layout.stride, layout.ranks)
     rows = layout.shape[layout.dim or 0]
     text = (

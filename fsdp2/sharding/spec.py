@@ -156,6 +156,12 @@ class ShardedSpec:
         return None if best is None else Shard(best)
 
     @property
+    def over_all(self) -> ShardLayout:
+        """The layout over all ranks that share the parameter; rounding up twice gives pieces of the same size."""
+        again = 1 if self.second is None else self.second.ranks
+        return replace(self.layout, ranks=self.layout.ranks * again)
+
+    @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
         return self.layout.shard_shape(self.rank) if self.second is None else self.second.shard_shape(self.second_rank)

@@ -104,6 +104,33 @@ def test_the_report_as_a_table() -> None:
         fsdp2.padding_report(nn.Linear(2, 2))
 
 
+def test_shards_over_replicas_are_padded_on_all_ranks() -> None:
+    """The report counted the ranks of the shard axis only, although each of them keeps just a part of its piece.
+
+    10 experts over 8 ranks are padded to 16. In four replicas, the first five ranks of each have two experts to share
+    over the replicas, which takes 20 in all; the others have none. A scalar is whole on all 32 ranks.
+    """
+    sizes, found = [], []
+    for rank in range(32):
+        with fake_mesh(4, 8, names=("replicate", "shard"), rank=rank) as mesh:
+            experts = Experts(10, 64, 48)
+            experts.scale = nn.Parameter(torch.ones(()))
+            fsdp2.fully_shard(experts, mesh=mesh, shard_over_replicas=True)
+            (group,) = experts._get_fsdp_state().groups
+            sizes.append(group.store.shard_bytes)
+            found.append(fsdp2.padding_report(experts))
+    ((_, ranks, parameters, padding),) = report = found[0]
+    assert all(other == report for other in found)
+    experts = 2 * 10 * 64 * 48 * 4
+    assert (ranks, parameters) == (32, experts + 32 * 4)
+    assert parameters + padding == sum(sizes) and padding == experts + 32 * (ALIGNMENT - 4)
+    assert "up (10, 64, 48): Shard(0) pads 100.0%; Shard(1) would pad 0.0%" in str(report)
+    with fake_mesh(4, 8, names=("replicate", "shard")) as mesh:
+        experts = Experts(10, 64, 48)
+        fsdp2.fully_shard(experts, mesh=mesh, shard_over_replicas=True, shard_placement_fn="auto")
+        assert fsdp2.padding_report(experts)[0].padding == 0
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_a_cut_chosen_by_padding_trains_alike(rank, world, hybrid):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import forecast
 from fsdp2.__main__ import main
+from fsdp2.forecasting.comparing import compare, comparison
 from fsdp2.forecasting.cost import H100, Hardware, Link
 from tests.support import api
 
@@ -60,6 +61,66 @@ def test_figures():
     assert result.padding_bytes == 0
     assert result.exposed_seconds == pytest.approx(result.step_seconds - result.compute_seconds)
     assert sum(result.exposed_by_unit.values()) == pytest.approx(result.exposed_seconds, rel=0.1)
+
+
+def build_with(mesh: Any, over: bool = False) -> tuple[Any, Any]:
+    """Return the model of ``build``; with ``over``, sharded over replicas too if the mesh has some."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=mesh, shard_over_replicas=over)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def accumulate(model: Any, optimizer: Any, batches: int = 8) -> None:
+    """Train once with micro-batches, of which the last one sums gradients over replicas."""
+    for number in range(batches):
+        model.set_requires_all_reduce(number == batches - 1)
+        model(torch.empty(8, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("batches", [1, 8])
+def test_figures_over_replicas(batches):
+    """Every rank keeps exactly a 16th of the parameters and of the optimizer state. Between the two replicas, a step
+    gathers and reduces each rank's piece for the shard axis once. The rest is as with hybrid sharding.
+    """
+    result = forecast(
+        partial(build_with, over=True), partial(accumulate, batches=batches), mesh={"replicate": 2, "shard": 8}, steps=2
+    )
+    layer = WIDTH * WIDTH * 4
+    assert result.bytes_by_kind["shards"] == 4 * layer // 16
+    assert result.bytes_by_kind["optimizer state"] == 2 * 4 * layer // 16 + 4 * 4  # a step counter for each parameter
+    portions = 4 * layer // 8
+    assert result.bytes_by_kind["gathered"] == layer + portions
+    sent = {(one.axis, one.kind): (one.launches, one.nbytes) for one in result.collectives}
+    assert sent == {
+        ("replicate", "all_gather"): (4, 4 * layer // 8),
+        ("replicate", "reduce_scatter"): (4, 4 * layer // 8),
+        ("shard", "all_gather"): (7 * batches, 7 * batches * layer),
+        ("shard", "reduce_scatter"): (4 * batches, 4 * batches * layer),
+    }
+    assert result.padding_bytes == 0
+
+
+def test_over_replicas_beside_hybrid_and_full_sharding():
+    """A comparison lists all three, and the mesh without replicas with its error. In memory the option is between the
+    other two; it sends what hybrid sharding does and one gather of each rank's pieces more."""
+    meshes = [{"shard": 16}, {"replicate": 2, "shard": 8}]
+    cases = compare(build_with, accumulate, meshes, {"over": [False, True]}, steps=2)
+    full, refused, hybrid, over = (case.forecast for case in cases)
+    assert refused is None and "needs a mesh with a replicate and a shard dimension" in cases[1].error
+    assert full.peak_bytes < over.peak_bytes < hybrid.peak_bytes
+    layer = WIDTH * WIDTH * 4
+    assert hybrid.sent_bytes == full.sent_bytes + 4 * layer // 8
+    assert over.sent_bytes == hybrid.sent_bytes + 4 * layer // 8
+    rows = comparison(cases).splitlines()
+    assert [row.split("  ")[0] for row in rows[1:]] == [
+        "shard 16, over=False",
+        "shard 16, over=True",
+        "replicate 2 x shard 8, over=False",
+        "replicate 2 x shard 8, over=True",
+    ]
 
 
 def test_command_line(capsys):
@@ -396,6 +457,9 @@ def test_padding_comes_with_a_remedy():
     assert better.padding_bytes < result.padding_bytes / 100 and not any("up" in text for text in better.padded)
     text = forecast(partial(builds, width=16), trains, mesh={"shard": 64}).padded[0]
     assert "no dimension divides better: shard it over fewer ranks, with another mesh" in text
+    over = forecast(partial(builds, shard_over_replicas=True), trains, mesh={"replicate": 8, "shard": 8})
+    assert "4 rows over 64 ranks are padded to 64, 16 times as much" in over.padded[0]
+    assert over.padding_bytes == result.padding_bytes
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

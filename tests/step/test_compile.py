@@ -193,21 +193,30 @@ def test_with_one_more(rank, world, kind):
 
 
 @composes("compile", "hybrid sharding")
+@composes("compile", "over replicas")
 @composes("compile", "tensor parallel")
 @on_ranks(2, FOUR, limit=180)
-@pytest.mark.parametrize("kind", ["hybrid", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "hybrid",
+        pytest.param("tp", marks=pytest.mark.slow),
+        pytest.param("over replicas", marks=[pytest.mark.slow, api.fsdp2_only]),
+    ],
+)
 def test_on_two_axes(rank, world, kind):
     """Compiled blocks on hybrid and tensor-parallel meshes."""
     mesh = mesh_2d("dp", "tp")
 
     def prepare(module, fsdp):
-        if kind == "hybrid":
-            return compiled(in_place_before, "aot_eager", mesh=mesh_2d())(module, fsdp)
+        if kind != "tp":
+            over = {"shard_over_replicas": True} if kind == "over replicas" and fsdp is api.ours else {}
+            return compiled(in_place_before, "aot_eager", mesh=mesh_2d(), **over)(module, fsdp)
         for block in module.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         compiled(in_place_before, "aot_eager", mesh=mesh["dp"])(module, fsdp)
 
-    assert_same_training(prepare, part=None if kind == "hybrid" else (mesh.get_local_rank("dp"), 2))
+    assert_same_training(prepare, part=None if kind != "tp" else (mesh.get_local_rank("dp"), 2))
 
 
 @composes("compile", "tensor parallel", "sequence parallel", "loss parallel")

@@ -20,7 +20,9 @@ from torch.func import functional_call
 import fsdp2
 from fsdp2 import _trace
 from tests.ranks.apart import run_apart
+from tests.step.test_experts import Mixture, spread_experts
 from tests.step.test_extensions import Halves, of_halves
+from tests.step.test_meshes import Experts
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.parity import (
@@ -175,6 +177,37 @@ def test_beside_tensor_parallelism(rank, world):
 def test_beside_tensor_parallelism_on_three_axes(rank, world):
     """The same where all axes have several ranks."""
     train_beside_tensor_parallelism(rank, 2)
+
+
+@composes("over replicas", "several meshes", "shard dim")
+@on_ranks(4)
+def test_beside_parameters_on_another_mesh(rank, world):
+    """Parameters of one unit on two meshes: some are sharded over replicas too, the others over a line of all ranks."""
+
+    def shard(module: Any, fsdp: Any) -> None:
+        there = fsdp2.ShardPlacementResult(Shard(1), mesh_1d())
+        place = lambda parameter: there if parameter is module.expert.weight else None
+        fsdp.fully_shard(module, mesh=mesh_2d(), shard_over_replicas=True, shard_placement_fn=place)
+
+    module = assert_parity(shard, build=Experts, against=("alone",)).module
+    assert module.expert.weight.placements == (Shard(1),)
+    assert module.expert.bias.placements == (Shard(0), Shard(0))
+
+
+@composes("over replicas", "experts", "divide factor")
+@on_ranks(4)
+def test_beside_experts(rank, world):
+    """Experts on a mesh of their own, and dense parameters over replicas."""
+    mesh = mesh_of(2, 2, names=("edp", "ep"))
+
+    def shard(module: Any, fsdp: Any) -> None:
+        spread_experts(module, mesh["ep"])
+        fsdp.fully_shard(module.experts, mesh=mesh["edp"])
+        module.experts.set_gradient_divide_factor(float(world))
+        fsdp.fully_shard(module, mesh=mesh_2d(), shard_over_replicas=True)
+
+    module = assert_parity(shard, build=lambda: Mixture(4), against=("alone",)).module
+    assert module.experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
 
 
 # ---- what each rank keeps ----

@@ -251,15 +251,20 @@ def test_mixed_precision(rank, world, name):
 @composes("pipeline", "accumulation", "hybrid sharding")
 @composes("pipeline", "accumulation", "tensor parallel")
 @composes("pipeline", "zero bubble", "accumulation", "hybrid sharding")
+@composes("pipeline", "accumulation", "over replicas")
+@composes("pipeline", "zero bubble", "accumulation", "over replicas")
 @composes("pipeline", "zero bubble", "accumulation", "tensor parallel")
 @on_ranks(8)
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
-@pytest.mark.parametrize("third", ["replicate", "tp"])
+@pytest.mark.parametrize(
+    "third", ["replicate", "tp", pytest.param("over replicas", marks=[pytest.mark.slow, api.fsdp2_only])]
+)
 def test_three_dimensions(rank, world, third, name):
-    """A pipeline of stages that are replicated and sharded, or sharded and tensor-parallel."""
-    hybrid = third == "replicate"
+    """A pipeline of stages that are replicated and sharded, sharded over replicas too, or tensor-parallel."""
+    hybrid = third != "tp"
     mesh = mesh_of(2, 2, 2, names=("pp", "replicate", "dp") if hybrid else ("pp", "dp", "tp"))
-    setup = Setup(name, mesh, ("replicate", "dp") if hybrid else ("dp",))
+    options = {"shard_over_replicas": True} if third == "over replicas" else {}
+    setup = Setup(name, mesh, ("replicate", "dp") if hybrid else ("dp",), options=options)
     seen = train(api.ours, setup)
     assert_weights(seen.weights, alone(), "a single process")
     if hybrid:  # over each of the two axes

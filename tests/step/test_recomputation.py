@@ -167,9 +167,12 @@ WRAPPERS = {
 
 @composes("recomputation", "hybrid sharding", "mixed precision", "accumulation")
 @composes("activations on the CPU", "hybrid sharding", "mixed precision", "accumulation")
+@composes("recomputation", "over replicas", "mixed precision", "accumulation")
+@composes("activations on the CPU", "over replicas", "mixed precision", "accumulation")
 @on_ranks(4)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers_on_hybrid_meshes(rank, world, wrapper):
+@pytest.mark.parametrize("over", [False, pytest.param(True, marks=api.fsdp2_only)])
+def test_wrappers_on_hybrid_meshes(rank, world, wrapper, over):
     """torch's wrappers around sharded units, in mixed precision, two backwards to a reduction."""
 
     def build():
@@ -179,9 +182,9 @@ def test_wrappers_on_hybrid_meshes(rank, world, wrapper):
             module.units[index] = WRAPPERS[wrapper](unit)
         return module
 
-    def prepare(module, fsdp):
+    def prepare(module, fsdp, **options):
         for unit in (*module.units, module):
-            fsdp.fully_shard(unit, mesh=mesh_2d(), mp_policy=BF16)
+            fsdp.fully_shard(unit, mesh=mesh_2d(), mp_policy=BF16, **options)
 
     def program(run):
         for step in range(4):
@@ -190,7 +193,11 @@ def test_wrappers_on_hybrid_meshes(rank, world, wrapper):
             if step % 2:
                 run.update()
 
-    assert_parity(prepare, build=build, program=program, against=("torch",), tolerance=1e-3)
+    if over:
+        ours = play(api.ours, partial(prepare, shard_over_replicas=True), build, program)
+        assert_same(ours.seen, play(api.ours, prepare, build, program).seen, "hybrid sharding's", 1e-3)
+    else:
+        assert_parity(prepare, build=build, program=program, against=("torch",), tolerance=1e-3)
 
 
 @composes("recomputation", "tensor parallel")

@@ -41,6 +41,11 @@ def hybrid(module, fsdp) -> None:
     shard_each(module, fsdp, mesh=mesh_2d())
 
 
+def over_replicas(module, fsdp) -> None:
+    """Shard each layer over both axes."""
+    shard_each(module, fsdp, mesh=mesh_2d(), shard_over_replicas=True)
+
+
 def sums(rank: int, world: int, divisor: float) -> dict[str, torch.Tensor]:
     """Return the gradients of ``stack`` summed over every rank's rows of step 0 and divided, from one process."""
     run = play(None, plain, program=lambda run: None)
@@ -58,11 +63,12 @@ SETTERS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
 
 
 @composes("divide factor", "hybrid sharding")
+@composes("divide factor", "over replicas")
 @on_ranks(1, 2, 4)
 @whens
 @pytest.mark.parametrize("setter", SETTERS)
 @pytest.mark.parametrize("force_sum", [False, True])
-@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("prepare", [plain, hybrid, pytest.param(over_replicas, marks=api.fsdp2_only)])
 def test_divide_factor(rank, world, prepare, force_sum, setter, when):
     """The sum over ranks is divided by the factor once, on every world size and mesh; only this module's is."""
     if world == 1:

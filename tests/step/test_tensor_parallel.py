@@ -90,14 +90,21 @@ def test_language_model_with_policies(rank, world, options):
 
 
 @composes("tensor parallel", "sequence parallel", "loss parallel", "hybrid sharding")
+@composes("tensor parallel", "sequence parallel", "loss parallel", "over replicas")
 @on_ranks(8)
-def test_three_dimensions(rank, world):
+@pytest.mark.parametrize("over", [False, pytest.param(True, marks=[pytest.mark.slow, api.fsdp2_only])])
+def test_three_dimensions(rank, world, over):
     """Replicate, shard and tensor-parallel axes of two ranks each."""
     mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tp"))
     part = (2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard"), 4)
-    prepare = sharded(mesh["replicate", "shard"], mesh["tp"])
-    run = assert_parity(prepare, build=llama, program=language, part=part)
+    options = {"shard_over_replicas": True} if over else {}
+    prepare = sharded(mesh["replicate", "shard"], mesh["tp"], **options)
+    against = ("alone",) if over else BOTH
+    run = assert_parity(prepare, build=llama, program=language, part=part, against=against)
     weight = run.module.blocks[0].feed_forward.w1.weight
+    if over:
+        assert weight.device_mesh.mesh_dim_names == ("shard", "replicate", "tp")
+        return
     assert weight.device_mesh.mesh_dim_names == ("replicate", "shard", "tp")
     assert weight.placements[0] == Replicate() and weight.placements[1].split_factor == 2
 

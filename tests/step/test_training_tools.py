@@ -17,7 +17,7 @@ from tests.support.composition import composes, refuses
 from tests.support.parity import WIDTH, Run, assert_parity, full, mesh_1d, mesh_2d, play, shard_each
 from tests.support.pool import on_ranks
 
-MESHES = ("line", "hybrid", "tp")
+MESHES = ("line", "hybrid", "tp", pytest.param("over replicas", marks=api.fsdp2_only))
 meshes = pytest.mark.parametrize("kind", MESHES)
 
 
@@ -29,9 +29,12 @@ def uneven(last: int = 3) -> nn.Sequential:
 def on_mesh(kind: str, **options):
     """Return the function that shards a model on a mesh of one kind, and which part of a batch this rank takes."""
     if kind != "tp":
-        return lambda module, fsdp: shard_each(
-            module, fsdp, mesh=mesh_1d() if kind == "line" else mesh_2d(), **options
-        ), None
+
+        def shard(module, fsdp):
+            over = {"shard_over_replicas": True} if kind == "over replicas" and fsdp is api.ours else {}
+            shard_each(module, fsdp, mesh=mesh_1d() if kind == "line" else mesh_2d(), **over, **options)
+
+        return shard, None
     mesh = mesh_2d("dp", "tp")
 
     def prepare(module, fsdp):
@@ -44,6 +47,8 @@ def on_mesh(kind: str, **options):
 def assert_trains(kind: str, program, *, against=("torch", "alone"), tolerance=2e-5, build=uneven, **options) -> Run:
     """Assert parity of a program on a mesh of one kind."""
     prepare, part = on_mesh(kind, **options)
+    if kind == "over replicas" and "alone" in against:
+        against = ("alone",)  # torch's shards lie elsewhere
     return assert_parity(prepare, build=build, program=program, part=part, against=against, tolerance=tolerance)
 
 
@@ -59,6 +64,7 @@ def steps(run: Run, *optimizers: torch.optim.Optimizer, count: int = 3) -> None:
 
 @composes("Adam", "uneven")
 @composes("Adam", "hybrid sharding")
+@composes("Adam", "over replicas")
 @composes("Adam", "tensor parallel")
 @on_ranks(4)
 @meshes
@@ -75,9 +81,12 @@ def test_adam(rank, world, kind, options):
 
 @composes("Muon", "uneven")
 @composes("Muon", "hybrid sharding")
+@composes("Muon", "over replicas")
 @composes("Muon", "tensor parallel")
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["tp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MESHES[:2])])
+@pytest.mark.parametrize(
+    "kind", ["tp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("line", "hybrid", "over replicas"))]
+)
 def test_muon(rank, world, kind):
     """Matrices by Muon, whose orthogonalisation multiplies whole matrices; the rest by AdamW."""
 
@@ -105,6 +114,7 @@ def test_what_dtensors_refuse(rank, world):
 
 @composes("optimizer in backward", "SGD", "uneven")
 @composes("optimizer in backward", "SGD", "hybrid sharding", "accumulation")
+@composes("optimizer in backward", "SGD", "over replicas", "accumulation")
 @composes("optimizer in backward", "SGD", "tensor parallel", "accumulation")
 @on_ranks(4)
 @meshes
@@ -137,6 +147,7 @@ def test_optimizer_in_backward(rank, world, kind):
 
 
 @composes("GradScaler", "mixed precision", "hybrid sharding")
+@composes("GradScaler", "mixed precision", "over replicas")
 @composes("GradScaler", "mixed precision", "tensor parallel")
 @composes("GradScaler", "mixed precision", "SGD")
 @on_ranks(4)
@@ -161,6 +172,7 @@ def test_grad_scaler(rank, world, kind):
 
 
 @composes("LR schedule", "SGD", "hybrid sharding")
+@composes("LR schedule", "SGD", "over replicas")
 @composes("LR schedule", "SGD", "tensor parallel")
 @composes("LR schedule", "SGD", "CPU offload")
 @on_ranks(4)
@@ -185,6 +197,7 @@ def test_schedules(rank, world, kind):
 
 @composes("averaged model", "uneven", "SGD")
 @composes("averaged model", "hybrid sharding", "SGD")
+@composes("averaged model", "over replicas", "SGD")
 @composes("averaged model", "tensor parallel", "SGD")
 @refuses("averaged model", by="torch", reason="FSDP does not support deepcopy")
 @on_ranks(4)

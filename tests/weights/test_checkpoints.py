@@ -212,11 +212,19 @@ def test_between_torchs_and_ours(rank, world, tmp_path, name, ours_saves):
 
 
 @composes("saved elsewhere", "async save", "hybrid sharding", "Adam")
+@composes("saved elsewhere", "async save", "over replicas", "Adam")
 @composes("saved elsewhere", "async save", "tensor parallel", "Adam")
 @composes("saved elsewhere", "async save", "shard dim", "Adam")
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("there", "here"), [("four", "hybrid"), ("hybrid", "two"), ("tensor parallel", "four"), ("four", "other dimension")]
+    ("there", "here"),
+    [
+        ("four", "hybrid"),
+        ("hybrid", "two"),
+        ("tensor parallel", "four"),
+        ("four", "other dimension"),
+        ("over replicas", "hybrid"),
+    ],
 )
 def test_training_goes_on_while_it_is_saved(rank, world, tmp_path, there, here):
     """An asynchronous save holds the values of when it began, though training changes them at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,16 +68,23 @@ def test_a_job_on_two_hosts_survives_a_killed_rank(tmp_path):
     program = "\n".join(block for block in page if "SummaryWriter" not in block)
     calls = program.index('train("checkpoints", until=4)')
     (tmp_path / "loop.py").write_text(program[:calls] + KILLED_ONCE)
-    job = {"SLURM_JOB_NODELIST": "localhost,other", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2"}
-    environment = {**os.environ, **SETTINGS, **job, "RANKS_PER_NODE": "1", "GLOO_SOCKET_IFNAME": loopback()}
+    slurm = {"SLURM_JOB_NODELIST": "localhost,other", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2"}
+    environment = {**os.environ, **SETTINGS, **slurm, "RANKS_PER_NODE": "1", "GLOO_SOCKET_IFNAME": loopback()}
     environment["PATH"] = f"{folder}:{os.environ['PATH']}"
     command = ["bash", str(ROOT / "examples" / "train.sbatch"), "loop.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)
+    try:
+        printed, _ = job.communicate(timeout=400)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)  # each torchrun ends its ranks
+            job.communicate()
+    assert job.returncode == 0, printed
     assert (tmp_path / "killed").exists()
     assert [Path(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["2", "2"]
     assert (tmp_path / "checkpoints" / "step-000008").is_dir()
-    assert "step 3:" not in done.stdout.split("step 5:")[1], "step 3 was trained again"
+    assert "step 3:" not in printed.split("step 5:")[1], "step 3 was trained again"
 
 
 DIES, RETURNS, STEPS = 4, 8, 12

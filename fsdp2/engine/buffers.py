@@ -184,12 +184,15 @@ class ShardStore:
             self._refuse_assigned_data()
         for param in self.params:
             sharded = param.sharded
-            for slot in param.slots:
-                if slot.module._parameters.get(slot.name) is not sharded:
-                    break
-            else:
-                if same or self._has_its_own(param):
-                    continue
+            try:
+                for slot in param.slots:
+                    if slot.module._parameters[slot.name] is not sharded:
+                        break
+                else:
+                    if same or self._has_its_own(param):
+                        continue
+            except KeyError:  # removed
+                pass
             if in_backward:
                 raise RuntimeError(
                     f"{param.name}: replaced on its module between forward and backward, which would compute the "

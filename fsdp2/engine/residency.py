@@ -439,7 +439,11 @@ class Residency:
         if state.held is not None:
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
-        pieces = state.source if isinstance(state, InFlight) else None if isinstance(state, Sharded) else state.pieces
+        pieces = None
+        if isinstance(state, InFlight):
+            pieces = state.source
+        elif isinstance(state, (Full, Pieces)):
+            pieces = state.pieces
         if pieces is not None:
             pieces.free()
         self._move(Sharded())

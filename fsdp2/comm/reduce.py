@@ -92,12 +92,12 @@ class ReducePlan:
         return self.scaling.pre * (self.shard.size if self.scaling.average else 1)
 
     @cached_property
-    def over_copies(self) -> _OverCopies:
+    def all_reduce_over_replicas(self) -> _OverCopies:
         """The way chunks are summed over the replicate axis."""
         return _AllReduce(self) if self.compression.replicate is None else _EncodedAllReduce(self)
 
     @cached_property
-    def over_replicas(self) -> _OverReplicas:
+    def scatter_over_replicas(self) -> _OverReplicas:
         """The way chunks are summed over the replicate axis if each rank keeps a part of its own."""
         return _OverReplicas(self)
 
@@ -199,11 +199,11 @@ def reduce_chunk(
     summed, rank = out, plan.shard.rank
     if row.second is not None:
         lane = lanes.replicate
-        out, event = yield from plan.over_replicas.run(_cut(out, row, rank), row.second, lane, event)
+        out, event = yield from plan.scatter_over_replicas.run(_cut(out, row, rank), row.second, lane, event)
         row, rank = row.second, plan.replicate.rank
     elif plan.replicate.size > 1:
         lane = lanes.replicate
-        event = yield from plan.over_copies.run(out, lane, event)
+        event = yield from plan.all_reduce_over_replicas.run(out, lane, event)
     if plan.hook is not None:
         lane = plan.hook_lane or lanes.replicate
         with lane.after(event):

@@ -20,13 +20,13 @@ Every wait between lanes, and what it protects:
 | compute         | compute of a hook's own stream    | order  | ComputeLane.event             |
 | compute         | a hook's own stream, packing      | order  | ComputeLane.here              |
 | pack            | compute, gradients are finished   | order  | reduce._inputs                |
-| pack, reduce    | compute, gradients are finished   | order  | reduce.start                  |
-| reduce          | pack, compute, inputs are there   | order  | reduce.start                  |
+| pack, reduce    | compute, gradients are finished   | order  | _EncodedExchange.start        |
+| reduce          | pack, compute, inputs are there   | order  | _OverShards.start             |
 | compute         | pack, reduce, before inputs go    | memory | Retained.make_room            |
 | compute         | reduce, before the gather ahead   | memory | Retained.drop                 |
 | compute         | pack, before packed gradients go  | memory | Retained.drop_packed          |
 | pack            | reduce, before encoded rows go    | memory | Retained.add                  |
-| replicate       | reduce, the shard is summed       | order  | reduce.run                    |
+| replicate       | reduce, the shard is summed       | order  | _OverCopies.run               |
 | replicate, hook | the sum, before the user's hook   | order  | reduce.reduce_chunk           |
 | reduce          | replicate, hook, before sums go   | memory | Retained.add                  |
 | compute         | all of them, at the end           | order  | Retained.finish               |

@@ -92,7 +92,9 @@ class FSDPModule(TorchFSDPModule):
         self._set("set_keep_unsharded_storage", recurse, keep_full_storage=_bool("keep", keep))
 
     def reset_iter_state(self) -> None:
-        """Recover after a forward or backward that raised an error. Call it on the root, then start a new iteration.
+        """Recover after a backward that raised an error, or an interrupt. Then start a new iteration.
+
+        Call it on the root. After a forward that raised an error, no call is needed.
 
         It waits for collectives in flight and drops their results, reshards all parameters, and discards all
         gradients. This includes gradients already in ``.grad``, because some may belong to the failed iteration (torch

@@ -71,7 +71,7 @@ def skip_a_batch(method: str, run: Run) -> None:
 @pytest.mark.parametrize("reshard", [None, False])
 def test_a_batch_is_skipped(rank, world, method, reshard):
     """``zero_grad()`` skipped the units that the exception had left in forward, among them the root, whose next
-    gradients were twice as large. torch's computes with what it has gathered for the last batch."""
+    gradients were twice as large. With torch's own the gradients after a skipped batch are wrong too."""
     prepare = partial(sharded, reshard_after_forward=reshard)
     assert_parity(prepare, build=Fragile, program=partial(skip_a_batch, method), against=("alone",))
 

@@ -148,6 +148,7 @@ class _Process:
     def leave(self) -> None:
         """Tell ranks that wait for this process that it ends, with its exception if there is one.
 
+        Ranks that wait raise an exception at once. Otherwise they may still have all that they need of this process.
         Then wait for ranks that have not yet read a failure or the end of a meeting: this process may host the store.
         """
         error = getattr(sys, "last_value", None)
@@ -155,7 +156,7 @@ class _Process:
         try:
             for monitor in self.monitors:
                 if monitor.board.failure is None:
-                    monitor.board.end(text)
+                    monitor.board.end(text, None if error is None else monitor.log.epoch)
             self._connections.wait_for_readers(_READERS_SECONDS)
         except RuntimeError:
             return  # the process that hosts the store ended first

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,20 @@ class StoreEnded(RuntimeError):
     """The process that hosts the store has ended."""
 
 
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Raise StoreEnded where an operation of the store fails because the process that hosts it has ended."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise StoreEnded(
+            "this rank still needs the store of the process group, but the process that hosts it (rank 0, unless a "
+            "launcher does) has ended. Expected: it runs as long as every other rank. See its own output for the "
+            "error; if there is none, it was killed, or it had fewer batches or steps than this rank, which needs as "
+            f"many ({error})"
+        ) from error
+
+
 class Connections:
     """A connection to ``store`` for each thread: one that waits for a key blocks its connection for all others."""
 
@@ -23,11 +39,17 @@ class Connections:
         self._own = threading.local()
         self._unread: dict[str, str] = {}
         self.clones = True
-        try:
-            # Not the store itself: if this process hosts it, its port must be free after destroy_process_group().
-            self._store: Any = store.clone()  # type: ignore[attr-defined]  # not in the stubs
-        except (AttributeError, NotImplementedError, RuntimeError):
-            self._store, self.clones = store, False  # written in Python: it manages its connections itself
+        with _on_host():
+            try:
+                # This connection fails at once if the host has ended. A new one is tried until the store's timeout.
+                store.check(["fsdp2"])
+                # Not the store itself: if this process hosts it, its port must be free after destroy_process_group().
+                self._store: Any = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+            except dist.DistNetworkError:
+                raise
+            except (AttributeError, NotImplementedError, RuntimeError):
+                self._store, self.clones = store, False  # written in Python: it manages its connections itself
+        self.timeout: timedelta = self._store.timeout
         self._own.store = self._store
 
     @property
@@ -77,10 +99,8 @@ class Keys:
         self._group, self._prefix = prefix, f"{prefix}/{name}"
 
     def _do(self, operation: str, key: str, *values: object) -> Any:
-        try:
+        with _on_host():
             return getattr(self._connections.own, operation)(f"{self._prefix}/{key}", *values)
-        except dist.DistNetworkError as error:
-            raise _ended(error) from error
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to a number, which is 0 if the key does not exist; return the sum."""
@@ -108,35 +128,32 @@ class Keys:
 
     def has(self, key: str) -> bool:
         """Return True if the key exists."""
-        store = self._connections.own
-        try:
-            return store.check([f"{self._prefix}/{key}"])
-        except dist.DistNetworkError as error:
-            raise _ended(error) from error
+        with _on_host():
+            return self._connections.own.check([f"{self._prefix}/{key}"])
 
     def get_within(self, key: str, seconds: float) -> str | None:
         """Wait for a key and read it; return None if it does not exist within so many seconds."""
-        store, path = self._connections.own, f"{self._prefix}/{key}"
+        with _on_host():
+            return self._get_within(f"{self._prefix}/{key}", seconds)
+
+    def _get_within(self, path: str, seconds: float) -> str | None:
+        store, clones = self._connections.own, self._connections.clones
         limit = timedelta(seconds=max(seconds, 0.001))  # 0 would mean no limit
         began = time.monotonic()
         try:
-            if self._connections.clones:
+            if clones:
                 store.set_timeout(limit)  # on a connection of this thread alone
             else:
                 store.wait([path], limit)
             return store.get(path).decode()
-        except dist.DistNetworkError as error:
-            raise _ended(error) from error
+        except dist.DistNetworkError:
+            raise
         except Exception:
             # A timeout is a DistStoreError in a TCP store, a plain RuntimeError in a file store, and any exception in a
             # store that is written in Python. An earlier error has another cause.
             if time.monotonic() - began < seconds / 2:
                 raise
             return None
-
-
-def _ended(error: dist.DistNetworkError) -> StoreEnded:
-    return StoreEnded(
-        "the process that hosts the store of the process group (rank 0, or the launcher) ended while this rank still "
-        f"needed it; its output may say why it ended ({error})"
-    )
+        finally:
+            if clones:
+                store.set_timeout(self._connections.timeout)  # which another thread's connection begins with

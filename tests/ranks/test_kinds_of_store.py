@@ -3,6 +3,8 @@ and one that ends with the process of rank 0."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -173,6 +175,58 @@ def test_the_host_of_the_store_fails_first():
     ended = run_apart(slow_reader, 2, "rank 0")
     assert [one.status for one in ended] == [1, 1], ended
     assert all("FSDP parameters should be materialized" in one.error for one in ended), ended
+
+
+def host_raises(rank: int, world: int) -> None:
+    """Rank 0, which hosts the store, raises an exception of its own between two steps, while the others wait for it."""
+    model = sharded()
+    for _ in range(3):
+        train(model)
+    if rank == 0:
+        try:
+            raise ValueError("a broken sample")
+        except ValueError as error:
+            sys.last_value = error  # as the interpreter does; a process of multiprocessing does not
+            raise
+    train(model)
+
+
+def test_the_host_of_the_store_raises():
+    """Rank 0 wrote its exception to the store that ended with it, before another rank could read that."""
+    ended = run_apart(host_raises, 3, "rank 0")
+    assert [one.status for one in ended] == [1, 1, 1], ended
+    assert all(one.error == "RuntimeError: rank 0 ended with ValueError: a broken sample" for one in ended[1:]), ended
+
+
+def host_is_gone(rank: int, world: int) -> None:
+    """Rank 0, which hosts the store, comes to its end without a forward; the others wait until it is gone."""
+    store = default_store().clone()
+    dist.barrier()
+    if rank > 0:
+        with contextlib.suppress(dist.DistNetworkError):
+            store.wait(["nothing"], LIMIT)
+        train(sharded())
+
+
+def test_the_host_of_the_store_is_gone_before_the_first_forward():
+    """A new connection to it is tried for five minutes. All that time the first forward seemed to hang, and then warned
+    that the store had no ``compare_set``."""
+    ended = run_apart(host_is_gone, 3, "rank 0")
+    assert [one.status for one in ended] == [0, 1, 1], ended
+    assert all("(rank 0, unless a launcher does) has ended" in one.output for one in ended[1:]), ended
+
+
+def test_a_connection_begins_with_the_timeout_of_the_store():
+    """A thread's connection is a copy of the first one. Where that had just waited two seconds for a key, the new one
+    was given up after two seconds, which a store with thousands of clients may need."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=LIMIT)
+    connections, got = Connections(store), []
+    assert Keys(connections, "job", "1").get_within("nothing", 0.05) is None
+    thread = threading.Thread(target=lambda: got.append(connections.own.timeout))
+    thread.start()
+    thread.join()
+    assert got == [LIMIT]
 
 
 def slow_to_leave(rank: int, world: int) -> None:

@@ -30,6 +30,8 @@ class Memory:
 class CountingStore:
     """One rank's view of it, which counts operations and the bytes of keys and values."""
 
+    timeout = timedelta(seconds=300)
+
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.operations: Counter[str] = Counter()

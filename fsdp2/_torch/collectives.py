@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-# The checks of the public collectives in Python take longer than a small collective; a group's methods have none.
+# The options: the checks of the public collectives in Python take longer than a small collective, and a group's methods
+# have none. The others: dist.new_group takes no name, see named_group.
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
+    Backend,
     ReduceScatterOptions,
+    _get_default_timeout,
+    _new_process_group_helper,
+    _world,
 )
 
 # Ranks compare themselves through the store that the process group was made with.
@@ -55,6 +60,7 @@ __all__ = [
     "group_reduce_scatter",
     "group_reduce_scatter_coalesced",
     "group_timeout",
+    "named_group",
     "without_modes",
 ]
 
@@ -78,6 +84,34 @@ group_reduce_scatter_coalesced = _group_method("reduce_scatter_single_coalesced"
 group_all_to_all = _group_method("all_to_all_single", "alltoall_base")
 
 group_all_reduce = _group_method("allreduce", "allreduce")
+
+
+def named_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    """Return a new process group of ``ranks``, in this order. They alone call this, with a ``name`` not used before.
+
+    The ranks of a group find each other in the store by its name. ``dist.new_group`` makes it of the number of groups
+    that this process has made or is in. Where that differs between ranks, they wait for each other in vain.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if hasattr(world, "new_group"):  # a group written in Python, which makes groups of its kind
+        group: Any = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        return group
+    kind, store = _world.pg_map[world]
+    backend = Backend(kind)
+    group, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        backend,
+        store,
+        name,  # type: ignore[arg-type]  # a NewType of str
+        timeout=_get_default_timeout(backend),
+        device_id=world.bound_device_id,
+        group_desc=name,
+    )
+    _world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

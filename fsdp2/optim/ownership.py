@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.optim.owners import Route, assign_owners, boxes_of, mesh_ranks
 from fsdp2.sharding.boxes import Box, numel, whole
-from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.mesh import Axis, own_group
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["Owned", "Ownership", "RankSet"]
@@ -131,7 +131,7 @@ def _axis(ranks: tuple[int, ...], device_type: str) -> Axis:
         return Axis.of_group(world, device_type)
     groups = _groups.setdefault(world, {})
     if ranks not in groups:
-        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp2_owners")
+        groups[ranks] = own_group(ranks, "owners")
     return Axis.of_group(groups[ranks], device_type)
 
 

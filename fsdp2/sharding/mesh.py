@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp2._torch.collectives import named_group
 from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order, without_dispatch
 from fsdp2.policies import DataParallelMeshDims
 
-__all__ = ["Axis", "DataParallelMesh", "default_mesh", "listed_ranks", "regroup", "shard_first", "simulated_backend"]
-
-
-# new_group sorts the ranks by default. Gradients are sharded in the order of the mesh, so the group must keep it.
-_IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+__all__ = [
+    "Axis",
+    "DataParallelMesh",
+    "default_mesh",
+    "listed_ranks",
+    "own_group",
+    "regroup",
+    "shard_first",
+    "simulated_backend",
+]
 
 
 _NCCL = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
@@ -76,9 +83,23 @@ class Axis:
     def with_own_group(self) -> Axis:
         """Return an axis of the same ranks, in the same order, with a new process group. All of them must call this."""
         assert self.group is not None
-        ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce_scatter", **_IN_ORDER)
-        return replace(self, group=group)
+        return replace(self, group=own_group(dist.get_process_group_ranks(self.group), "reduce_scatter"))
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def own_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    """Return a new process group of ``ranks``, in this order.
+
+    All of them must call this, as often as each other for this ``purpose``; other ranks need not know.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    name = f"fsdp2_{purpose}_{hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()}"
+    made = _made.setdefault(world, Counter())
+    made[name] += 1
+    return named_group(list(ranks), f"{name}_{made[name]}")
 
 
 _simulated: list[str] = []
@@ -350,11 +371,19 @@ def shard_first(mesh: DeviceMesh) -> DeviceMesh:
 def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
     """Return ``mesh`` with its first ``dims`` dimensions reshaped to (rest, ``size``): subgroups of neighbours.
 
-    Its process groups are made once per mesh and size; every rank of ``mesh`` must call this. A rank's place among its
-    neighbours is its rank in their process group, which follows the order of ``mesh`` only if ``mesh`` preserves it.
+    Its process groups are made once per mesh and size; every rank of ``mesh`` must call this, and no other. So they are
+    not made by ``DeviceMesh``, which numbers process groups in the order in which all ranks make them. A rank's place
+    among its neighbours is its rank in their process group, which follows the order of ``mesh`` only if ``mesh``
+    preserves it.
     """
     cache = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
     if (dims, size) not in cache:
-        ranks = mesh.mesh.reshape(-1, size, *mesh.mesh.shape[dims:])
-        cache[dims, size] = DeviceMesh(mesh.device_type, ranks, **mesh_order(mesh))
+        with without_dispatch():
+            ranks = mesh.mesh.reshape(-1, size, *mesh.mesh.shape[dims:])
+            rest, place, *others = (ranks == dist.get_rank()).nonzero()[0].tolist()
+            lines = [ranks[(slice(None), place, *others)].tolist(), ranks[(rest, slice(None), *others)].tolist()]
+            own = [own_group(line if mesh_order(mesh) else sorted(line), "neighbours") for line in lines]
+            groups = [*own, *(mesh.get_group(dim) for dim in range(dims, mesh.ndim))]
+            names = tuple(f"dim_{i}" for i in range(ranks.ndim))
+            cache[dims, size] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
     return cache[dims, size]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from fsdp2.ranks import process
@@ -370,3 +371,34 @@ def test_different_seeds_are_warned_of():
         assert (text in ended[0].output) == warned, ended[0].output
         assert ("torch.manual_seed with the same seed on every rank" in ended[0].output) == warned
         assert all("other values" not in one.output for one in ended[1:])
+
+
+def other_groups(rank: int, world: int) -> None:
+    """Some ranks have made groups that others know nothing of."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    if rank < 2:
+        DeviceMesh("cpu", [0, 1])
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    torch.manual_seed(0)
+    model, alone = (nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    fsdp2.fully_shard(model[0], mesh=pairs)  # whose ranks get a group by use_full_params
+    fsdp2.fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group(True)
+    optimizers = [fsdp2.use_full_params(torch.optim.Muon(model.parameters())), torch.optim.Muon(alone.parameters())]
+    for _ in range(2):
+        for one, optimizer in zip((model, alone), optimizers):
+            one(torch.eye(8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), expected)
+
+
+def test_ranks_have_made_different_process_groups():
+    """The ranks of a new group find each other in the store by a name, which torch makes of the number of groups that a
+    process has made or is in. Where these numbers differed, all hung. With ``reshard_after_forward=<int>`` two pipeline
+    stages hung even where the numbers were equal, because each made its groups under the same names."""
+    ended = run_apart(other_groups, 4)
+    assert [one.status for one in ended] == [0] * 4, ended

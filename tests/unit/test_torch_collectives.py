@@ -42,6 +42,15 @@ def test_a_group_knows_how_long_its_collectives_may_take() -> None:
         assert _torch.group_timeout(dist.new_group([0]), torch.device("cpu")) == default_pg_timeout
 
 
+@probes("named_group")
+def test_a_group_is_made_under_a_name() -> None:
+    with gloo_mesh():
+        group, value = _torch.named_group([0], "mine"), torch.ones(2)
+        dist.all_reduce(value, group=group)
+        assert group.group_name == "mine" and dist.get_process_group_ranks(group) == [0]
+        assert _torch.group_timeout(group, torch.device("cpu")) == default_pg_timeout
+
+
 @probes("AsyncCollectiveTensor")
 def test_a_gradient_may_still_be_travelling() -> None:
     with gloo_mesh() as mesh:

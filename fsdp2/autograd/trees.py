@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fsdp2._torch.tensors import pytree
 
-__all__ = ["find_tensors", "keys_in", "map_arguments", "map_leaves", "map_tensors", "take_apart"]
+__all__ = ["PLAIN", "Copies", "find_tensors", "keys_in", "map_arguments", "map_leaves", "map_tensors", "take_apart"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_LEAVES = (*_PLAIN, type, ModuleType, nn.Module, torch.dtype, torch.device, torch.Size)
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_LEAVES = (*PLAIN, type, ModuleType, nn.Module, torch.dtype, torch.device, torch.Size)
 _MAX_DEPTH = 64
 _MAX_OBJECT_DEPTH = 8  # attributes of attributes may lead anywhere
 
@@ -88,6 +88,58 @@ def keys_in(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[lis
     """Return the dictionary keys that lead to each leaf of ``take_apart``, outermost first; "" for other containers."""
     found, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [[str(getattr(step, "key", "")) for step in path] for path, _ in found]
+
+
+class Copies:
+    """The lists, dicts and dataclasses that a module was given as copies, because tensors in them were replaced."""
+
+    def __init__(self, given: Any, passed: Any) -> None:
+        """``passed`` is the tree ``given`` with tensors replaced."""
+        self._found: dict[int, tuple[Any, dict[Any, Any], Any, dict[Any, Any]]] = {}  # by the id of the first
+        self._compare(given, passed)
+
+    def _compare(self, given: Any, passed: Any) -> None:
+        before, after = ({}, {}) if given is passed else (_items(given), _items(passed))
+        if before.keys() != after.keys() or id(given) in self._found:
+            return
+        if before and not isinstance(given, tuple):
+            self._found[id(given)] = (given, before, passed, after)
+        for key, value in before.items():
+            self._compare(value, after[key])
+
+    def carry_back(self) -> list[Any]:
+        """Make the changes that the module made to a copy in the original, too; return the new values."""
+        new: list[Any] = []
+        for given, before, passed, after in self._found.values():
+            now = _items(passed)
+            changed = {key: value for key, value in now.items() if key not in after or after[key] is not value}
+            if not changed and now.keys() == after.keys():
+                continue
+            new += changed.values()
+            if isinstance(given, list):
+                originals = {id(after[key]): before[key] for key in before}
+                given[:] = [originals.get(id(value), value) for value in passed]
+            elif isinstance(given, dict):
+                for key in after.keys() - now.keys():
+                    given.pop(key, None)
+                for key, value in changed.items():
+                    given[key] = value
+            else:
+                for name, value in changed.items():
+                    setattr(given, name, value)
+        return new
+
+
+def _items(tree: Any) -> dict[Any, Any]:
+    """Return the items of a list, tuple or dict, or the attributes of a dataclass; nothing of other values."""
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    if isinstance(tree, dict):
+        return dict(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+        return {**fields, **getattr(tree, "__dict__", {})}
+    return {}
 
 
 class _Mapper:

@@ -30,6 +30,7 @@ from fsdp2._torch.modules import (
 from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import SideOutputs
+from fsdp2.autograd.trees import find_tensors
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
@@ -161,7 +162,7 @@ class FSDPState(ComposableState):
             self._check_summoned()
             return args, kwargs
         call, first = self._enter(module)
-        run = call.run
+        run, given = call.run, (args, kwargs)
         if call.kind is CallKind.RECOMPUTED:
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now(run.take, in_backward=True)
@@ -170,6 +171,7 @@ class FSDPState(ComposableState):
         if self.mp_policy.param_dtype is not None:
             args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
         if call.kind is not CallKind.NORMAL:
+            call.note_arguments(given, args, kwargs)
             return args, kwargs
         entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
         for group in self.groups:
@@ -187,6 +189,7 @@ class FSDPState(ComposableState):
                 pending = self.root.pending.inputs
                 for group in entering:
                     pending.setdefault(group, set()).add(inputs)
+        call.note_arguments(given, args, kwargs)
         if first and isinstance(run, ForwardPass):
             self._prefetch_forward(run)
         return args, kwargs
@@ -229,10 +232,14 @@ class FSDPState(ComposableState):
         A grouped call is complete with its last member, or where the outermost forward ends without that member.
         """
         call = self._leave(module)
+        if call is not None and call.copies:
+            # As if the module had written to the caller's containers. Backward may enter by what it wrote.
+            call.written = [value for copies in call.copies for value in copies.carry_back()]
         if call is not None and (call.kind is not CallKind.NORMAL or call.members):
             # Not complete, or part of another call. Backward may still enter by this member's output.
             if call.kind is CallKind.NORMAL and torch.is_grad_enabled():
                 _, output = hooks.watch_outputs(output, self._enter_member, self._first_node)
+                hooks.watch_outputs(call.written, self._enter_member, self._first_node)
         elif self.summoned is None:
             output = self._complete(call, output)
             root = self.root
@@ -291,6 +298,11 @@ class FSDPState(ComposableState):
             for group in self.groups:
                 group.gradients.expect_from(made)
             watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
+            if call is not None and not watched:  # it returns nothing, so its results may be in its arguments
+                made_here = partial(hooks.is_made_since, since=self._first_node)
+                call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
+            if call is not None and call.written:
+                watched |= hooks.watch_outputs(call.written, self.pre_backward, self._first_node)[0]
             if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
                 watched |= self._watch_side_outputs(call)
             pending = self.root.pending

@@ -1,10 +1,14 @@
-"""Tensors that a forward leaves on modules, through which backward enters as through outputs."""
+"""Tensors that a forward leaves on modules or in its arguments, through which backward enters as through outputs."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
 from tests.support.parity import mean_output, mesh_of, trains_like_one_process
@@ -149,3 +153,90 @@ def test_features_that_only_a_hook_saw(rank, world, build, layer, reshard):
     weights, so nothing else fails."""
     units = lambda module: [module[-1]]
     trains_like_one_process(world, rank, build, Features(layer), units, reshard_after_forward=reshard)
+
+
+@dataclasses.dataclass
+class Passed:
+    """What blocks hand on."""
+
+    hidden: torch.Tensor
+
+
+class Plain:
+    """The same in a class of its own, which is passed on as it is."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class Writes(nn.Module):
+    """A block that returns nothing: its result replaces the hidden state in its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, passed: Any) -> None:
+        passed.hidden = torch.tanh(self.layer(passed.hidden))
+
+
+class Collects(nn.Module):
+    """A block that appends to a list, and sets, replaces and removes entries of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, seen: list[Any], named: dict[str, Any]) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        seen[0] = seen[0] * 1.5
+        seen.append([x])
+        seen[-2][0] = seen[-2][0] + x
+        named.pop("first", None)
+        named["last"] = x * 2
+        return x
+
+
+class WritesToArguments(nn.Module):
+    """Blocks that write to what they are given, in one of three ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Collects() if how == "containers" else Writes() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "containers":
+            seen: list[Any] = [x, [x]]
+            named = {"first": x}
+            for block in self.blocks:
+                x = block(x, seen, named)
+            assert len(seen) == 5 and list(named) == ["last"]
+            return x + seen[0] + sum(one for (one,) in seen[1:]) + named["last"]
+        passed = Passed(x) if self.how == "dataclass" else Plain(x)
+        for block in self.blocks:
+            block(passed)
+        return passed.hidden
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["containers", "dataclass", "object"])
+def test_blocks_that_write_to_their_arguments(rank, world, how):
+    """Containers and dataclasses with tensors that need gradients are given to a module as copies, so what it wrote to
+    them was lost: a block that returned its result so did nothing, silently, as with torch. What it wrote to an object
+    of another class was seen, but backward did not gather the block for it: "out of bounds for storage of size 0"."""
+    build = lambda: WritesToArguments(how)
+    trains_like_one_process(world, rank, build, units=lambda module: module.blocks, reshard_after_forward=True)
+
+
+@on_ranks(2)
+def test_what_a_block_wrote_is_in_the_dtype_of_computation(rank, world):
+    """Mixed precision casts what is in a container, in a copy; the caller's own tensors stay as they are."""
+    model, seen = Collects(), [torch.ones(2, 8), [torch.ones(2, 8)]]
+    api.ours.fully_shard(model, mesh=mesh_of(world), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.ones(2, 8), seen, {})
+    assert [one.dtype for one in (seen[0], seen[1][0], seen[2][0])] == [torch.bfloat16] * 3
+    given = [torch.ones(2, 8), [torch.ones(2, 8)]]
+    model.forward = lambda x, given: given.append(x)
+    model(torch.ones(2, 8), given)
+    assert [one.dtype for one in (given[0], given[1][0], given[2])] == [torch.float32, torch.float32, torch.bfloat16]

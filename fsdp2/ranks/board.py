@@ -26,7 +26,6 @@ _ANSWER_SECONDS = 4.0  # the time for waiting ranks to answer
 _EXPLAIN_SECONDS = 8.0  # the time to find the reason of a failed collective
 _READ_SECONDS = 1.0  # to read a key that was there a moment ago but may be deleted since
 _COUNT_BITS = 17  # for the number of ranks in a meeting's counter; the sum of the digests is above them
-_KILLED = "was killed (out of memory? see dmesg and the launcher's output)"
 _DIFFER = 1 << _COUNT_BITS
 
 
@@ -117,11 +116,6 @@ class Board:
         try:
             while (value := self._keys.get_within(key, seconds)) is None:
                 if time.monotonic() > end:
-                    self._ask_all(
-                        history,
-                        f"did not come within {self._patience:.0f} s, the timeout of the process group: it {_KILLED}, "
-                        "hangs, or needs more time (pass a longer timeout to init_process_group)",
-                    )
                     self.fail(
                         f"rank {self.rank} waited {self._patience:.0f} s, the timeout of its process group, for ranks "
                         "that did not come. Expected: every rank comes within this time; see what the other ranks "
@@ -270,7 +264,11 @@ class Board:
             self.fail(history.refuse({rank: text for rank, text in texts.items() if text}), entry["epoch"])
         silent = ", ".join(str(rank) for rank in self.ranks if rank not in texts)
         if silent:
-            self.fail(f"rank {silent} {entry['silent']}", entry["epoch"])
+            self.fail(
+                f"rank {silent} did not answer for {_ANSWER_SECONDS:.0f} s after a collective failed: it was killed "
+                "(out of memory? see dmesg and the launcher's output), or hangs outside of Python",
+                entry["epoch"],
+            )
 
     def _fail_with(self, text: str, epoch: int | None) -> None:
         """Record the failure and raise it; the last rank that does so deletes all its keys."""
@@ -306,16 +304,10 @@ class Board:
             time.sleep(0.1)
             if not called and time.monotonic() > end - _EXPLAIN_SECONDS + 1:
                 called = True
-                silent = f"did not answer for {_ANSWER_SECONDS:.0f} s after a collective failed"
-                self._ask_all(history, f"{silent}: it {_KILLED}, or hangs outside of Python")
+                epoch, _ = history.position() or (0, 0)
+                with self._lock:
+                    self._announce_difference(self._shown, {"parted": None, "epoch": epoch, "by": self.rank}, history)
         self.leave()
-
-    def _ask_all(self, history: History, silent: str) -> None:
-        """Ask all ranks for an answer; raise RuntimeError with the text ``silent`` about ranks that give none."""
-        epoch, _ = history.position() or (0, 0)
-        with self._lock:
-            entry = {"parted": None, "epoch": epoch, "by": self.rank, "silent": silent}
-            self._announce_difference(self._shown, entry, history)
 
     def end(self, text: str, epoch: int | None) -> None:
         """Tell other ranks that this process ends, so that they do not wait for it.

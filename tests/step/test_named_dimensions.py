@@ -62,6 +62,9 @@ CASES = {
 }
 
 
+LONG = ("shard_beside_model_other_dim", "two_replicate_dims")
+
+
 def ranks_of(dims: DataParallelMeshDims, mesh: DeviceMesh) -> tuple[int, int]:
     """Return which part of the batch this rank takes, of how many."""
     coordinate, index, count = mesh.get_coordinate(), 0, 1
@@ -74,7 +77,7 @@ def ranks_of(dims: DataParallelMeshDims, mesh: DeviceMesh) -> tuple[int, int]:
 @composes("named dimensions", "tensor parallel", "SGD")
 @composes("named dimensions", "hybrid sharding", "SGD")
 @on_ranks(4)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in LONG else []) for case in CASES])
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_training(rank, world, case, reshard):
     """Training equals torch's, and a single process on the whole batch."""

@@ -6,6 +6,7 @@ Everything is simulated: tensors have no memory, streams have clocks, and each a
 from __future__ import annotations
 
 import gc
+import itertools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -99,9 +100,16 @@ MOST = {"bf16": (3.1, 3.1), "bf16, fp32 reduce": (3.6, 4.2)}
 """Layers alive at most, on up to 64 ranks and where a unit leaves in one piece; beside gradients of shards."""
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ranks", [8, 64, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (256, 1024))])
+USUAL = (8, "bf16", True), (64, "bf16, fp32 reduce", False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "policy", "together"),
+    [
+        pytest.param(*one, marks=[] if one in USUAL else pytest.mark.slow)
+        for one in itertools.product((8, 64, 256, 1024), POLICIES, (False, True))
+    ],
+)
 def test_memory_stays_half_a_layer_below_torchs(ranks, policy, together):
     """A layer and the gradients of two, or two layers and the gradients of one, are alive at once: what is reduced is
     given back before the next layer is gathered, and what is packed lies where activations and gradients were."""

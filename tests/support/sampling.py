@@ -1,26 +1,19 @@
 """Which cases of a matrix run in a usual run; ``pytest --all`` runs every one.
 
-A test on ranks multiplies its cases by world sizes. Each set of parameters runs on one world size, in turn, so that
-each value of a parameter meets each world size; the first set runs on all. Two ranks, the fewest that communicate, have
-two turns. Where a test has one world size, the sizes of transfers take turns; on four ranks, which cost most, the
-values of ``reshard``, or of a parameter of two values, or of the shorter one of two; and in a very large matrix such a
-parameter beside world sizes.
-Where three or more parameters are multiplied, only so many of these cases run that each value of one parameter meets
-each value of each other one.
+A test on ranks multiplies its cases by world sizes. In a usual run the first set of parameters runs on the fewest and
+on the most ranks, and of the others so many that each value of each parameter runs once: in turn on two ranks, which
+are the fewest that communicate, and on one; where a test does not have both, in turn on all its sizes. Parameters
+that are given together count as one. A test without ranks runs whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 ALL_VARIABLE = "FSDP2_TESTS_ALL"
 """What the processes of ranks know from ``pytest --all``."""
-SMALL = 4
-"""A matrix of up to so many cases runs whole."""
-LARGE = 100
-"""In a matrix of more cases than these, two parameters take turns."""
 
 Case = Mapping[str, int]
 """Which value of each parameter a case has: the size itself of ``world``, and the number of any other."""
@@ -45,58 +38,38 @@ def numbered(cases: Sequence[Mapping[str, Any]]) -> list[Case]:
 
 def sample(cases: Sequence[Case]) -> list[int]:
     """Return the indices of the cases that run, in order."""
-    if len(cases) <= SMALL:
+    if "world" not in cases[0]:
         return list(range(len(cases)))
-    several = [name for name in cases[0] if len({case[name] for case in cases}) > 1]
-    turning = takes_turns(cases, several)
-    names = [name for name in several if name not in turning]
-    first = [index for index, case in enumerate(cases) if _same(case, cases[0], names)]
-    others = [index for index in range(len(cases)) if index not in first]
-    turn = {index: sum(cases[index][name] for name in names) for index in others}
-    for name in turning if names else ():
-        turns = list(dict.fromkeys(cases[index][name] for index in first))
-        turns += [2] if name == "world" and 2 in turns else []
-        others = [index for index in others if cases[index][name] == turns[turn[index] % len(turns)]]
-        turn = {index: turn[index] // len(turns) for index in others}
-    if len(names) > 2:
-        others = paired(cases, others, first)
-    return sorted(first + others)
-
-
-def takes_turns(cases: Sequence[Case], several: Sequence[str]) -> list[str]:
-    """Return the parameters of which each set of the others runs with one value."""
-    costly = all(case.get("world", 0) >= 4 for case in cases)
-    pairs = [name for name in several if len({case[name] for case in cases}) == 2]
-    shorter = sorted(several, key=lambda name: len({case[name] for case in cases}))[: len(several) == 2]
-    turning = ["reshard", *pairs[:1], *shorter] if costly else []
-    found = _multiplied(cases, several, ["world", "transfer", *turning])[:1]
-    if len(cases) > LARGE and len(several) == 3:
-        found += _multiplied(cases, several, [name for name in pairs if name not in found])[:1]
-    return found
-
-
-def _multiplied(cases: Sequence[Case], several: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return those of the parameters named whose values each meet every set of the others."""
-    found = []
-    for name in names:
-        sets = {tuple(case[other] for other in several if other != name) for case in cases}
-        if name in several and len(sets) * len({case[name] for case in cases}) == len(cases):
-            found.append(name)
-    return found
-
-
-def paired(cases: Sequence[Case], among: Sequence[int], already: Sequence[int]) -> list[int]:
-    """Return some of the cases ``among``: with those ``already`` chosen, they hold each pair of values that ``among``
-    holds. Which case comes next is the one with most new pairs."""
-    pairs = {index: set(combinations(sorted(cases[index].items()), 2)) for index in (*among, *already)}
-    missing = set().union(*(pairs[index] for index in among)) - set().union(*(pairs[index] for index in already))
-    chosen = []
+    axes = list(_axes(cases))
+    sets: dict[frozenset[tuple[int, ...]], dict[int, int]] = {}  # what is chosen of each axis: the case by world size
+    for index, case in enumerate(cases):
+        values = frozenset((place, *(case[name] for name in axis)) for place, axis in enumerate(axes))
+        sets.setdefault(values, {})[case["world"]] = index
+    first, *others = sets
+    sizes = sorted(sets[first])
+    turns = cycle([2, 1] if {1, 2} <= {*sizes} else sizes[::-1])
+    found = [sets[first][size] for size in {sizes[0], sizes[-1]}]
+    missing = frozenset().union(*others) - first
     while missing:
-        best = max(among, key=lambda index: (len(pairs[index] & missing), -index))
-        chosen.append(best)
-        missing -= pairs[best]
-    return chosen
+        best = max(others, key=lambda values: len(values & missing))
+        missing -= best
+        found.append(sets[best].get(next(turns), max(sets[best].values())))
+    return sorted(found)
 
 
-def _same(one: Case, other: Case, names: Iterable[str]) -> bool:
-    return all(one[name] == other[name] for name in names)
+def _axes(cases: Sequence[Case]) -> Iterator[list[str]]:
+    """Yield the parameters; those that are not multiplied by each other, since they were given together, as one."""
+    names = [name for name in cases[0] if name != "world"]
+    while names:
+        axis = [names.pop(0)]
+        for name in axis:
+            together = [other for other in names if not _multiplied(cases, name, other)]
+            axis += together
+            names = [other for other in names if other not in together]
+        yield axis
+
+
+def _multiplied(cases: Sequence[Case], one: str, other: str) -> bool:
+    """Whether each value of one parameter meets each of the other."""
+    pairs = {(case[one], case[other]) for case in cases}
+    return len(pairs) == len({first for first, _ in pairs}) * len({second for _, second in pairs})

@@ -133,7 +133,7 @@ def through_a_copy(module: nn.Module, inputs: Tensor) -> Tensor:
 @on_ranks(2)
 def test_a_shallow_copy_of_a_model(rank, world):
     """``copy.copy`` of a model, for another mode, was refused as pickling is; torch's fully_shard allows it."""
-    trains_like_one_process(world, rank, lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), through_a_copy)
+    trains_like_one_process(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), through_a_copy)
 
 
 @on_ranks(2)

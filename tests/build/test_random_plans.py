@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests.build.models import nodes_mesh
 from tests.support import api
-from tests.support.parity import Run, assert_parity, mesh_1d, mesh_of
+from tests.support.parity import STEPS, Run, assert_parity, mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -104,7 +104,7 @@ def test_training(rank, world, seed):
     """Gradients, losses and weights, with and without accumulation."""
 
     def program(run: Run) -> None:
-        for step in range(3):
+        for step in range(STEPS):
             if step == 1:
                 with fsdp2.no_sync(run.module):
                     run.backward(step + 5)

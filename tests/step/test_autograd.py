@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
 from tests.support.cases import Setup, assert_case, parametrize_cases
-from tests.support.parity import Run
+from tests.support.parity import STEPS, Run
 from tests.support.pool import on_ranks
 from tests.support.shapes import KINDS, loss_of
 
@@ -43,7 +43,7 @@ def test_unusual_forwards(rank, world, case, reshard):
 
 def two_forwards_one_backward(run: Run) -> None:
     """Add two losses before the backward."""
-    for step in range(3):
+    for step in range(STEPS):
         (run.loss(step) + run.loss(step + 10)).backward()
         run.update()
 
@@ -59,7 +59,7 @@ def two_forwards_two_backwards(run: Run) -> None:
 
 def several_backwards(run: Run) -> None:
     """Three backwards through one graph."""
-    for step in range(3):
+    for step in range(STEPS):
         loss = run.loss(step)
         loss.backward(retain_graph=True)
         run.record()
@@ -70,7 +70,7 @@ def several_backwards(run: Run) -> None:
 
 def accumulate_with_sync(run: Run) -> None:
     """Two backwards add their reduced gradients."""
-    for step in range(3):
+    for step in range(STEPS):
         for part in range(2):
             run.loss(step + 10 * part).backward()
         run.update()
@@ -78,7 +78,7 @@ def accumulate_with_sync(run: Run) -> None:
 
 def accumulate_without_sync(run: Run) -> None:
     """Only the last of three backwards communicates."""
-    for step in range(3):
+    for step in range(STEPS):
         for part in range(3):
             for root in run.root:
                 root.set_requires_gradient_sync(part == 2)
@@ -88,7 +88,7 @@ def accumulate_without_sync(run: Run) -> None:
 
 def accumulate_into_zeros(run: Run) -> None:
     """The gradients are zeroed in place and added to."""
-    for step in range(3):
+    for step in range(STEPS):
         run.loss(step).backward()
         run.record()
         run.optimizer.step()
@@ -116,14 +116,14 @@ def inference_first(run: Run) -> None:
     """The very first forward is in inference mode."""
     with torch.inference_mode():
         run.loss(0)
-    for step in range(3):
+    for step in range(STEPS):
         run.loss(step).backward()
         run.update()
 
 
 def no_backward(run: Run) -> None:
     """A forward whose graph is dropped without a backward."""
-    for step in range(3):
+    for step in range(STEPS):
         run.loss(step + 10)
         run.loss(step).backward()
         run.update()
@@ -131,7 +131,7 @@ def no_backward(run: Run) -> None:
 
 def gradient_of_inputs_only(run: Run) -> None:
     """``torch.autograd.grad`` of the inputs leaves no gradient on parameters; training goes on."""
-    for step in range(3):
+    for step in range(STEPS):
         inputs = run.arguments(step)
         (gradient,) = torch.autograd.grad(loss_of(run.module(*inputs)), inputs)
         run.note_loss(gradient.square().sum() / run.part[1])
@@ -142,7 +142,7 @@ def gradient_of_inputs_only(run: Run) -> None:
 
 def train_on_half_the_width(run: Run) -> None:
     """The loss uses half of the output's last dimension."""
-    for step in range(3):
+    for step in range(STEPS):
         run.note_loss(run.forward(step)[..., ::2].square().mean()).backward()
         run.update()
 
@@ -186,7 +186,7 @@ def test_program(rank, world, case, program, reshard):
 def test_program_on_other_worlds(rank, world, program):
     """The same on one and four ranks."""
     setup = Setup(True)
-    assert_case("transformer", setup, PROGRAMS[program], against=judges(program))
+    assert_case("mlp", setup, PROGRAMS[program], against=judges(program))
 
 
 @on_ranks(2)

@@ -86,7 +86,7 @@ def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, re
     """A forward between a differentiable backward and the backward of it freed the weights that the latter reads, and
     nothing gathered them: the process died of a null pointer, or of "setStorage ... storage of size 0" (so does
     torch's). Its way into a unit is the gradient that came out of the unit's input, and so on at each order."""
-    trains_like_one_process(world, rank, deep, loss, reshard_after_forward=reshard)
+    trains_like_one_process(deep, loss, reshard_after_forward=reshard)
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.steps import Answer, Step, Unobserved
 from tests.support import api
-from tests.support.parity import SEED, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.parity import SEED, STEPS, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
 
 aten = torch.ops.aten
@@ -240,7 +240,8 @@ def test_patched_plain_tensors(rank, world, meta):
 
     assert_parity(prepare, build=build, against=("torch",))
     ours, theirs = sorted(seen, key=len)
-    assert len(theirs) == 18 and len(ours) == 16  # the unit that forward ends with stays from the second iteration on
+    assert len(theirs) == 6 * STEPS
+    assert len(ours) == 5 * STEPS + 1  # the unit that forward ends with stays from the second iteration on
     for one in seen:
         assert [out for _, out in one].count(False) == 3 and {dtype for dtype, _ in one} == {torch.bfloat16}
 
@@ -279,8 +280,8 @@ def test_the_gathered_tensor_as_the_parameter(rank, world, reshard):
 
     prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=reshard)
     run = assert_parity(prepare, build=build, against=("torch",))
-    gathers = 2 * 3 * (2 if reshard else 1)
-    stays = 2 if reshard else 0  # the unit that forward ends with, with ours, from the second iteration on
+    gathers = 2 * STEPS * (2 if reshard else 1)
+    stays = STEPS - 1 if reshard else 0  # the unit that forward ends with, with ours, from the second iteration on
     assert Aliasing.reused == 2 * (gathers - 2) - stays
     storage = run.module[0]._get_fsdp_state().groups[0].params[0].full.untyped_storage()
     assert storage.size() == 0

@@ -26,6 +26,7 @@ from tests.step.test_meshes import Experts
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.parity import (
+    STEPS,
     Run,
     assert_parity,
     assert_same,
@@ -55,8 +56,8 @@ def prepare(module: Any, fsdp: Any, **options: Any) -> None:
 
 
 def accumulate(run: Run, batches: int = 2) -> None:
-    """Three steps of a few micro-batches, of which the last one sums over replicas."""
-    for step in range(3):
+    """Steps of a few micro-batches, of which the last one sums over replicas."""
+    for step in range(STEPS):
         for number in range(batches):
             last = number == batches - 1
             run.configure(lambda module, fsdp, last=last: module.set_requires_all_reduce(last))

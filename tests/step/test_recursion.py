@@ -35,7 +35,7 @@ def test_a_module_that_calls_itself(rank, world, inside, last, reshard):
     """Backward through the inner call freed, and reduced, what the outer call's backward still needed: "out of bounds
     for storage of size 0". If the layer came after the inner call, forward found it freed (torch's has the latter)."""
     build = lambda: nn.Sequential(nn.Linear(8, 8), Recursive(last=last)) if inside else Recursive(last=last)
-    trains_like_one_process(world, rank, build, reshard_after_forward=reshard)
+    trains_like_one_process(build, reshard_after_forward=reshard)
 
 
 class Calling(nn.Module):
@@ -65,7 +65,7 @@ class Part(nn.Module):
 def test_a_part_that_calls_the_whole(rank, world, reshard):
     """Trainers redirect a model's forward to a training step, which calls the model. The inner forward of the root
     took itself for a new iteration and, at its end, freed the units that the outer one was in."""
-    trains_like_one_process(world, rank, Calling, reshard_after_forward=reshard)
+    trains_like_one_process(Calling, reshard_after_forward=reshard)
 
 
 @on_ranks(2)

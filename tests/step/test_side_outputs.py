@@ -52,7 +52,7 @@ def test_a_loss_kept_on_a_module(rank, world, kind):
     computed after it, and only then if the output is not used: "out of bounds for storage of size 0" (torch's fails
     likewise)."""
     build = lambda: nn.Sequential(Routed(kind), Routed(kind))
-    trains_like_one_process(world, rank, build, and_what_was_kept, reshard_after_forward=True)
+    trains_like_one_process(build, and_what_was_kept, reshard_after_forward=True)
 
 
 class RoutedBlock(nn.Module):
@@ -72,7 +72,7 @@ def test_a_loss_kept_on_a_module_inside_of_a_unit_in_a_unit(rank, world):
     """Through the inner unit backward comes to the outer one, whose own output is not used either."""
     build = lambda: nn.Sequential(RoutedBlock(), RoutedBlock())
     units = lambda module: [block.routed for block in module] + [*module]
-    trains_like_one_process(world, rank, build, and_what_was_kept, units, reshard_after_forward=True)
+    trains_like_one_process(build, and_what_was_kept, units, reshard_after_forward=True)
 
 
 @on_ranks(2)
@@ -152,7 +152,7 @@ def test_features_that_only_a_hook_saw(rank, world, build, layer, reshard):
     optimizer holds, and training went on without them (torch loses them still). The backward of a first layer reads no
     weights, so nothing else fails."""
     units = lambda module: [module[-1]]
-    trains_like_one_process(world, rank, build, Features(layer), units, reshard_after_forward=reshard)
+    trains_like_one_process(build, Features(layer), units, reshard_after_forward=reshard)
 
 
 @dataclasses.dataclass
@@ -226,7 +226,7 @@ def test_blocks_that_write_to_their_arguments(rank, world, how):
     them was lost: a block that returned its result so did nothing, silently, as with torch. What it wrote to an object
     of another class was seen, but backward did not gather the block for it: "out of bounds for storage of size 0"."""
     build = lambda: WritesToArguments(how)
-    trains_like_one_process(world, rank, build, units=lambda module: module.blocks, reshard_after_forward=True)
+    trains_like_one_process(build, units=lambda module: module.blocks, reshard_after_forward=True)
 
 
 @on_ranks(2)

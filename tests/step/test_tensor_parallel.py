@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fsdp2 import DataParallelMeshDims
 from tests.step.test_named_dimensions import OnMesh, ranks_of, spread
 from tests.support import api
 from tests.support.composition import composes
-from tests.support.parity import Run, assert_parity, full, mesh_of, shard_each, train
+from tests.support.parity import STEPS, Run, assert_parity, full, mesh_of, shard_each, train
 from tests.support.pool import on_ranks
 
 CONFIG = LlamaConfig(vocabulary=16, layers=2, width=8, heads=2, context=4)
@@ -34,9 +35,14 @@ def llama() -> Llama:
     return Llama(CONFIG)
 
 
+def one_layer() -> Llama:
+    """Return one of a single block."""
+    return Llama(replace(CONFIG, layers=1))
+
+
 def language(run: Run) -> None:
-    """Train three steps on tokens, the loss in parallel where logits are cut."""
-    for step in range(3):
+    """Train on tokens, the loss in parallel where logits are cut."""
+    for step in range(STEPS):
         tokens = torch.randint(16, (BATCH, 5), generator=torch.Generator().manual_seed(step))
         tokens = tokens.chunk(run.part[1])[run.part[0]]
         with loss_context(run.fsdp is not None):
@@ -86,7 +92,7 @@ def test_language_model_with_policies(rank, world, options):
     against, tolerance = (("torch",), 0.05) if cast else (BOTH, 2e-5)
     prepare = sharded(mesh["dp"], mesh["tp"], **options)
     part = (mesh.get_local_rank("dp"), 2)
-    assert_parity(prepare, build=llama, program=language, part=part, against=against, tolerance=tolerance)
+    assert_parity(prepare, build=one_layer, program=language, part=part, against=against, tolerance=tolerance)
 
 
 @composes("tensor parallel", "sequence parallel", "loss parallel", "hybrid sharding")
@@ -99,8 +105,7 @@ def test_three_dimensions(rank, world, over):
     part = (2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard"), 4)
     options = {"shard_over_replicas": True} if over else {}
     prepare = sharded(mesh["replicate", "shard"], mesh["tp"], **options)
-    against = ("alone",) if over else BOTH
-    run = assert_parity(prepare, build=llama, program=language, part=part, against=against)
+    run = assert_parity(prepare, build=one_layer, program=language, part=part, against=("alone",))
     weight = run.module.blocks[0].feed_forward.w1.weight
     if over:
         assert weight.device_mesh.mesh_dim_names == ("shard", "replicate", "tp")
@@ -119,22 +124,16 @@ NAMED = {
     "hybrid": (("r", "s", "tp"), dims("s", replicate="r")),
     "tensor parallel first": (("tp", "a", "b"), dims("a", "b")),
 }
-"""Meshes of three dimensions, and which of them are data-parallel. A usual run has one on eight ranks, where DTensor
-needs seconds for it, and the others on two dimensions (``tests/step/test_named_dimensions.py``)."""
-USUAL = ("two shard dimensions", 1)
+"""Meshes of three dimensions, and which of them are data-parallel. DTensor needs seconds for each; a usual run has
+those of two dimensions (``tests/step/test_named_dimensions.py``)."""
 
 
+@pytest.mark.slow
 @composes("tensor parallel", "named dimensions")
 @composes("tensor parallel", "named dimensions", "hybrid sharding")
 @on_ranks(8)
-@pytest.mark.parametrize(
-    ("kind", "cut"),
-    [
-        pytest.param(kind, cut, marks=[] if (kind, cut) == USUAL else pytest.mark.slow)
-        for kind in NAMED
-        for cut in (0, 1)
-    ],
-)
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("cut", [0, 1])
 def test_named_dimensions(rank, world, kind, cut):
     """Several shard dimensions become one; a replicate one stays; tensor parallelism cuts the same or another."""
     names, chosen = NAMED[kind]
@@ -197,7 +196,7 @@ def test_parameters_that_no_plan_mentions(rank, world, reshard):
         fsdp.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshard)
 
     def program(run):
-        for step in range(3):
+        for step in range(STEPS):
             for last in (False, True):
                 run.configure(lambda module, fsdp, last=last: module.set_requires_gradient_sync(last))
                 run.backward(2 * step + last)

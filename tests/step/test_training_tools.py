@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.parity import WIDTH, Run, assert_parity, full, mesh_1d, mesh_2d, play, shard_each
+from tests.support.parity import STEPS, WIDTH, Run, assert_parity, full, mesh_1d, mesh_2d, play, shard_each
 from tests.support.pool import on_ranks
 
 MESHES = ("line", "hybrid", "tp", pytest.param("over replicas", marks=api.fsdp2_only))
@@ -52,7 +52,7 @@ def assert_trains(kind: str, program, *, against=("torch", "alone"), tolerance=2
     return assert_parity(prepare, build=build, program=program, part=part, against=against, tolerance=tolerance)
 
 
-def steps(run: Run, *optimizers: torch.optim.Optimizer, count: int = 3) -> None:
+def steps(run: Run, *optimizers: torch.optim.Optimizer, count: int = STEPS) -> None:
     """Train with these optimizers."""
     for step in range(count):
         run.backward(step)
@@ -209,7 +209,7 @@ def test_averaged_model(rank, world, kind, exponential):
     def program(run):
         how = {"multi_avg_fn": get_ema_multi_avg_fn(0.7)} if exponential else {}
         average = AveragedModel(run.module, use_buffers=True, **how)
-        for step in range(3):
+        for step in range(STEPS):
             run.backward(step)
             run.update()
             average.update_parameters(run.module)

@@ -8,6 +8,7 @@ cast-back to autograd.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +30,15 @@ from torch.utils import _pytree as pytree
 from tests.support import api
 from tests.support.models import Case
 from tests.support.remembered import remembered
+from tests.support.sampling import ALL_VARIABLE
 from tests.support.shapes import loss_of
 
 SEED = 11
 ROWS = 8
 """Rows of a whole batch: divisible by every world size used here."""
 WIDTH = 8
+STEPS = 3 if os.environ.get(ALL_VARIABLE) else 2
+"""How long most programs train: in the second step momentum, and the order of units that the first has noted, count."""
 FULL = MixedPrecisionPolicy()
 LOW = 5e-3
 """From this tolerance on, what is compared was computed or sent with few bits."""
@@ -94,11 +98,12 @@ def full(tensor: Tensor | None) -> Tensor | None:
     return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
 
 
-def fulls(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+@torch.no_grad()  # then DTensor hands out its local tensor as it is
+def fulls(named: Mapping[Any, Tensor | None]) -> dict[Any, Tensor | None]:
     """Return copies of whole tensors on every rank, as ``full`` does; what lies on a mesh of all ranks is gathered at
     once, which costs a fraction of a collective for each."""
     values = {name: full(tensor) for name, tensor in named.items() if not _is_cut(tensor)}
-    cut: dict[torch.dtype, dict[str, DTensor]] = {}
+    cut: dict[torch.dtype, dict[Any, DTensor]] = {}
     for name, tensor in named.items():
         if name not in values:
             cut.setdefault(tensor.dtype, {})[name] = tensor.detach()  # type: ignore[index, union-attr, assignment]
@@ -107,23 +112,28 @@ def fulls(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: values[name] for name in named}
 
 
-_over_all: weakref.WeakKeyDictionary[Any, dict[int, tuple[weakref.ref[DeviceMesh], bool]]]
-_over_all = weakref.WeakKeyDictionary()
+_ranks: weakref.WeakKeyDictionary[Any, dict[int, tuple[weakref.ref[DeviceMesh], list[int]]]]
+_ranks = weakref.WeakKeyDictionary()
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of a mesh in its order.
+
+    A mesh works them out anew whenever it is asked: that was a tenth of what comparing cost.
+    """
+    known = _ranks.setdefault(dist.group.WORLD, {})
+    if id(mesh) not in known or known[id(mesh)][0]() is not mesh:
+        known[id(mesh)] = weakref.ref(mesh), mesh.mesh.flatten().tolist()
+    return known[id(mesh)][1]
 
 
 def _is_cut(tensor: Tensor | None) -> bool:
-    """Whether a tensor is a DTensor on a mesh of all ranks in their order, and its pieces are where ``_box`` says.
-
-    A mesh works out anew which ranks it has whenever it is asked: that was a tenth of what comparing cost.
-    """
+    """Whether a tensor is a DTensor on a mesh of all ranks, and its pieces are where ``_box`` says."""
     if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements):
         return False
     if sum(_is_strided(p) for p in tensor.placements) > 1 or type(tensor.to_local()) is not Tensor:
         return False
-    mesh, known = tensor.device_mesh, _over_all.setdefault(dist.group.WORLD, {})
-    if id(mesh) not in known or known[id(mesh)][0]() is not mesh:
-        known[id(mesh)] = weakref.ref(mesh), mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-    return known[id(mesh)][1]
+    return len(_ranks_of(tensor.device_mesh)) == dist.get_world_size()
 
 
 def _is_strided(placement: Placement) -> bool:
@@ -145,14 +155,14 @@ def _box(tensor: DTensor, sizes: Sequence[int], coordinate: Sequence[int]) -> li
     return box
 
 
-def _gather(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
+def _gather(tensors: Mapping[Any, DTensor]) -> dict[Any, Tensor]:
     """Return whole tensors of one dtype; each rank sends its pieces one behind the other, padded to the longest."""
     world = dist.get_world_size()
     whole = {name: tensor.to_local().new_empty(tensor.shape) for name, tensor in tensors.items()}
     places: list[list[Tensor]] = [[] for _ in range(world)]  # parts of the whole tensors by rank
     for name, tensor in tensors.items():
         sizes = tuple(tensor.device_mesh.shape)
-        for rank, coordinate in enumerate(product(*map(range, sizes))):
+        for rank, coordinate in zip(_ranks_of(tensor.device_mesh), product(*map(range, sizes)), strict=True):
             part = whole[name]
             for dim, (start, length) in enumerate(_box(tensor, sizes, coordinate)):
                 part = part.narrow(dim, start, length)
@@ -343,8 +353,8 @@ Program = Callable[[Run], None]
 
 
 def train(run: Run) -> None:
-    """Train for three steps."""
-    for step in range(3):
+    """Train for a few steps."""
+    for step in range(STEPS):
         run.backward(step)
         run.update()
 
@@ -353,7 +363,7 @@ def setting(setter: Prepare, when: str) -> Program:
     """Return the program that trains with a setter called "before" or "after" the first iteration."""
 
     def program(run: Run) -> None:
-        for step in range(3):
+        for step in range(STEPS):
             if (when == "before") == (step == 0) and step < 2:
                 run.configure(setter)
             run.backward(step)
@@ -454,40 +464,26 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str, allo
     assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}\ngot {actual}\nexpected {expected}"
 
 
-Model = Callable[[], nn.Module]
-
-
-Loss = Callable[[nn.Module, Tensor], Tensor]
-
-
 def mean_output(module: nn.Module, inputs: Tensor) -> Tensor:
     """The usual loss."""
     return module(inputs).square().mean()
 
 
 def trains_like_one_process(
-    world: int,
-    rank: int,
-    build: Model,
-    loss: Loss = mean_output,
+    build: Build,
+    loss: Callable[[nn.Module, Tensor], Tensor] = mean_output,
     units: Callable[[nn.Module], Iterable[Any]] = nn.Module.children,
     **options: object,
 ) -> None:
-    """Train three steps, units and the rest sharded, and expect what a single process on all rows comes to."""
-    torch.manual_seed(0)
-    reference = build()
-    torch.manual_seed(0)
-    module = build()
-    for unit in (*units(module), module):
-        api.ours.fully_shard(unit, mesh=mesh_1d(), **options)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (reference, module)]
-    for step in range(3):
-        batches = [torch.sin(torch.arange(24.0).view(3, 8) * (step + 1) + r) for r in range(world)]
-        for rows in batches:
-            (loss(reference, rows) / world).backward()
-        loss(module, batches[rank]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, mine), whole in zip(module.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().full_tensor(), whole.detach(), msg=name)
+    """Train with a ``loss`` of its own, units and the rest sharded, and expect what a single process comes to."""
+
+    def prepare(module: Any, fsdp: Any) -> None:
+        for unit in (*units(module), module):
+            fsdp.fully_shard(unit, mesh=mesh_1d(), **options)
+
+    def program(run: Run) -> None:
+        for step in range(STEPS):
+            run.note_loss(loss(run.module, run.inputs(step))).backward()
+            run.update()
+
+    assert_parity(prepare, build=build, program=program, against=("alone",))

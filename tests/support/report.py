@@ -21,10 +21,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.support import ROOT, api
-from tests.support.parity import Prepare, Program, Run, mesh_1d, play, shard_each, stack, train
+from tests.support.parity import Prepare, Program, Run, fulls, mesh_1d, play, shard_each, stack, train
 from tests.support.pool import Pool, on_ranks
 
 __all__ = [
@@ -193,8 +192,7 @@ def agrees(
 
 def full_grads(module: nn.Module) -> dict[str, Tensor | None]:
     """Return copies of all gradients, whole on every rank."""
-    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {n: g.full_tensor().clone() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return fulls({name: parameter.grad for name, parameter in module.named_parameters()})
 
 
 def offered(fsdp: Any, name: str) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 import fsdp2
 from tests.support.models import Counting
-from tests.support.parity import mesh_1d
+from tests.support.parity import fulls, mesh_1d
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -109,11 +109,8 @@ def trained(make: Callable[[Any], torch.optim.Optimizer] | None = None, **option
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the full values by name, gathered by DTensor itself."""
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        for name, value in module.state_dict().items()
-    }
+    """Return copies of the full values by name."""
+    return fulls(module.state_dict())
 
 
 def assert_equal(got: dict[str, Any], expected: dict[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ pytestmark = api.fsdp2_only
 
 Step = tuple[str, str, int, torch.dtype, str]
 """Communicator, operator, elements, dtype and lane."""
-WIDTH, BRANCHES, RANKS = 64, 5, 4
+WIDTH, BRANCHES, RANKS = 64, 3, 4
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -109,7 +109,8 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [*zip(SETUPS, cycle(reversed(TRANSFERS)), strict=False), ("mixed", "direct"), ("hybrid", "packed")]
+OTHERS = [pytest.param(*one, marks=pytest.mark.slow) for one in (("mixed", "direct"), ("hybrid", "packed"))]
+CASES = [*zip(SETUPS, cycle(reversed(TRANSFERS)), strict=False), *OTHERS]
 
 
 def sequence(rank: int, setup: str, transfer: str) -> tuple[list[Step], list[list[int]]]:

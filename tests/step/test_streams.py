@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -25,6 +27,7 @@ from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
 from tests.support.models import Transformer
+from tests.support.parity import LocalSGD
 from tests.support.streams import Device
 
 pytestmark = api.fsdp2_only
@@ -68,7 +71,7 @@ class Training:
         if TRANSFERS[transfer]:
             self.model.set_transfer_sizes(**TRANSFERS[transfer])
         self.device = device
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer: torch.optim.Optimizer = LocalSGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
     def forward(self) -> Tensor:
         """Return the loss of some tokens."""
@@ -101,7 +104,7 @@ class Training:
 
 def training(run: Training) -> None:
     """Steps, and one of two batches in one backward."""
-    run.step(3)
+    run.step(2)
     (run.forward() + run.forward()).backward()
     run.update()
 
@@ -186,7 +189,7 @@ def gradients(run: Training) -> None:
         run.backward()
         clip(run.model.parameters(), 1.0)
         run.update()
-    fsdp2.use_local_shards(run.optimizer)
+    run.optimizer = fsdp2.use_local_shards(torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9))
     run.step(2)
 
 
@@ -310,6 +313,7 @@ PROGRAMS: list[Callable[[Training], None]] = [
 ]
 
 
+@functools.cache
 def mistakes(program: Callable[[Training], None], setup: str, transfer: str, ignored: Any = None) -> list[str]:
     """Return what ``program`` does too early on a device that ignores the waits of ``ignored``."""
     torch.manual_seed(0)
@@ -320,8 +324,16 @@ def mistakes(program: Callable[[Training], None], setup: str, transfer: str, ign
     return device.mistakes
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
-@pytest.mark.parametrize("setup", SETUPS)
+IN_TURN = [*zip(SETUPS, itertools.cycle(TRANSFERS), strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("setup", "transfer"),
+    [
+        pytest.param(*one, marks=[] if one in IN_TURN else pytest.mark.slow)
+        for one in itertools.product(SETUPS, TRANSFERS)
+    ],
+)
 def test_training(setup, transfer):
     """Nothing is read before it is there, and no memory is used again too early."""
     assert not mistakes(training, setup, transfer)

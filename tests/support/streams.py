@@ -227,7 +227,6 @@ class Device(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # a question about shapes
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # the kernels that a subclass comes to are what counts
-        self._collect()
         kwargs = kwargs or {}
         read, written = _touched(func, args, kwargs)
         inputs = {_key(tensor) for tensor in (*read, *written)}

@@ -140,7 +140,7 @@ TESTS: dict[str, str] = {
     "use_full_params": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
     "use_full_params(cost)": OPTIM + "test_full_params.py::test_cost_decides_who_owns",
     "use_full_params(bucket_mb)": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
-    "use_local_shards": OPTIM + "test_local_shards.py::test_steps_are_those_on_dtensors",
+    "use_local_shards": OPTIM + "test_local_shards.py::test_steps_are_those_on_plain_tensors",
     "use_local_shards(elementwise)": OPTIM + "test_proxies.py::test_other_classes_that_are_elementwise",
     "ShardedGradScaler": OPTIM + "test_grad_scaler.py::test_found_inf_agrees",
     "cpu_offload_by_budget": BUILD + "test_offloading.py::test_a_budget_of_parameters_on_the_cpu",

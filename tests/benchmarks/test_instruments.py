@@ -97,7 +97,11 @@ def test_pools_without_streams_are_one():
 # ---- what simulated steps take ----
 
 
-@pytest.mark.parametrize(("setting", "transient"), [("FP32", (3, 4)), ("BF16", (3, 4)), ("BF16_FP32", (3, 5))], ids=str)
+@pytest.mark.parametrize(
+    ("setting", "transient"),
+    [("FP32", (3, 4)), pytest.param("BF16", (3, 4), marks=pytest.mark.slow), ("BF16_FP32", (3, 5))],
+    ids=str,
+)
 def test_peaks_of_torchs_are_whole_units(setting, transient, monkeypatch):
     """In forward a unit, the next one as it is received, and as it is unpacked; in backward also its gradients, twice
     if they are cast. What stays behind, the shards' gradients, is on top of that."""

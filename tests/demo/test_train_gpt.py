@@ -80,7 +80,6 @@ def test_a_run_shows_samples_a_table_and_a_picture(whole: Path, text: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(whole: Path, tmp_path: Path, ranks: int) -> None:
     """Step 5 was saved by two processes; steps 6 to 10 on another number repeat those of the run that went on."""
@@ -263,20 +262,17 @@ def test_damage_to_a_checkpoint_is_found(whole: Path, tmp_path: Path, damage, me
         checkpoint.verify(folder)
 
 
-def test_checkpoints_that_are_not_there(whole: Path, tmp_path: Path) -> None:
+def test_checkpoints_that_are_not_there(tmp_path: Path) -> None:
     wrong = {tmp_path / "none": "is not there", tmp_path: "no checkpoint in", SCRIPT: "not a folder"}
     for path, message in wrong.items():
         with pytest.raises(UserError, match=message):
             checkpoint.find(path)
-    shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / ".partial-step-000020").mkdir()
-    assert checkpoint.find(tmp_path / "run").name == "step-000010", "what a killed save left is not a checkpoint"
-
-
-def test_an_output_folder_with_later_steps_is_left_alone(whole: Path) -> None:
-    checkpoint.prepare(whole, resumed_at=10)
+    for name in ("step-000005", "step-000010", ".partial-step-000020"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert checkpoint.find(tmp_path).name == "step-000010", "what a killed save left is not a checkpoint"
+    checkpoint.prepare(tmp_path, resumed_at=10)
     with pytest.raises(UserError, match="already holds a checkpoint of step 10, later than 5"):
-        checkpoint.prepare(whole, resumed_at=5)
+        checkpoint.prepare(tmp_path, resumed_at=5)
 
 
 # --- running the script ---------------------------------------------------------------------------------------------

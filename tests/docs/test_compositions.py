@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from types import ModuleType
 
 import pytest
@@ -22,10 +23,12 @@ COMPOSING = (
 """The files that are about combinations alone."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def table() -> ModuleType:
-    """Return docs/make_compositions.py as a module."""
-    return script("make_compositions")
+    """Return docs/make_compositions.py as a module, which reads all tests once."""
+    module = script("make_compositions")
+    module.everything = functools.cache(module.everything)
+    return module
 
 
 def test_file_is_up_to_date(table):

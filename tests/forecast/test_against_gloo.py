@@ -30,8 +30,8 @@ llama: Any = importlib.import_module("llama")
 train_llama: Any = importlib.import_module("train_llama_2d")
 
 pytestmark = api.fsdp2_only
-STEPS, WIDTH = 3, 256
-LLAMA = llama.LlamaConfig(layers=3, width=128, context=64)
+STEPS, WIDTH = 2, 256
+LLAMA = llama.LlamaConfig(layers=2, width=128, context=64)
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -72,7 +72,7 @@ def build(mesh: Any, name: str) -> tuple[Any, Any]:
         model = train_llama.build(LLAMA, mesh, Namespace(tp=mesh["tp"].size(), compile=False, checkpointing=True))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     if name == "gpt":
-        model = gpt.GPT(gpt.GPTConfig(layers=3, width=WIDTH, heads=4, context=32))
+        model = gpt.GPT(gpt.GPTConfig(layers=2, width=WIDTH, heads=4, context=32))
         units = [*model.blocks, model]
     else:
         model = Mixture()
@@ -157,7 +157,7 @@ def expected(name: str, world: int) -> tuple[int, dict[str, tuple[int, int]]]:
 LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixture", "mixture, mixed")]
 
 
-@on_ranks(2, 4)
+@on_ranks(pytest.param(2, marks=pytest.mark.slow), 4)
 @pytest.mark.parametrize("name", ["gpt", "llama", *LONGER])
 def test_real_processes(rank, world, name, expected):
     """Launches and bytes exactly, the peak of memory within three percent.

@@ -199,7 +199,7 @@ def test_state_dicts(rank, world, name):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+@pytest.mark.parametrize("name", [pytest.param("SGD with momentum", marks=pytest.mark.slow), "AdamW"])
 def test_a_compiled_step(rank, world, name):
     """Dynamo would take local gradients for constants, so it sees DTensors, or breaks its graph (torch 2.15)."""
     modules, optimizers = pair(make(name))

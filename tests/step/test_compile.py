@@ -112,7 +112,7 @@ def train(run: Run) -> None:
         run.update()
     before = compilations()
     with torch._dynamo.config.patch(error_on_recompile=run.fsdp is api.ours):
-        for step in range(2, 5):
+        for step in range(2, 4):
             run.backward(step)
             run.update()
     if run.fsdp is api.ours:
@@ -143,7 +143,9 @@ def assert_same_training(
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_way(rank, world, way, reshard):
     """Compiled before or after sharding, in place or wrapped, each block as one graph."""
-    assert_same_training(compiled(way, "aot_eager", reshard_after_forward=reshard))
+    # torch's own is compiled too in one way; to compile is what takes so long.
+    against = "both" if way is in_place_before else "alone"
+    assert_same_training(compiled(way, "aot_eager", reshard_after_forward=reshard), against=against)
 
 
 @composes("compile", "SGD")
@@ -178,7 +180,7 @@ def test_with_one_more(rank, world, kind):
     options = {"mp_policy": BF16} if kind == "cast" else {}
 
     def accumulate(run):
-        for step in range(6):
+        for step in range(4):
             run.configure(lambda module, fsdp, last=step % 2 == 1: module.set_requires_gradient_sync(last))
             run.backward(step)
             if step % 2:
@@ -188,7 +190,7 @@ def test_with_one_more(rank, world, kind):
         compiled(in_place_before, "aot_eager", **options),
         build=lambda: Model(kind == "recomputed"),
         program=accumulate if kind == "accumulated" else train,
-        against="torch" if kind in ("cast", "accumulated") else "both",
+        against="torch" if kind in ("cast", "accumulated") else "alone",
     )
 
 

@@ -273,7 +273,7 @@ def test_generation_kept(rank, world, fsdp):
 def test_many_small_units(rank, world, fsdp):
     """A rule that shards every module makes a unit of each norm and gate. Hundreds of tiny ones must work, some
     without parameters, some smaller than the number of ranks."""
-    build = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(40)))
+    build = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(25)))
 
     def prepare(module, fsdp):
         for unit in reversed(list(module.modules())):

@@ -255,9 +255,16 @@ def test_mixed_precision(rank, world, name):
 @composes("pipeline", "zero bubble", "accumulation", "over replicas")
 @composes("pipeline", "zero bubble", "accumulation", "tensor parallel")
 @on_ranks(8)
-@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.parametrize(
-    "third", ["replicate", "tp", pytest.param("over replicas", marks=[pytest.mark.slow, api.fsdp2_only])]
+    ("third", "name"),
+    [
+        ("replicate", "ScheduleInterleavedZeroBubble"),
+        ("tp", "ScheduleInterleavedZeroBubble"),
+        pytest.param("replicate", "Schedule1F1B", marks=pytest.mark.slow),
+        pytest.param("tp", "Schedule1F1B", marks=pytest.mark.slow),
+        pytest.param("over replicas", "Schedule1F1B", marks=[pytest.mark.slow, api.fsdp2_only]),
+        pytest.param("over replicas", "ScheduleInterleavedZeroBubble", marks=[pytest.mark.slow, api.fsdp2_only]),
+    ],
 )
 def test_three_dimensions(rank, world, third, name):
     """A pipeline of stages that are replicated and sharded, sharded over replicas too, or tensor-parallel."""

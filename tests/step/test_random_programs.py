@@ -28,7 +28,7 @@ def test_random_program(program):
 
 
 @api.fsdp2_only
-@settings(max_examples=settings().max_examples // 4)
+@settings(max_examples=settings().max_examples // 6)
 @given(program=fuzz.programs())
 def test_random_program_on_four_ranks(program):
     """Which cost several times as much, and where both axes of a hybrid mesh have several ranks."""
@@ -36,7 +36,7 @@ def test_random_program_on_four_ranks(program):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 3)
 @given(program=fuzz.programs(ordinary=True))
 def test_what_torch_does_as_well(world, program):
     """Torch's fully_shard shows the same."""

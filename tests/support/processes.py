@@ -6,9 +6,11 @@ The server starts no thread and no process group, and ends with the process that
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -37,6 +39,30 @@ def start(target: Callable[..., None], *arguments: Any, log: str, daemon: bool =
     process = context.Process(target=_run, args=(target, arguments, log), daemon=daemon)
     process.start()
     return process
+
+
+def ended(program: str) -> tuple[int | None, str]:
+    """Run a program's text in a process of its own; return its exit status and what it wrote.
+
+    It ends as Python's do: an error that nobody catches is known to functions that run at exit.
+    """
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = start(_execute, program, log=log.name)
+        process.join(120)
+        process.kill()
+        return process.exitcode, log.read()
+
+
+def _execute(program: str) -> None:
+    status = 0
+    try:
+        exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        sys.last_value = error
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    atexit._run_exitfuncs()  # which processes of multiprocessing skip
+    os._exit(status)
 
 
 def _run(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:

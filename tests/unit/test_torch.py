@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tests.support.api import torch_since
 from tests.support.fake import fake_mesh
+from tests.support.processes import ended
 from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import PROBED, probes
@@ -49,8 +49,8 @@ def test_errors_of_the_stream_sanitizer_become_ours() -> None:
         "except StreamError as error:\n"
         "    assert str(error) == 'detected 0 errors'\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    status, written = ended(program)
+    assert status == 0, written
 
 
 # ---- composable APIs ----

@@ -16,6 +16,7 @@ import fsdp2
 from tests.support import api
 from tests.support.parity import Run, mesh_1d
 from tests.support.pool import on_ranks
+from tests.support.processes import ended
 from tests.support.report import Unhelpful, agrees, check, offered, refused, report
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -82,9 +83,9 @@ def test_sharded_weight_in_the_loss(rank, world, fsdp):
     if rank:
         return
     command = [sys.executable, "-c", UNCAUGHT.format(implementation=fsdp.__name__)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    check(ended.returncode != 0, "silently wrong: computes with one rank's shard")
-    lines = ended.stderr.strip().splitlines()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    check(done.returncode != 0, "silently wrong: computes with one rank's shard")
+    lines = done.stderr.strip().splitlines()
     if not all(word in lines[-1] for word in ("head.weight", "unit 'head'", "use_weights")):
         raise Unhelpful(next(line.partition("]: ")[2] for line in lines if "RuntimeError: " in line))
 
@@ -112,9 +113,9 @@ model.generate(torch.ones(2, dtype=torch.long))
 def test_an_error_of_the_first_call_is_explained():
     """The log named the weight only once some forward had begun, since the first one registered the explanation. Where
     ``generate`` was the first call and no unit ran before the error, torch's raw error was all there was."""
-    ended = subprocess.run([sys.executable, "-c", GENERATING], capture_output=True, text=True, timeout=300)
-    last = ended.stderr.strip().splitlines()[-1]
-    assert ended.returncode != 0 and "use_weights" in last, ended.stderr
+    status, written = ended(GENERATING)
+    last = written.strip().splitlines()[-1]
+    assert status != 0 and "use_weights" in last, written
     assert "embed.weight (unit FSDPModel)" in last and "head" not in last
 
 

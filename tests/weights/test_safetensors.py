@@ -66,7 +66,7 @@ def test_every_kind(rank, world, name):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["mlp", "transformer", "buffers", "hybrid"])
+@pytest.mark.parametrize("name", ["mlp", "buffers", "hybrid", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_several_files(rank, world, name):
     """A folder of files with an index."""
 

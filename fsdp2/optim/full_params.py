@@ -194,7 +194,8 @@ class _FullParams:
             optimizer.state = self._state  # type: ignore[assignment]  # torch needs no more than a dictionary
 
     def _agree_on_gradients(self) -> dict[RankSet, list[torch.dtype | None]]:
-        """Return the dtype of each parameter's gradient (None without one) after checking that all ranks have the same.
+        """Return the dtype of each parameter's gradient (None without one) after checking that all ranks have the same,
+        and the same parameters in the same order.
 
         Sets of fewer ranks come first, so that an error in one of them reaches all ranks before anything is sent.
         """
@@ -203,7 +204,10 @@ class _FullParams:
         for ranks in reversed(self._ownership.sets):
             codes = [_code(owned) for owned in ranks.owned]
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
-            *most, elsewhere = max_over_ranks([*codes, *least, bool(wrong)], ranks.axis, ranks.device)
+            mine = [*codes, *least, ranks.digest, -ranks.digest, bool(wrong)]
+            *most, largest, smallest, elsewhere = max_over_ranks(mine, ranks.axis, ranks.device)
+            if largest != -smallest and not wrong:
+                wrong = "ranks have the parameters in another order"
             most, least = most[: len(codes)], most[len(codes) :]
             for owned, code, high, low in zip(ranks.owned, codes, most, least):
                 if high > _NOTHING_HERE and high != -low:
@@ -214,8 +218,9 @@ class _FullParams:
             found[ranks] = [_DTYPES[high] if high >= 0 else None for high in most]
         if wrong:
             raise RuntimeError(
-                f"use_full_params: {wrong}; expected a gradient of one dtype on every rank that holds a piece, or on "
-                "none. Set or clear gradients in the same way on all ranks. Nothing was changed"
+                f"use_full_params: {wrong}; expected the same parameters in the same order, and a gradient of one "
+                "dtype on every rank that holds a piece, or on none. Make the optimizer alike on all ranks, and set or "
+                "clear gradients in the same way. Nothing was changed"
             )
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp2.engine.index import param_of
 from fsdp2.optim.owners import Route, assign_owners, boxes_of, mesh_ranks
 from fsdp2.sharding.boxes import Box, numel, whole
 from fsdp2.sharding.mesh import Axis, own_group
@@ -65,6 +67,9 @@ class RankSet:
         for param, owner in zip(params, owners):
             boxes = boxes_of(param, f"use_full_params: a parameter of shape {tuple(param.shape)}")
             self.owned.append(Owned(param, Route(tuple(param.shape), boxes, ranks.index(owner)), self.axis.rank))
+        # Of names and shapes in their order, which must be the same on all these ranks.
+        described = [(tuple(param.shape), getattr(param_of(param), "name", "")) for param in params]
+        self.digest = zlib.crc32(repr(described).encode()) >> 1
 
     def buckets(
         self, used: Sequence[tuple[Owned, torch.dtype]], limit: int

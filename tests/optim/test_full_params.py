@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 import fsdp2
 from fsdp2.optim import full_params
 from tests.support.memory import LiveBytes
-from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of
+from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of, shard_each
 from tests.support.pool import POOL, on_ranks
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -334,6 +334,18 @@ class Fails(torch.optim.Muon):
         if any(p.shape[0] == 10 for group in self.param_groups for p in group["params"]):
             raise ArithmeticError("ten rows")
         return super().step(closure)
+
+
+@on_ranks(2)
+def test_parameters_in_another_order_on_one_rank(rank, world):
+    """Each rank sent its pieces of other matrices than the owner took them for: wrong values, without a word."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    shard_each(model, fsdp2, mesh=mesh_1d())
+    params = list(model.parameters())
+    optimizer = fsdp2.use_full_params(torch.optim.Adam(params if rank else params[::-1]))
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="ranks have the parameters in another order; expected the same"):
+        optimizer.step()
 
 
 @on_ranks(3)

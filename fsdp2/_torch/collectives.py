@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 # The options: the checks of the public collectives in Python take longer than a small collective, and a group's methods
@@ -21,7 +22,6 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
     _get_default_timeout,
     _new_process_group_helper,
-    _world,
 )
 
 # Ranks compare themselves through the store that the process group was made with.
@@ -97,7 +97,8 @@ def named_group(ranks: list[int], name: str) -> dist.ProcessGroup:
     if hasattr(world, "new_group"):  # a group written in Python, which makes groups of its kind
         group: Any = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
         return group
-    kind, store = _world.pg_map[world]
+    groups = distributed_c10d._world  # looked up now: torch's tests on threads put another one there
+    kind, store = groups.pg_map[world]
     backend = Backend(kind)
     group, _ = _new_process_group_helper(
         len(ranks),
@@ -110,7 +111,7 @@ def named_group(ranks: list[int], name: str) -> dist.ProcessGroup:
         device_id=world.bound_device_id,
         group_desc=name,
     )
-    _world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    groups.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
 
 

@@ -10,6 +10,7 @@ exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an al
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -224,12 +225,16 @@ def reduce_chunk(
 
 
 def _until(works: Sequence[Work]) -> Generator[None, None, None]:
-    """Wait for ``works``, also where what follows is abandoned: their memory must not be used again before."""
+    """Wait for ``works``, also where what follows is abandoned: their memory must not be used again before.
+
+    Not where the interpreter ends after a backward that raised: the backend's threads may have ended, so a wait would
+    never end.
+    """
     if works:
         try:
             yield
         finally:
-            for work in works:
+            for work in () if sys.is_finalizing() else works:
                 work.wait()
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "Inputs",
     "after_steps",
     "carry_hooks",
+    "count_registration",
     "hook_error",
     "hook_forward",
     "hook_gradient",
@@ -188,6 +189,12 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
 
     register_module_parameter_registration_hook(registered)
     register_module_module_registration_hook(registered)
+
+
+def count_registration() -> None:
+    """Count a registration that calls no hook: ``insert`` of torch's containers."""
+    global registrations
+    registrations += 1
 
 
 def carry_hooks(

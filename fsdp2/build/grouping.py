@@ -61,9 +61,7 @@ class CallOptions:
         move_to(self.mesh.device, stay, managed.buffers)
         join_ties(ties, state)
         state.groups[:0] = [_make_group(part, self.options, state) for part in parts]
-        for module in managed.modules:  # Dynamo guards on these flags, and registrations on such modules are counted
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
-            module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
+        _mark(managed.modules)
         for group in state.groups:
             if group in hooked:
                 continue
@@ -118,6 +116,7 @@ class CallOptions:
                 _take_over(found, param)
         added = tied + [found for found in unknown if not any(slot in places for slot in found.slots)]
         if not added:
+            _mark(managed.modules)  # parameters may be added below modules that have none yet
             return
         names = ", ".join(found.name for found in added)
         logger.info("%s: adopted parameters added after fully_shard: %s", state.name or "the root", names)
@@ -127,6 +126,13 @@ class CallOptions:
             group.use_comm(state.root.comm)
             group.in_root = bool(state.is_root)
             group.set_names(state.name, {})
+
+
+def _mark(modules: Iterable[nn.Module]) -> None:
+    """Set the flags on which Dynamo guards, and by which registrations on these modules are counted."""
+    for module in modules:
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
 
 
 def _take_over(found: Found, param: FSDPParam) -> None:

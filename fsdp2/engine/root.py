@@ -12,6 +12,7 @@ from torch import nn
 from fsdp2 import _trace
 from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import outside_dynamo
+from fsdp2.autograd.hooks import count_registration
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Pending, Synchronization
@@ -45,6 +46,8 @@ class RootContext(Generic[U]):
         self._ended_with: FSDPParamGroup | None = None  # the last forward with gradients
         self._needed_first: FSDPParamGroup | None = None  # by the last backward
         self._compared = False  # whether the ranks have compared their units
+        self._children: list[dict[str, nn.Module | None]] = []  # of all modules below the root, and how many there are
+        self._children_count = 0
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -63,6 +66,20 @@ class RootContext(Generic[U]):
         names = {slot: (i, f"{prefix}.{slot.name}".lstrip(".")) for i, (slot, prefix) in enumerate(slots)}
         for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
             group.set_names(unit.name, names)
+
+    def list_children(self, module: nn.Module) -> None:
+        """Look at the children of all modules from ``module``, the root's, down."""
+        self._children = [inner._modules for inner in module.modules() if inner._modules]
+        self._children_count = sum(map(len, self._children))
+
+    def notice_inserted(self, module: nn.Module) -> None:
+        """Count a registration if there are more or fewer children below ``module``, the root's.
+
+        ``insert`` of torch's containers calls no hook.
+        """
+        if self._children_count != sum(map(len, self._children)):
+            self.list_children(module)
+            count_registration()
 
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.

@@ -203,6 +203,8 @@ class FSDPState(ComposableState):
         if self._root is None or self._root() is None:
             self.init_root()
         root, in_backward, calls = self.root, graph_task_id() != -1, self._calls
+        if root.forward is None and not in_backward:
+            root.notice_inserted(root.all_states[0].modules[0])
         if self._registrations != hooks.registrations and not in_backward:
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for state in root.all_states if root.forward is None else [self]:
@@ -453,6 +455,7 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 group.gathered_with = [group] if group.shared else state.groups
         root.name_groups(self.modules[0])
+        root.list_children(self.modules[0])
         if not self._notices_errors:
             self._notices_errors = True
             hooks.hook_error(self.modules[0], self._forward_is_left)
@@ -509,6 +512,7 @@ class FSDPState(ComposableState):
 
     def _prepare(self, states: list[FSDPState]) -> None:
         for state in states:
+            state._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
             state.notice_added()
             below = (get_state(module) for top in state.modules for module in top.modules())
             nested = any(other is not None and other is not state for other in below)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support import api
-from tests.support.parity import mesh_of
+from tests.support.parity import Run, assert_parity, mesh_of, shard_each
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -158,3 +159,38 @@ def test_two_ties_and_a_new_parameter_at_once(rank, world):
     assert len(list(module.parameters())) == len(list(alone.parameters())) == 7
     for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+
+def insert(module: nn.Module) -> None:
+    """Containers of torch insert without a registration."""
+    module[0].insert(1, nn.Linear(8, 8))
+    module.insert(1, nn.Linear(8, 8))
+
+
+def append_deep(module: nn.Module) -> None:
+    """A child that has no parameters yet, below which one appears later."""
+    module[0].append(nn.Sequential(nn.Tanh()))
+
+
+def append_deeper(module: nn.Module) -> None:
+    """That one."""
+    module[0][-1].append(nn.Linear(8, 8))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("changes", [(insert, None), (None, insert), (append_deep, append_deeper)])
+def test_modules_added_without_a_registration(rank, world, changes):
+    """Their parameters stayed as they were, and each rank trained its own: gradients were not averaged, silently."""
+
+    def program(run: Run) -> None:
+        for step, change in enumerate([*changes, None]):
+            if change is not None:
+                torch.manual_seed(step)
+                change(run.module)
+            run.optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1)
+            run.backward(step)
+            run.update()
+
+    build = lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+    run = assert_parity(partial(shard_each, mesh=mesh_of(world)), build=build, program=program, against=("alone",))
+    assert all(isinstance(parameter, DTensor) for parameter in run.module.parameters())

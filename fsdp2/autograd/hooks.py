@@ -205,8 +205,12 @@ def carry_hooks(
     """Give ``tensor`` the hooks that were registered on the parameter that it represents."""
     for hook in after_accumulation:
         tensor.register_post_accumulate_grad_hook(hook)
-    for gradient_hook in on_gradient if tensor.requires_grad else ():
-        tensor.register_hook(gradient_hook)
+    gradient_hooks, trains = list(on_gradient), tensor.requires_grad
+    if gradient_hooks:
+        tensor.requires_grad_(True)  # a frozen tensor takes none, and may be trained later
+        for gradient_hook in gradient_hooks:
+            tensor.register_hook(gradient_hook)
+        tensor.requires_grad_(trains)
 
 
 def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., None]) -> None:

@@ -31,6 +31,7 @@ from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import find_tensors
+from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
@@ -291,7 +292,10 @@ class FSDPState(ComposableState):
             if call is None or not group.shared or call.run.leave_shared(group, self):
                 after = run.decide_after(group) if isinstance(run, ForwardPass) else True
                 group.post_forward()
-                if not in_backward:  # else the backward that runs computes with it next
+                # In a recomputation the backward that runs computes with it next. A forward without gradients inside
+                # another root's backward (a teacher in a checkpointed loss) has none that would free it.
+                alone = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()
+                if alone or not in_backward:
                     group.release(after)
                 if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
                     group.residency.show_shards()  # as after any forward that frees: it stays for backward alone

@@ -31,6 +31,8 @@ from fsdp2.sharding.spec import on_this_rank
 __all__ = ["use_full_params"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+_PLANS = 16
+"""The number of plans that are remembered: which experts have gradients may differ in each step."""
 _NO_GRADIENT, _NOTHING_HERE, _FEWEST = -1, -2, -(1 << 20)
 
 
@@ -227,6 +229,8 @@ class _FullParams:
     def _buckets_of(self, ranks: RankSet, dtypes: list[torch.dtype | None]) -> list[_Bucket]:
         key = (ranks, *(-1 if dtype is None else _DTYPES.index(dtype) for dtype in dtypes))
         if key not in self._buckets:
+            if len(self._buckets) >= _PLANS:
+                del self._buckets[next(iter(self._buckets))]  # the oldest
             used = [(owned, dtype) for owned, dtype in zip(ranks.owned, dtypes) if dtype is not None]
             self._buckets[key] = [_plan_bucket(ranks, bucket) for bucket in ranks.buckets(used, self._bucket_bytes)]
         return self._buckets[key]

@@ -60,11 +60,25 @@ class Ranks:
 
     @classmethod
     def of(cls, meshes: Iterable[DeviceMesh]) -> Ranks | None:
-        """Return the ranks of the largest of ``meshes`` that contains this rank, or None if no mesh does."""
+        """Return the ranks of the largest of ``meshes`` that contains this rank, or None if no mesh does.
+
+        Raises:
+            NotImplementedError: Another mesh has some of these ranks and others, so no mesh has all ranks of the model.
+        """
+        meshes = list(meshes)
         inside = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
         mesh = max(inside, key=lambda mesh: mesh.size(), default=None)
         if mesh is None:
             return None
+        ranks = set(mesh.mesh.flatten().tolist())
+        for other in meshes:
+            theirs = set(other.mesh.flatten().tolist())
+            if not ranks.isdisjoint(theirs) and not theirs <= ranks:
+                raise NotImplementedError(
+                    f"whole weights: got parameters on meshes of ranks {sorted(ranks)} and {sorted(theirs)}, expected "
+                    "one mesh that has all of these ranks. Shard a parameter of the module, such as the root's, on a "
+                    "mesh of all of them, or save and load with torch.distributed.checkpoint"
+                )
         if mesh.size() == dist.get_world_size():
             return cls.world(device_of(mesh.device_type))
         return cls.along(mesh, range(mesh.ndim))

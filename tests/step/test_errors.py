@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -320,3 +324,50 @@ def test_reset_drops_reduced_gradients_too(rank, world):
     module(torch.randn(2, 4)).sum().backward()
     module.reset_iter_state()
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+CAUGHT = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+import fsdp2
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("a gradient that cannot be used")
+
+class Model(nn.Sequential):
+    def forward(self, x):
+        return self[1](Broken.apply(self[0](x)))
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[1]), world_size=2)
+model = Model(nn.Linear(8, 8), nn.Linear(8, 8))
+for unit in (*model, model):
+    fsdp2.fully_shard(unit)
+try:
+    model(torch.ones(2, 8)).sum().backward()
+except ValueError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+def test_a_process_ends_after_an_exception_that_it_caught() -> None:
+    """The usual end of a trainer: log the error, call ``sys.exit``. The interpreter ended by waiting for collectives of
+    the backward that had raised, for ever: the launcher saw a job that runs."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    commands = [[sys.executable, "-c", CAUGHT, str(rank), str(store.port)] for rank in range(2)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for command in commands]
+    try:
+        written = [rank.communicate(timeout=100)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [3, 3], written
+    assert all("a gradient that cannot be used" in text for text in written)

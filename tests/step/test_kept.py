@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._trace import listening
@@ -419,3 +420,28 @@ def test_weights_of_two_models_of_which_one_has_run(rank, world):
         pass
     unused.reset_iter_state()
     assert all(param.grad is not None for param in module.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_teacher_in_a_recomputed_loss(rank, world, reentrant):
+    """A loss in a checkpoint asks a teacher, which then runs inside the student's backward. No pass freed it:
+    the whole teacher stayed in memory until its next forward."""
+    student, alone = models(world)
+    teacher, reference = models(world)
+    for one in (teacher, reference):
+        one.requires_grad_(False)
+
+    def distance(y: torch.Tensor, x: torch.Tensor, like: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            target = like(x) + 1
+        return nn.functional.mse_loss(y, target)
+
+    for _ in range(2):
+        for one, like in ((student, teacher), (alone, reference)):
+            checkpoint(distance, one(inputs(1)), inputs(1), like, use_reentrant=reentrant).backward()
+        assert all(isinstance(param, DTensor) for param in teacher.parameters())
+        units = [unit for unit in teacher.modules() if isinstance(unit, api.ours.FSDPModule)]
+        assert not any(group.is_unsharded for unit in units for group in unit._get_fsdp_state().groups)
+    for got, expected in zip(student.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)

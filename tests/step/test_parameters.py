@@ -285,3 +285,17 @@ def test_a_gradient_that_was_redistributed_is_not_added_to(rank, world):
         module(torch.ones(2, 8)).sum().backward()
     module.reset_iter_state()
     module(torch.ones(2, 8)).sum().backward()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_hook_of_a_parameter_that_is_frozen_while_it_is_sharded(rank, world):
+    """A tensor that needs no gradient takes no hook, so it was left out, and missing when the parameter was trained."""
+    module, calls = nn.Linear(8, 8), []
+    module.weight.register_hook(lambda grad: calls.append(1) or grad * 0)
+    module.weight.requires_grad_(False)
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    assert not module.weight.requires_grad
+    module.weight.requires_grad_(True)
+    module(torch.ones(2, 8)).sum().backward()
+    assert calls and not module.weight.grad.full_tensor().any() and module.bias.grad.full_tensor().any()

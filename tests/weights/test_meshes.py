@@ -201,3 +201,17 @@ def test_extensions_that_hide_their_elements(rank, world):
     for act in (lambda: summon_full_params(module).__enter__(), lambda: next(iter_full_params(module))):
         with pytest.raises(NotImplementedError, match="0.weight: its shard is a Scaled"):
             act()
+
+
+@on_ranks(4)
+def test_meshes_of_which_none_has_all_ranks(rank, world, tmp_path):
+    """One layer on the rows of a mesh, the other on its columns: files had zeros in the place of pieces, two ranks took
+    themselves for the first, and buffers differed afterwards, all without a word."""
+    mesh, model = mesh_2d("row", "column"), stack(layers=2)
+    fsdp2.fully_shard(model[0], mesh=mesh["row"])
+    fsdp2.fully_shard(model[1], mesh=mesh["column"])
+    message = "whole weights: got parameters on meshes of ranks .* expected one mesh"
+    with pytest.raises(NotImplementedError, match=message):
+        fsdp2.save_safetensors(model, tmp_path / "model.safetensors")
+    with pytest.raises(NotImplementedError, match=message):
+        fsdp2.sync_module_states(model)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
-from fsdp2.sharding.spec import on_this_rank
+from fsdp2.sharding.spec import dtensor_like, on_this_rank
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import ranks_of
 from fsdp2.weights.state_dict.pieces import piece_of
@@ -42,7 +42,8 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
         RuntimeError: The first rank lacks a name with ``rank0_only``, or ranks have different tensors to gather.
     """
     if kind is not StateDictType.FULL_STATE_DICT:
-        return [_part(item, kind, config.offload_to_cpu) for item in items]
+        hosted: dict[int, torch.Tensor] = {}
+        return [_part(item, kind, config.offload_to_cpu, hosted) for item in items]
     ranks = ranks_of(model, managed=True) or Ranks.world()
     keep = ranks.first or not config.rank0_only
     if config.rank0_only:
@@ -79,13 +80,24 @@ def _check_nothing_is_lost(names: list[str], ranks: Ranks) -> None:
             )
 
 
-def _part(item: Item, kind: StateDictType, offload: bool) -> Any:
+def _part(item: Item, kind: StateDictType, offload: bool, copies: dict[int, torch.Tensor]) -> Any:
     if not isinstance(item.value, torch.Tensor):
         return item.value
-    value = item.value.cpu() if offload else item.value
+    value = _on_host(item.value, copies) if offload else item.value
     if kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
         return piece_of(value, None if item.param is None else item.param.spec, item.name)
     return value
+
+
+def _on_host(value: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return a copy on the CPU, also of what is there already (CPU offload): training goes on with that.
+
+    A tied parameter has one copy.
+    """
+    if id(value) not in copies:
+        copy = on_this_rank(value).detach().to("cpu", copy=True)
+        copies[id(value)] = dtensor_like(value, copy) if isinstance(value, DTensor) else copy
+    return copies[id(value)]
 
 
 def _copy(value: Any, device: torch.device | None, copies: dict[object, torch.Tensor]) -> Any:

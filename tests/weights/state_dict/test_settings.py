@@ -196,3 +196,17 @@ def test_functions_of_fsdp1_that_would_do_nothing(rank, world, inside):
                 call()
     assert FSDP.fsdp_modules(outer) == []  # what torch's checkpointing looks for
     assert all(isinstance(value, DTensor) for name, value in outer.state_dict().items() if "weight" in name)
+
+
+@on_ranks(2)
+def test_what_is_offloaded_is_copied(rank, world):
+    """Shards on the CPU were handed out as they are: a dictionary that a thread saved had values of two steps."""
+    module = shard(build())
+    with fsdp2.state_dict_type(module, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
+        saved = module.state_dict()
+    here = {name: value.to_local() for name, value in saved.items() if isinstance(value, DTensor)}
+    before = {name: value.clone() for name, value in here.items()}
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(1)
+    assert_equal(here, before)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import OptimStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp2.engine.index import groups_below
@@ -43,7 +43,7 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
     """
     if kind is not StateDictType.FULL_STATE_DICT:
         hosted: dict[int, torch.Tensor] = {}
-        return [_part(item, kind, config.offload_to_cpu, hosted) for item in items]
+        return [_part(item, kind, config, hosted) for item in items]
     ranks = ranks_of(model, managed=True) or Ranks.world()
     keep = ranks.first or not config.rank0_only
     if config.rank0_only:
@@ -80,10 +80,13 @@ def _check_nothing_is_lost(names: list[str], ranks: Ranks) -> None:
             )
 
 
-def _part(item: Item, kind: StateDictType, offload: bool, copies: dict[int, torch.Tensor]) -> Any:
+def _part(item: Item, kind: StateDictType, config: Any, copies: dict[int, torch.Tensor]) -> Any:
     if not isinstance(item.value, torch.Tensor):
         return item.value
-    value = _on_host(item.value, copies) if offload else item.value
+    value = item.value
+    if config.offload_to_cpu:
+        # Of an optimizer's state that is the default, so what is on the CPU stays shared, as in a plain state dict.
+        value = value.cpu() if isinstance(config, OptimStateDictConfig) else _on_host(value, copies)
     if kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
         return piece_of(value, None if item.param is None else item.param.spec, item.name)
     return value

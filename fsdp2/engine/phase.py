@@ -17,9 +17,9 @@ class Phase(IntEnum):
 
 
 # What each hook of a group makes of its phase. A hook that is called in another phase is a defect of ours, or follows
-# an error after which ``reset_iter_state`` was not called. What is refused: a forward inside the group's own backward
-# (recomputations do not come here), the end of a forward that did not begin, and the end of a backward that has not
-# reduced.
+# an error after which ``reset_iter_state`` was not called. What is refused: a forward that begins inside the group's
+# own backward (a recomputation does not come here), one that ends inside or after it, and the end of a backward that
+# has not reduced.
 _NEXT = {
     "pre_forward": {
         Phase.IDLE: Phase.FORWARD,

@@ -274,14 +274,17 @@ class RootContext(Generic[U]):
         Where the caller ends backwards, both are left to ``finalize``.
         """
         manual = self.finalizes_manually
-        groups = [group for group in run.groups if not self._forward_uses(group)]
+        groups = run.groups
+        if self.forward is not None:
+            groups = [group for group in groups if not self._forward_uses(group)]
+        ended = set(groups)
         run.over = True
         self.comm.forget_later()  # backward never came to it
         with _trace.span("root_post_backward", ""):
             run.join_before_end()
             for state in self.all_states:
                 for group in reversed(state.groups):
-                    if group in groups:
+                    if group in ended:
                         self._end_group(run, group, manual)
             run.end()
             if manual:
@@ -300,7 +303,7 @@ class RootContext(Generic[U]):
 
         The forward computes with it, or has gathered it ahead, and the backward has no gradient of it.
         """
-        if self.forward is None or group.options.reduce_unused or group.gradients.left_over():
+        if group.options.reduce_unused or group.gradients.left_over():
             return False
         return group.phases.phase in (Phase.FORWARD, Phase.IDLE)
 

@@ -488,8 +488,8 @@ class FSDPState(ComposableState):
         if output is not None:
             return
         self.explain(sys.exc_info()[1])
-        recursive = any([call.kind is not CallKind.RECURSIVE for call in self._calls[1:]])
-        if not recursive and calls_under_way(module) == 1:
+        inside = any([call.kind is not CallKind.RECURSIVE for call in self._calls[1:]])  # a registered method
+        if not inside and calls_under_way(module) == 1:
             self.break_off_forward()
 
     def break_off_forward(self) -> None:

@@ -1,4 +1,4 @@
-"""Train under torchrun, end badly in the first attempt, go on from the checkpoint in the second; print what came out.
+"""Train under torchrun, end badly in the first attempt, go on from the checkpoint in the second; write what came out.
 
 ``python -m tests.ranks.restarting END FOLDER``, where END says how rank 1 ends the first attempt: raise, kill, or delay
 (it does not end, but comes late after ``init_process_group``). ``launch`` does what torchrun does with it.
@@ -96,8 +96,8 @@ def main(end: str, folder: Path) -> None:
         if step + 1 == SAVED and end != "delay":
             states = get_state_dict(model, optimizer)
             dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=checkpoint)
-    if rank == 0:
-        print(json.dumps({"attempt": attempt, "losses": losses}), flush=True)
+    if rank == 0:  # in a file: what several processes print at once may stand in one line
+        (folder / f"attempt-{attempt}.json").write_text(json.dumps(losses))
 
 
 def launch(end: str, folder: Path) -> None:

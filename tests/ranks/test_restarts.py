@@ -70,10 +70,9 @@ def test_an_attempt_knows_nothing_of_the_one_before(tmp_path: Path, run: Callabl
     """One rank raises, is killed, or comes late; the next attempt goes on from the checkpoint of both, with a rank that
     is late there as well. The one that waits found the note of the rank that had ended in the store, and ended, too."""
     printed = run(end, tmp_path)
-    found = [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
-    assert len(found) == 1, printed
-    first = 0 if end == "delay" else SAVED
-    assert found[0]["attempt"] == (0 if end == "delay" else 1)
-    assert found[0]["losses"] == pytest.approx(alone()[first:], rel=1e-6)
+    attempt, first = (0, 0) if end == "delay" else (1, SAVED)
+    results = list(tmp_path.glob("attempt-*.json"))
+    assert [file.name for file in results] == [f"attempt-{attempt}.json"], printed
+    assert json.loads(results[0].read_text()) == pytest.approx(alone()[first:], rel=1e-6)
     if end == "raise":
         assert "ValueError: a broken sample" in printed

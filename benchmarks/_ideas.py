@@ -159,7 +159,7 @@ def hooking_all(make_plan: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def plan(self: Any) -> Any:
         made = make_plan(self)
-        for i in self._chunk_of:
+        for i in made.chunk_of:
             self._hook(i)
         return made
 
@@ -238,7 +238,7 @@ IDEAS = (
     Idea(
         "hooks only on parameters whose gradients leave early",
         "a hook on each",
-        replaced(GroupGradients, "_make_plan", hooking_all),
+        replaced(GroupGradients, "_current_plan", hooking_all),
     ),
     Idea(
         "process groups are called directly",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,17 +12,14 @@ import torch
 from fsdp2 import _trace
 from fsdp2._torch.autograd import graph_task_id, will_accumulate
 from fsdp2.autograd.hooks import hook_gradient
-from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.context import CommContext
-from fsdp2.comm.reduce import Compression, Finished, ReducePlan, reduce_chunk
-from fsdp2.comm.scaling import choose_scaling
+from fsdp2.comm.reduce import Finished, ReducePlan, reduce_chunk
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.compression import ENCODED, Formats
+from fsdp2.engine.gradient_plan import GradientPlan
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
 from fsdp2.engine.phase import Phase
 from fsdp2.engine.steps import AS_COMPUTED, Step, Take
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
 
 __all__ = ["GroupGradients", "drop_left_open", "left_open_params", "may_be_left_open"]
 
@@ -53,39 +50,12 @@ def drop_left_open(held: Collection[int]) -> None:
         gradients.drop_left_open(held)
 
 
-@dataclass(frozen=True)
-class _Dtypes:
-    """The dtypes of gradients: as sent where each rank sums itself, as summed, as delivered, and as computed with.
-
-    What is delivered may be None, for the dtype of the sum. The sum ``follows`` gradients that happen to be wider where
-    that was asked for; the computation is the same on all ranks, and so are they. What is encoded on the shard axis is
-    summed in float32; ``compression`` has the formats of both axes.
-    """
-
-    wire: torch.dtype
-    reduce: torch.dtype
-    out: torch.dtype | None
-    computed: torch.dtype
-    follows: bool
-    compression: tuple[BlockFormat | None, BlockFormat | None] = (None, None)
-
-    def encoded(self, formats: Formats, copies: int) -> _Dtypes:
-        """Return the same with ``formats``, where there are ``copies`` on a replicate axis.
-
-        Gradients of dtypes that no format encodes are sent as they are.
-        """
-        reduce, replicate = formats.reduce, formats.replicate if copies > 1 else None
-        if (reduce or replicate) is None or not {self.reduce, self.computed} <= set(ENCODED):
-            return self
-        summed = self if reduce is None else replace(self, wire=torch.float32, reduce=torch.float32)
-        return replace(summed, follows=False, compression=(reduce, replicate))
-
-
 @dataclass
 class _Backward:
     """One backward through the group, from its entry until the rest of its gradients left."""
 
     task: int
+    plan: GradientPlan
     waiting: list[set[int]]  # of each chunk that leaves early, what is not finished
     awaited: set[int] | None  # gradients after the last of which ``end`` is called, if anything
     end: Callable[[], None]
@@ -93,6 +63,10 @@ class _Backward:
     unfinished: set[int]  # where the next gather waits for the last gradient
     final: bool  # no unit is known to follow
     launched: int = 0
+
+    def sent(self) -> set[int]:
+        """Return the parameters whose gradients have left."""
+        return {i for chunk in self.plan.chunks.streamed[: self.launched] for i in chunk}
 
 
 class GroupGradients:
@@ -111,13 +85,8 @@ class GroupGradients:
         self.comm = comm
         self._notice_backward = notice_backward
         self._watched = _NEVER  # generation and revision of the full parameters whose gradients are hooked
-        self._planned = -1  # the store's revision that the plans below are for
         self._store = store
-        self._plan: ChunkPlan | None = None
-        self._plans: dict[object, ReducePlan] = {}
-        self._dtypes: dict[int, _Dtypes] = {}
-        self._rows: dict[tuple[int, ...], RowPlan] = {}
-        self._chunk_of: dict[int, int] = {}
+        self._plan: GradientPlan | None = None  # None before the first use
         self._backward: _Backward | None = None
         self._hooked: dict[int, torch.Tensor] = {}
         # Parameters whose gradients a backward left unreduced, in the reduce dtype, on whichever ranks have them. Alike
@@ -135,72 +104,12 @@ class GroupGradients:
         self.axis = axis
         self._store.note_change()
 
-    def _current_plan(self) -> ChunkPlan:
-        """Return which gradients leave together, planned anew where parameters, dtypes or options changed."""
-        if self._plan is None or self._planned != self._store.revision:
-            self._planned = self._store.revision
+    def _current_plan(self) -> GradientPlan:
+        """Return how the gradients travel, planned anew where parameters, dtypes or options changed."""
+        if self._plan is None or self._plan.revision != self._store.revision:
+            self._plan = GradientPlan(self._store, self.axis, self.comm, self._partial)
             self._expects_reduced = None
-            self._plans.clear()
-            self._rows.clear()
-            self._plan = self._make_plan()
         return self._plan
-
-    # ---- planning ----
-
-    def _find_dtypes(self, reduced: list[int]) -> dict[int, _Dtypes]:
-        """Return the dtypes of the gradients of these parameters, which are the same on every rank.
-
-        Where dtypes of reduced gradients were chosen and none to reduce in, gradients of weights of one dtype are all
-        summed in the widest that any of them accumulates in, as torch sums them.
-        """
-        params, rounded = [self._store.params[i] for i in reduced], self._rounded
-        chosen = any(param.grad_dtype for param in params)
-        found = {}
-        for i, param in zip(reduced, params):
-            total, computed = param.reduce_dtype, param.compute_dtype
-            widest = total or computed
-            if chosen and param.policy.reduce_dtype is None:
-                for other in params:
-                    if other.dtype == param.dtype and other.reduce_dtype is not None:
-                        widest = torch.promote_types(widest, other.reduce_dtype)
-            wire = computed if rounded and param.widens and not param.grad_dtype else widest
-            found[i] = _Dtypes(wire, widest, param.out_dtype, computed, follows=total is None)
-            if any(param.formats):
-                found[i] = found[i].encoded(param.formats, self._store.mesh.replicate.size)
-        return found
-
-    @property
-    def _rounded(self) -> bool:
-        """True if gradients are sent as computed, so that all ranks must have them in what is computed with."""
-        options = self._store.options
-        exchanges = prefers_all_to_all(self.axis, 1 << 62, options.sizes.exchange_bytes)
-        # A rank whose gradients accumulated sends them wider, and the others cannot know that it has.
-        return exchanges and options.reduce_scatter is None and not options.may_accumulate
-
-    def _make_plan(self) -> ChunkPlan:
-        params = self._store.params
-        # A sum that waits for its all-reduce goes with the next one, whether or not the parameter was frozen meanwhile.
-        waiting = self._partial
-        reduced = [i for i, p in enumerate(params) if p.requires_grad or p.has_gradient or i in waiting]
-        self._dtypes = self._find_dtypes(reduced)
-        keys = list(self._dtypes.values())
-        store, mesh = self._store, self._store.mesh
-        ranks, streams = max(mesh.shard.size, mesh.replicate.size), mesh.first.coalesces
-        dtypes = [key.reduce if streams else key.computed for key in keys]
-        nbytes = [params[i].spec.layout.numel * dtype.itemsize for i, dtype in zip(reduced, dtypes)]
-        # A unit smaller than others need not be cut as fine: it is the largest that memory is needed for.
-        largest = self.comm.largest_bytes * store.reduce_bytes // max(store.full_bytes, 1) if streams else 0
-        sizes = store.options.chunk_sizes
-        if streams and self._reduces_in_place and all([key.reduce == key.computed for key in keys]):
-            # Chunks bound the memory that gradients are packed into; these are sent from where they lie.
-            sizes = replace(sizes, chunk_bytes=1 << 62)
-        plan = plan_chunks(keys, nbytes, sizes, ranks, largest, streams=streams)
-        plan = ChunkPlan(
-            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
-            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
-        )
-        self._chunk_of = {i: c for c, chunk in enumerate(plan.chunks) for i in chunk}
-        return plan
 
     def _hook(self, i: int) -> None:
         """Learn when parameter ``i``'s gradient is finished; once per full parameter."""
@@ -226,7 +135,8 @@ class GroupGradients:
 
         A unit with few bytes computes for less time than the host needs for it, so its gather would come too late.
         """
-        return self.comm.lanes.on_streams and self._store.full_bytes >= _LATE_BYTES and bool(self._chunk_of)
+        is_late = self._store.full_bytes >= _LATE_BYTES
+        return is_late and self.comm.lanes.on_streams and bool(self._current_plan().chunk_of)
 
     def expect_from(self, nodes: int) -> None:
         """Note how many autograd nodes the forward made. Fewer than weights: a compiled block, where one makes all.
@@ -234,7 +144,7 @@ class GroupGradients:
         Its gradients appear at once, so nothing computes beside their chunks, and to wait for one of them before the
         next leaves would only idle. This rank alone may find that: collectives are the same either way.
         """
-        self._at_once = nodes < len(self._chunk_of)
+        self._at_once = nodes < len(self._current_plan().chunk_of)
 
     def begin_backward(self, take: Take, end: Callable[[], None], *, count: bool, final: bool = False) -> None:
         """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished.
@@ -245,14 +155,14 @@ class GroupGradients:
         plan = self._current_plan()
         reduced = self._store.options.reduce_gradients and not self._unreduced
         if reduced is not self._expects_reduced:
-            self._expects_reduced, rounded = reduced, self._rounded
+            self._expects_reduced = reduced
             for param in self._store.params:
                 if param.requires_grad:
-                    param.expect_gradients(reduced=reduced, rounded=rounded)
-        waiting = [set(chunk) for chunk in plan.streamed]
+                    param.expect_gradients(reduced=reduced, rounded=plan.is_rounded)
+        waiting = [set(chunk) for chunk in plan.chunks.streamed]
         awaited = self._expected() if count else None
-        unfinished = set(self._chunk_of) if self.gathers_later else set()
-        self._backward = _Backward(graph_task_id(), waiting, awaited, end, take, unfinished, final)
+        unfinished = set(plan.chunk_of) if self.gathers_later else set()
+        self._backward = _Backward(graph_task_id(), plan, waiting, awaited, end, take, unfinished, final)
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
@@ -278,17 +188,18 @@ class GroupGradients:
 
         The others were frozen while a gradient of theirs was still to be reduced.
         """
-        return [i for i in self._chunk_of if self._store.params[i].requires_grad]
+        return [i for i in self._current_plan().chunk_of if self._store.params[i].requires_grad]
 
     def _finished(self, i: int) -> None:
         """Autograd has finished parameter ``i``'s gradient; step 7 of the life of a parameter."""
-        backward, plan = self._backward, self._plan
-        if backward is None or plan is None:
+        backward = self._backward
+        if backward is None:
             self._notice_backward()
             return
-        if i not in self._chunk_of:
+        plan, waiting = backward.plan, backward.waiting
+        if i not in plan.chunk_of:
             return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
-        chunk, waiting = self._chunk_of[i], backward.waiting
+        chunk = plan.chunk_of[i]
         if self.comm.reductions.packed:  # of the unit before: compute has come far enough for them to be copied
             self.comm.reductions.drop_packed()
         if backward.unfinished:
@@ -299,8 +210,8 @@ class GroupGradients:
             waiting[chunk].discard(i)
             while backward.launched < len(waiting) and not waiting[backward.launched]:
                 backward.launched += 1
-                chunk_indices, first = plan.streamed[backward.launched - 1], backward.launched == 1
-                self._launch(chunk_indices, backward.take, "early", first=first)
+                chunk_indices, first = plan.chunks.streamed[backward.launched - 1], backward.launched == 1
+                self._launch(plan, chunk_indices, backward.take, "early", first=first)
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
         if backward.awaited is not None and graph_task_id() == backward.task:
             backward.awaited.discard(i)
@@ -311,7 +222,7 @@ class GroupGradients:
     def reduce_rest(self, take: Take) -> None:
         """Reduce every gradient that is there and has not left; that ends the backward through the group."""
         backward, self._backward = self._backward, None
-        launched = 0 if backward is None else backward.launched
+        sent = set() if backward is None else backward.sent()
         finished: Finished = "early" if backward is None or backward.final else "last"
         params, unused = self._store.params, self._store.options.reduce_unused
         for param in params if unused else ():
@@ -325,12 +236,11 @@ class GroupGradients:
         if not unused and True not in there and not self._partial:
             self._unreduced.clear()  # nothing was left, or it is gone
             return
-        plan, first, left = self._current_plan(), launched == 0, False
-        for c, chunk in enumerate(plan.chunks):
-            sent = c < launched
-            present = [i for i in chunk if there[i] or (not sent and (unused or self._must_flush(i)))]
+        plan, first, left = self._current_plan(), not sent, False
+        for chunk in plan.chunks.chunks:
+            present = [i for i in chunk if there[i] or (i not in sent and (unused or self._must_flush(i)))]
             if present:
-                left |= not self._launch(tuple(present), take, finished, first=first)
+                left |= not self._launch(plan, tuple(present), take, finished, first=first)
                 first = False
         if not left:
             self._unreduced.clear()
@@ -430,7 +340,9 @@ class GroupGradients:
 
     # ---- one chunk ----
 
-    def _launch(self, indices: tuple[int, ...], take: Take, finished: Finished, *, first: bool) -> bool:
+    def _launch(
+        self, plan: GradientPlan, indices: tuple[int, ...], take: Take, finished: Finished, *, first: bool
+    ) -> bool:
         """Reduce the gradients of these parameters, as one step of the pass if other ranks take part.
 
         It is the ``first`` chunk of the group in this backward, or a later one. Returns False if other ranks come to it
@@ -442,15 +354,15 @@ class GroupGradients:
             if first:
                 self.comm.reductions.make_room(store.full_bytes + store.reduce_bytes)
         self.comm.gather_now()  # needed before these gradients are, and collectives run in the order of their launch
-        reduce = partial(self._reduce, indices, finished)
+        reduce = partial(self._reduce, plan, indices, finished)
         if store.mesh.shard.size == store.mesh.replicate.size == 1:
             reduce()
             return True
-        dtypes = self._dtypes[indices[0]]
+        dtypes = plan.dtypes[indices[0]]
         part = indices if self._unreduced or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
         return take(Step("reduce", store.params[indices[0]].group, part), reduce)
 
-    def _reduce(self, indices: tuple[int, ...], finished: Finished) -> None:
+    def _reduce(self, plan: GradientPlan, indices: tuple[int, ...], finished: Finished) -> None:
         store = self._store
         params = [store.params[i] for i in indices]
         group = params[0].group
@@ -458,113 +370,30 @@ class GroupGradients:
         grads = [_zeros(p, store.mesh.device) if grad is None else grad for p, grad in zip(params, taken)]
         del taken
         deliver = partial(accumulate_gradients, params)
-        plan = self._reduce_plan(indices, grads)
+        sums = [self._partial[i][0] for i in indices if i in self._partial]
+        reduction = plan.reduction(indices, (*grads, *sums), accumulated=bool(self._unreduced))
+        del sums
         if _trace.recording:
-            _trace.emit("reduce", group.name, sum(grad.numel() for grad in grads) * plan.reduce_dtype.itemsize)
-        if indices not in self._rows:
-            self._rows[indices] = self._make_row(params, self._dtypes[indices[0]])
-        if not self._rows[indices].numel:  # empty parameters: nothing to send, on any rank
-            deliver([torch.empty(p.spec.shard_shape, dtype=plan.out_dtype, device=p.local.device) for p in params])
+            _trace.emit("reduce", group.name, sum(grad.numel() for grad in grads) * reduction.reduce_dtype.itemsize)
+        row = plan.row(indices)
+        if not row.numel:  # empty parameters: nothing to send, on any rank
+            deliver([torch.empty(p.spec.shard_shape, dtype=reduction.out_dtype, device=p.local.device) for p in params])
             return
-        defer_or_reduce = self._defer_or_reduce(indices, plan) if store.mesh.replicate.size > 1 else None
+        defer_or_reduce = self._defer_or_reduce(indices, reduction) if store.mesh.replicate.size > 1 else None
         reductions = self.comm.reductions
-        operation = reduce_chunk(
-            grads, self._rows[indices], plan, reductions, deliver, defer_or_reduce, finished=finished
-        )
+        operation = reduce_chunk(grads, row, reduction, reductions, deliver, defer_or_reduce, finished=finished)
         nbytes = sum([grad.nbytes for grad in grads])
         del grads
         if _trace.recorder is not None:
             operation = _trace.owned(group.name, operation)
         reductions.add(operation, nbytes)
 
-    def _make_row(self, params: list[FSDPParam], dtypes: _Dtypes) -> RowPlan:
-        """Lay out a chunk: large gradients are reduced from where they lie, where several reductions are one launch.
-
-        A hook sees one buffer with all gradients in their order, which is torch's contract; so does a custom
-        collective.
-        """
-        layouts = [param.spec.layout for param in params]
-        in_place: tuple[int, ...] = ()
-        if self._reduces_in_place and dtypes.compression == (None, None):
-            in_place = reduced_in_place(layouts, dtypes.reduce.itemsize, self._store.options.sizes)
-        return RowPlan(layouts, self._row_padding(dtypes), in_place, self._second_row(params, dtypes))
-
-    def _second_row(self, params: list[FSDPParam], dtypes: _Dtypes) -> RowPlan | None:
-        """Lay out this rank's sums over the shard axis for the replicate axis, if they are sharded over that too."""
-        layouts = [param.spec.second for param in params if param.spec.second is not None]
-        if not layouts:
-            return None
-        form = dtypes.compression[1]
-        return RowPlan(layouts, self._aligned(self._store.mesh.replicate, dtypes) if form is None else form.block)
-
-    @property
-    def _reduces_in_place(self) -> bool:
-        options = self._store.options
-        custom = options.reduce_scatter is not None or options.all_reduce_hook is not None
-        return self._store.mesh.shard.is_nccl and not custom and options.sizes.exchange_bytes is None
-
-    def _row_padding(self, dtypes: _Dtypes) -> int:
-        """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'.
-
-        What is encoded has whole blocks, in the part of each rank of the replicate axis too.
-        """
-        reduce, replicate = dtypes.compression
-        mesh = self._store.mesh
-        if replicate is not None and mesh.nested is None:
-            return replicate.block * mesh.replicate.size
-        return self._aligned(mesh.shard, dtypes) if reduce is None else reduce.block
-
-    @staticmethod
-    def _aligned(axis: Axis, dtypes: _Dtypes) -> int:
-        return max(16 // dtypes.reduce.itemsize, 1) if axis.is_nccl else 1
-
-    def _reduce_plan(self, indices: tuple[int, ...], grads: list[torch.Tensor]) -> ReducePlan:
-        dtypes = self._dtypes[indices[0]]
-        if dtypes.follows:
-            sums = [self._partial[i][0] for i in indices if i in self._partial]
-            for tensor in (*grads, *sums):
-                widest = torch.promote_types(dtypes.reduce, tensor.dtype)
-                dtypes = replace(dtypes, wire=widest, reduce=widest)
-        key = (dtypes, bool(self._unreduced))
-        if key not in self._plans:
-            self._plans[key] = self._make_reduce_plan(dtypes)
-        return self._plans[key]
-
-    def _make_reduce_plan(self, dtypes: _Dtypes) -> ReducePlan:
-        store = self._store
-        options, mesh = store.options, store.mesh
-        reduce = dtypes.reduce
-        wire = reduce if self._unreduced else dtypes.wire
-        scaling = choose_scaling(
-            reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
-        )
-        return ReducePlan(
-            shard=self.axis,
-            replicate=mesh.replicate,
-            reduce_dtype=reduce,
-            wire_dtype=wire,
-            exchange_bytes=options.sizes.exchange_bytes,
-            out_dtype=dtypes.out or reduce,
-            scaling=scaling,
-            custom=options.reduce_scatter,
-            hook=options.all_reduce_hook,
-            hook_lane=options.all_reduce_lane,
-            offload=store.offloads,
-            pin_memory=store.pins,
-            compression=self._compression(*dtypes.compression),
-        )
-
-    def _compression(self, reduce: BlockFormat | None, replicate: BlockFormat | None) -> Compression:
-        policy = self._store.options.compression
-        by_chance = policy is not None and policy.stochastic
-        return Compression(reduce, replicate, *(self.comm.noise if by_chance else (None, None)))
-
-    def _defer_or_reduce(self, indices: tuple[int, ...], plan: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
+    def _defer_or_reduce(self, indices: tuple[int, ...], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
         """Return what joins sums over the shard axis with earlier ones, to be all-reduced then (True) or later (False).
 
         Earlier ones may have been divided by something else, where a setter was called between micro-batches.
         """
-        all_reduce, divided = self._all_reduces, plan.divided_over_shards
+        all_reduce, divided = self._all_reduces, reduction.divided_over_shards
 
         def defer_or_reduce(pieces: list[torch.Tensor]) -> bool:
             for i, piece in zip(indices, pieces):

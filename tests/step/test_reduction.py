@@ -128,7 +128,7 @@ def test_force_sum(rank, world, when):
         if run.fsdp is api.ours:
             module = run.module
             for group in (g for state in module._get_fsdp_state()._state_ctx.all_states for g in state.groups):
-                ops.append(group.gradients._reduce_plan((0,), []).scaling.average)
+                ops.append(group.gradients._current_plan().reduction((0,)).scaling.average)
 
     assert_parity(plain, program=program)
     assert original is dist.ReduceOp.AVG and ops and not any(ops)

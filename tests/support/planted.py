@@ -13,8 +13,8 @@ import torch
 
 from fsdp2.comm import reduce
 from fsdp2.comm.collectives import all_to_all, prefers_all_to_all
-from fsdp2.engine import gradients
-from fsdp2.engine.gradients import GroupGradients
+from fsdp2.engine import gradient_plan, gradients
+from fsdp2.engine.gradient_plan import GradientPlan
 from fsdp2.engine.passes import HiddenInputs
 from fsdp2.engine.root import RootContext
 from fsdp2.optim import clip
@@ -40,22 +40,14 @@ def exchange_on_one_rank(patch: Patch) -> None:
         output.copy_(rows)
         return []
 
-    patch.setattr(gradients, "prefers_all_to_all", prefers)
+    patch.setattr(gradient_plan, "prefers_all_to_all", prefers)
     patch.setattr(reduce, "prefers_all_to_all", prefers)
     patch.setattr(reduce, "all_to_all", exchange)
 
 
 def forget_sums(patch: Patch) -> None:
     """Plan reductions without parameters that were frozen while their sums wait for an all-reduce."""
-    make = GroupGradients._make_plan
-
-    def forgetful(self: GroupGradients) -> Any:
-        waiting, self._partial = self._partial, {}
-        plan = make(self)
-        self._partial = waiting
-        return plan
-
-    patch.setattr(GroupGradients, "_make_plan", forgetful)
+    patch.setattr(gradients, "GradientPlan", lambda store, axis, comm, waiting: GradientPlan(store, axis, comm, ()))
 
 
 def average_experts(patch: Patch) -> None:

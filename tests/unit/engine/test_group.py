@@ -230,7 +230,7 @@ def test_a_chosen_gradient_dtype_widens_the_sums_of_weights_of_its_own_dtype_alo
     module.bias.grad_dtype = torch.float64
     module.unshard()
     group = group_of(module)
-    reduced = {group.params[i].name: dtypes.reduce for i, dtypes in group.gradients._find_dtypes([0, 1]).items()}
+    reduced = {group.params[i].name: dtypes.reduce for i, dtypes in group.gradients._current_plan().dtypes.items()}
     assert reduced == {"weight": torch.bfloat16, "bias": torch.float64}
 
 

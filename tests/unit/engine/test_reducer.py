@@ -115,4 +115,4 @@ def test_a_communicator_of_their_own_is_used_from_the_next_backward_on(mesh: Dev
     model.set_separate_reduce_scatter_group()
     backward_events(model)
     (group,) = model._get_fsdp_state().groups
-    assert [plan.shard for plan in group.gradients._plans.values()] == [group.gradients.axis]
+    assert [plan.shard for plan in group.gradients._plan._reductions.values()] == [group.gradients.axis]

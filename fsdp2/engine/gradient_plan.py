@@ -1,0 +1,217 @@
+"""The plan of one group's gradients: which leave together, in which dtypes and layout, and what they are divided by.
+
+A plan follows from parameters and options that are the same on all ranks, so every rank plans alike. ``GroupGradients``
+makes a new one when these changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdp2.comm.collectives import prefers_all_to_all
+from fsdp2.comm.context import CommContext
+from fsdp2.comm.reduce import Compression, ReducePlan
+from fsdp2.comm.scaling import choose_scaling
+from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.compression import ENCODED, Formats
+from fsdp2.engine.param import FSDPParam
+from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
+
+__all__ = ["GradientDtypes", "GradientPlan"]
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """The dtypes of gradients: as sent where each rank sums itself, as summed, as delivered, and as computed with.
+
+    What is delivered may be None, for the dtype of the sum. The sum ``follows`` gradients that happen to be wider where
+    that was asked for; the computation is the same on all ranks, and so are they. What is encoded on the shard axis is
+    summed in float32; ``compression`` has the formats of both axes.
+    """
+
+    wire: torch.dtype
+    reduce: torch.dtype
+    out: torch.dtype | None
+    computed: torch.dtype
+    follows: bool
+    compression: tuple[BlockFormat | None, BlockFormat | None] = (None, None)
+
+    def encoded(self, formats: Formats, copies: int) -> GradientDtypes:
+        """Return the same with ``formats``, where there are ``copies`` on a replicate axis.
+
+        Gradients of dtypes that no format encodes are sent as they are.
+        """
+        reduce, replicate = formats.reduce, formats.replicate if copies > 1 else None
+        if (reduce or replicate) is None or not {self.reduce, self.computed} <= set(ENCODED):
+            return self
+        summed = self if reduce is None else replace(self, wire=torch.float32, reduce=torch.float32)
+        return replace(summed, follows=False, compression=(reduce, replicate))
+
+
+class GradientPlan:
+    """The chunks of one group's gradients, and how each travels."""
+
+    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext, waiting: Collection[int]) -> None:
+        """Gradients travel over ``axis``. Those in ``waiting`` have sums that were not all-reduced yet.
+
+        Such a sum goes with the next one, whether or not its parameter was frozen meanwhile.
+        """
+        self.revision = store.revision
+        self._store = store
+        self._axis = axis
+        self._comm = comm
+        self.is_rounded = self._find_rounded()
+        reduced = [i for i, p in enumerate(store.params) if p.requires_grad or p.has_gradient or i in waiting]
+        self.dtypes = self._find_dtypes(reduced)
+        self.chunks = self._cut(reduced)
+        self.chunk_of = {i: c for c, chunk in enumerate(self.chunks.chunks) for i in chunk}
+        self._rows: dict[tuple[int, ...], RowPlan] = {}
+        self._reductions: dict[tuple[GradientDtypes, bool], ReducePlan] = {}
+
+    def row(self, indices: tuple[int, ...]) -> RowPlan:
+        """Return the layout in which the gradients of these parameters are sent."""
+        if indices not in self._rows:
+            self._rows[indices] = self._make_row([self._store.params[i] for i in indices], self.dtypes[indices[0]])
+        return self._rows[indices]
+
+    def reduction(
+        self, indices: Sequence[int], values: Iterable[torch.Tensor] = (), *, accumulated: bool = False
+    ) -> ReducePlan:
+        """Return how the gradients of a chunk are reduced, which are ``values`` with the sums that wait for them.
+
+        If they were ``accumulated`` in the dtype of their sum, they are also sent in it.
+        """
+        dtypes = self.dtypes[indices[0]]
+        if dtypes.follows:
+            for tensor in values:
+                widest = torch.promote_types(dtypes.reduce, tensor.dtype)
+                dtypes = replace(dtypes, wire=widest, reduce=widest)
+        key = (dtypes, accumulated)
+        if key not in self._reductions:
+            self._reductions[key] = self._make_reduction(dtypes, accumulated)
+        return self._reductions[key]
+
+    # ---- dtypes ----
+
+    def _find_rounded(self) -> bool:
+        """Return whether gradients are sent as computed, so that all ranks must have them in what is computed with."""
+        options = self._store.options
+        exchanges = prefers_all_to_all(self._axis, 1 << 62, options.sizes.exchange_bytes)
+        # A rank whose gradients accumulated sends them wider, and the others cannot know that it has.
+        return exchanges and options.reduce_scatter is None and not options.may_accumulate
+
+    def _find_dtypes(self, reduced: list[int]) -> dict[int, GradientDtypes]:
+        """Return the dtypes of the gradients of these parameters, which are the same on every rank.
+
+        Where dtypes of reduced gradients were chosen and none to reduce in, gradients of weights of one dtype are all
+        summed in the widest that any of them accumulates in, as torch sums them.
+        """
+        params = [self._store.params[i] for i in reduced]
+        chosen = any(param.grad_dtype for param in params)
+        found = {}
+        for i, param in zip(reduced, params):
+            total, computed = param.reduce_dtype, param.compute_dtype
+            widest = total or computed
+            if chosen and param.policy.reduce_dtype is None:
+                for other in params:
+                    if other.dtype == param.dtype and other.reduce_dtype is not None:
+                        widest = torch.promote_types(widest, other.reduce_dtype)
+            wire = computed if self.is_rounded and param.widens and not param.grad_dtype else widest
+            found[i] = GradientDtypes(wire, widest, param.out_dtype, computed, follows=total is None)
+            if any(param.formats):
+                found[i] = found[i].encoded(param.formats, self._store.mesh.replicate.size)
+        return found
+
+    # ---- chunks and their rows ----
+
+    def _cut(self, reduced: list[int]) -> ChunkPlan:
+        """Return which gradients leave together."""
+        store, mesh, keys = self._store, self._store.mesh, list(self.dtypes.values())
+        ranks, streams = max(mesh.shard.size, mesh.replicate.size), mesh.first.coalesces
+        dtypes = [key.reduce if streams else key.computed for key in keys]
+        nbytes = [store.params[i].spec.layout.numel * dtype.itemsize for i, dtype in zip(reduced, dtypes)]
+        # A unit smaller than others need not be cut as fine: it is the largest that memory is needed for.
+        largest = self._comm.largest_bytes * store.reduce_bytes // max(store.full_bytes, 1) if streams else 0
+        sizes = store.options.chunk_sizes
+        if streams and self._reduces_in_place and all([key.reduce == key.computed for key in keys]):
+            # Chunks bound the memory that gradients are packed into; these are sent from where they lie.
+            sizes = replace(sizes, chunk_bytes=1 << 62)
+        plan = plan_chunks(keys, nbytes, sizes, ranks, largest, streams=streams)
+        return ChunkPlan(
+            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
+            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
+        )
+
+    def _make_row(self, params: list[FSDPParam], dtypes: GradientDtypes) -> RowPlan:
+        """Lay out a chunk: large gradients are reduced from where they lie, where several reductions are one launch.
+
+        A hook sees one buffer with all gradients in their order, which is torch's contract; so does a custom
+        collective.
+        """
+        layouts = [param.spec.layout for param in params]
+        in_place: tuple[int, ...] = ()
+        if self._reduces_in_place and dtypes.compression == (None, None):
+            in_place = reduced_in_place(layouts, dtypes.reduce.itemsize, self._store.options.sizes)
+        return RowPlan(layouts, self._row_padding(dtypes), in_place, self._second_row(params, dtypes))
+
+    def _second_row(self, params: list[FSDPParam], dtypes: GradientDtypes) -> RowPlan | None:
+        """Lay out this rank's sums over the shard axis for the replicate axis, if they are sharded over that too."""
+        layouts = [param.spec.second for param in params if param.spec.second is not None]
+        if not layouts:
+            return None
+        form = dtypes.compression[1]
+        return RowPlan(layouts, self._aligned(self._store.mesh.replicate, dtypes) if form is None else form.block)
+
+    @property
+    def _reduces_in_place(self) -> bool:
+        options = self._store.options
+        custom = options.reduce_scatter is not None or options.all_reduce_hook is not None
+        return self._store.mesh.shard.is_nccl and not custom and options.sizes.exchange_bytes is None
+
+    def _row_padding(self, dtypes: GradientDtypes) -> int:
+        """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'.
+
+        What is encoded has whole blocks, in the part of each rank of the replicate axis too.
+        """
+        reduce, replicate = dtypes.compression
+        mesh = self._store.mesh
+        if replicate is not None and mesh.nested is None:
+            return replicate.block * mesh.replicate.size
+        return self._aligned(mesh.shard, dtypes) if reduce is None else reduce.block
+
+    @staticmethod
+    def _aligned(axis: Axis, dtypes: GradientDtypes) -> int:
+        return max(16 // dtypes.reduce.itemsize, 1) if axis.is_nccl else 1
+
+    # ---- reductions ----
+
+    def _make_reduction(self, dtypes: GradientDtypes, accumulated: bool) -> ReducePlan:
+        store = self._store
+        options, mesh, reduce = store.options, store.mesh, dtypes.reduce
+        scaling = choose_scaling(
+            reduce, mesh.shard.size, mesh.replicate.size, factor=options.divide_factor, force_sum=options.force_sum
+        )
+        return ReducePlan(
+            shard=self._axis,
+            replicate=mesh.replicate,
+            reduce_dtype=reduce,
+            wire_dtype=reduce if accumulated else dtypes.wire,
+            exchange_bytes=options.sizes.exchange_bytes,
+            out_dtype=dtypes.out or reduce,
+            scaling=scaling,
+            custom=options.reduce_scatter,
+            hook=options.all_reduce_hook,
+            hook_lane=options.all_reduce_lane,
+            offload=store.offloads,
+            pin_memory=store.pins,
+            compression=self._compression(*dtypes.compression),
+        )
+
+    def _compression(self, reduce: BlockFormat | None, replicate: BlockFormat | None) -> Compression:
+        policy = self._store.options.compression
+        by_chance = policy is not None and policy.stochastic
+        return Compression(reduce, replicate, *(self._comm.noise if by_chance else (None, None)))

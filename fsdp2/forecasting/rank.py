@@ -88,7 +88,7 @@ _REMEDIES = (
         ),
     ),
     (_KERNEL, ("There was no fake impl registered",)),
-    (_DTYPE, ("Expected inputs of BF16 type",)),
+    (_DTYPE, ("Expected inputs of BF16 type", "Expected mat_a to be BFloat16", "Float16 grouped_mm requires")),
     (_MESH, ("Mesh should not be bigger", "must divide the world size")),
     (_GROUP, ("initialize the default process group twice",)),
 )

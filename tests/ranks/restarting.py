@@ -54,6 +54,9 @@ def forget_addresses(store: dist.Store, attempt: int) -> None:
 
 def main(end: str, folder: Path) -> None:
     """One attempt of one rank."""
+    # A fork makes torch's thread pool anew at the first call. In 2.14 two threads that call at once (autograd's is one)
+    # may end the process with "Invalid thread pool".
+    torch.set_num_threads(1)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     looked = f"looked/{attempt}"
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -18,7 +18,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2._torch.collectives import default_store
-from fsdp2.ranks import process
+from fsdp2.ranks import board, process
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.store import Connections, Keys
 from tests.ranks.apart import SOON, run_apart
@@ -79,8 +79,9 @@ def test_a_rank_is_late_to_a_meeting_in_a_file():
 
 
 def late_for_the_store(rank: int, world: int) -> None:
-    """The caller's store waits less long than the process group."""
-    default_store().set_timeout(timedelta(seconds=SOON / 2))
+    """The caller's store waits less long than the process group, but long enough to connect on a busy machine."""
+    default_store().set_timeout(timedelta(seconds=4 * SOON))
+    board._PATIENCE = (5 * SOON, board._PATIENCE[1])  # a rank looks what the others do after its store has given up
     late(rank, world)
 
 

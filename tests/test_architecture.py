@@ -98,13 +98,13 @@ def test_no_base_class_for_one():
     assert not rules.lonely_bases(PACKAGE)
 
 
-def test_every_step_of_the_life_of_a_parameter_is_cited():
-    """The code says where it performs each step that DESIGN.md numbers, and cites no other."""
+def test_every_stage_of_the_life_of_a_parameter_is_cited():
+    """The code says where it performs each stage that DESIGN.md numbers, and cites no other."""
     section = (ROOT / "DESIGN.md").read_text().split("## The life of a parameter")[1].split("\n## ")[0]
     cited: set[int] = set()
     for source in PACKAGE:
         text = " ".join(source.text.split())
-        for first, last in re.findall(r"[Ss]teps? (\d)(?: (?:to|and) (\d))? of the life of a parameter", text):
+        for first, last in re.findall(r"[Ss]tages? (\d)(?: (?:to|and) (\d))? of the life of a parameter", text):
             cited.update(range(int(first), int(last or first) + 1))
     assert cited == {int(number) for number in re.findall(r"^(\d+)\. ", section, re.MULTILINE)}
 

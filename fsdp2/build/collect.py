@@ -38,7 +38,7 @@ def collect(
 ) -> Managed:
     """Walk the modules below ``roots``, children first, without modules that another call or ``replicate`` manages.
 
-    This is step 1 of the life of a parameter (DESIGN.md). ``place`` then chooses how the parameter is cut.
+    This is stage 1 of the life of a parameter (DESIGN.md). ``place`` then chooses how the parameter is cut.
 
     Raises:
         ValueError: torch's own fully_shard manages a module below.

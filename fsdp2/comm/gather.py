@@ -289,8 +289,8 @@ def start_gather(
     """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
 
     It runs on ``lane``, by default the gather lane. ``extras`` are 1D tensors, as large on every rank, that travel with
-    the packed run. A ``custom`` collective gets one buffer that it allocated itself. Steps 3 and 4 of the life of a
-    parameter; on a stream step 5 follows at once.
+    the packed run. A ``custom`` collective gets one buffer that it allocated itself. Stages 3 and 4 of the life of a
+    parameter; on a stream stage 5 follows at once.
     """
     lane = lane or copies.lanes.gather
     gathering = Gathering(buffers, lane)
@@ -321,7 +321,7 @@ def start_gather(
 
 
 def _unpack(gathering: Gathering) -> None:
-    """Put packed parameters in their places, and free what only that needed; step 5 of the life of a parameter."""
+    """Put packed parameters in their places, and free what only that needed; stage 5 of the life of a parameter."""
     buffers = gathering.buffers
     if buffers.plan.packed or buffers.wire is not None:  # else everything was gathered into its place, from the shards
         buffers.full.allocate()

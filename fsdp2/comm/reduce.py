@@ -176,7 +176,7 @@ def reduce_chunk(
 ) -> Generator[None, None, None]:
     """Reduce ``grads`` (emptied, none of which needs a gradient itself) and ``deliver`` this rank's shards of them.
 
-    Step 8 of the life of a parameter, which ``deliver`` ends.
+    Stage 8 of the life of a parameter, which ``deliver`` ends.
 
     ``defer_or_reduce`` gets the sums over the shard axis, one slot per gradient: it adds what earlier backwards left
     there, and returns whether to go on to the replicate axis (True) or has kept them for a later backward. On streams

@@ -7,13 +7,13 @@ unit       one fully_shard call: what happens around the forward and backward of
 root       the root of a tree of units: what they share, and what outlives a pass
 backward   a backward pass, and what forwards leave for it
 forward    a forward pass
-passes     what both have in common: steps before an observer, units that only other ranks use
+passes     what both have in common: collectives before an observer, units that only other ranks use
 order      the recorded order of groups, which says what comes next
 group      parameters that communicate together, and what happens to them around a forward and a backward
 residency  what of a group is in memory, what its modules show, and every move between
 gradients  a group's gradients on their way out
 gradient_plan  which of them leave together, in which dtypes and layout
-steps      the collectives of a pass, and the observer that sees each before it starts
+observer   the collectives of a pass, and the observer that sees each before it starts
 buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward
 portions   pieces for the shard axis, with shard_over_replicas

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.autograd.hooks import Inputs
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import Collective, Observer
 from fsdp2.engine.order import BackwardOrder
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.steps import Observer, Step
 
 __all__ = ["BackwardPass", "Pending", "Synchronization"]
 
@@ -55,18 +55,18 @@ class BackwardPass(Pass):
         """Return whether this pass will not use ``group`` any more."""
         return group.is_idle or self.over
 
-    def take(self, step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
-        """Show ``step`` to the observer and call ``start``, unless an ``optional`` step is left for later.
+    def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
+        """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later.
 
         Where ranks may skip units, a reduction is left for later if they are known to come to it later: those that skip
-        a unit meet the others in another order. It is taken then, or when the backward ends.
+        a unit meet the others in another order. It is launched then, or when the backward ends.
         """
-        if step.kind == "reduce" and not self.over:
+        if collective.kind == "reduce" and not self.over:
             optional = optional or self._some_skip
-        return super().take(step, start, optional=optional)
+        return super().launch(collective, start, optional=optional)
 
     def can_reduce_rest(self, group: FSDPParamGroup) -> bool:
-        """Return whether gradients of ``group``, which all ranks use, were left for a later step and can leave now."""
+        """Return whether gradients of ``group``, which all ranks use, were left for later and can leave now."""
         return not group.is_reduced and (self.over or group.phases.phase is Phase.REDUCED)
 
     def can_reduce_unused(self, group: FSDPParamGroup, planned: bool) -> bool:
@@ -80,9 +80,9 @@ class BackwardPass(Pass):
         return group.is_idle and done  # also again: others may use it several times
 
     def join_before_end(self) -> None:
-        """Take the steps that other ranks are known to take before a backward ends, as far as this rank can."""
-        while (step := self.observer.joins_before_end(self.can_join)) is not None:
-            if not self.join(step):
+        """Launch the collectives that other ranks are known to take before a backward ends, as far as this rank can."""
+        while (collective := self.observer.joins_before_end(self.can_join)) is not None:
+            if not self.join(collective):
                 break
 
     def post_backward(self, group: FSDPParamGroup) -> None:
@@ -90,7 +90,7 @@ class BackwardPass(Pass):
         # Where ranks may skip the group, all drop the gather after each backward: some have freed the parameters by
         # then.
         ahead = self._more_follow and group.residency.is_gathering and not group.options.reduce_unused
-        group.post_backward(self.take, stays=self.creates_graph or ahead)
+        group.post_backward(self.launch, stays=self.creates_graph or ahead)
 
 
 class Synchronization(Pass):
@@ -98,6 +98,6 @@ class Synchronization(Pass):
 
     in_backward = True
 
-    def can_join(self, step: Step, planned: bool) -> bool:
+    def can_join(self, collective: Collective, planned: bool) -> bool:
         """Return False: all ranks have left the same groups open, also units that only some of them have used."""
         return False

@@ -254,7 +254,7 @@ class ShardStore:
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
         """Copy ``pieces`` into the flat buffer (made anew where dtypes or the device changed) and show them there.
 
-        Step 2 of the life of a parameter.
+        Stage 2 of the life of a parameter.
         """
         plain = [(p, piece) for p, piece in zip(self.params, pieces) if not has_extension(piece)]
         own = [(p, piece) for p, piece in zip(self.params, pieces) if has_extension(piece)]

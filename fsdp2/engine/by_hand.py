@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import Launch, PassKind, launch_unobserved
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext, are_copied
-from fsdp2.engine.steps import PassKind, Take, take_unobserved
 from fsdp2.engine.unit import FSDPState
 
 __all__ = ["gather_by_hand"]
@@ -32,7 +32,7 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
         if running is None:
             _gather_between_passes(root, groups, [used[group] for group in groups], PassKind(asked))
         else:
-            _start(groups, running.take, in_backward=running.in_backward)
+            _start(groups, running.launch, in_backward=running.in_backward)
 
 
 def _gather_between_passes(
@@ -45,14 +45,14 @@ def _gather_between_passes(
         if group.residency.is_outdated():
             group.reshard()
     if one_replica or not any(group.residency.needs_gather for group in groups):
-        _start(groups, take_unobserved)
+        _start(groups, launch_unobserved)
     else:
         observer = root.observer_by_hand(states, kind)
         kind = PassKind(kind.name, anew=root.portions_anew(groups))
         observer.begin(kind, outermost=True)
         run = Pass(groups, observer)
         try:
-            _start(groups, run.take)
+            _start(groups, run.launch)
             run.end()
         except BaseException:
             observer.abandon()
@@ -62,7 +62,7 @@ def _gather_between_passes(
         group.residency.hold()
 
 
-def _start(groups: list[FSDPParamGroup], take: Take, *, in_backward: bool = False) -> None:
+def _start(groups: list[FSDPParamGroup], launch: Launch, *, in_backward: bool = False) -> None:
     for group in groups:
         group.comm.lanes.gather_after_compute()  # the caller may have written the shards just now
-        group.unshard(False, take, in_backward)
+        group.unshard(False, launch, in_backward)

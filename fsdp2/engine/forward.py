@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import Observer
 from fsdp2.engine.order import ForwardOrder
 from fsdp2.engine.passes import Pass
-from fsdp2.engine.steps import Observer
 
 __all__ = ["ForwardPass"]
 

@@ -16,9 +16,9 @@ from fsdp2.comm.context import CommContext
 from fsdp2.comm.reduce import Finished, ReducePlan, reduce_chunk
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.gradient_plan import GradientPlan
+from fsdp2.engine.observer import AS_COMPUTED, Collective, Launch
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.steps import AS_COMPUTED, Step, Take
 from fsdp2.sharding.mesh import Axis
 
 __all__ = ["GroupGradients", "drop_left_open", "left_open_params", "may_be_left_open"]
@@ -59,7 +59,7 @@ class _Backward:
     waiting: list[set[int]]  # of each chunk that leaves early, what is not finished
     awaited: set[int] | None  # gradients after the last of which ``end`` is called, if anything
     end: Callable[[], None]
-    take: Take
+    launch: Launch
     unfinished: set[int]  # where the next gather waits for the last gradient
     final: bool  # no unit is known to follow
     launched: int = 0
@@ -146,7 +146,7 @@ class GroupGradients:
         """
         self._at_once = nodes < len(self._current_plan().chunk_of)
 
-    def begin_backward(self, take: Take, end: Callable[[], None], *, count: bool, final: bool = False) -> None:
+    def begin_backward(self, launch: Launch, end: Callable[[], None], *, count: bool, final: bool = False) -> None:
         """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished.
 
         ``final``: no other group is known to follow.
@@ -162,7 +162,7 @@ class GroupGradients:
         waiting = [set(chunk) for chunk in plan.chunks.streamed]
         awaited = self._expected() if count else None
         unfinished = set(plan.chunk_of) if self.gathers_later else set()
-        self._backward = _Backward(graph_task_id(), plan, waiting, awaited, end, take, unfinished, final)
+        self._backward = _Backward(graph_task_id(), plan, waiting, awaited, end, launch, unfinished, final)
 
     def watch_all(self) -> None:
         """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
@@ -191,7 +191,7 @@ class GroupGradients:
         return [i for i in self._current_plan().chunk_of if self._store.params[i].requires_grad]
 
     def _finished(self, i: int) -> None:
-        """Autograd has finished parameter ``i``'s gradient; step 7 of the life of a parameter."""
+        """Autograd has finished parameter ``i``'s gradient; stage 7 of the life of a parameter."""
         backward = self._backward
         if backward is None:
             self._notice_backward()
@@ -211,7 +211,7 @@ class GroupGradients:
             while backward.launched < len(waiting) and not waiting[backward.launched]:
                 backward.launched += 1
                 chunk_indices, first = plan.chunks.streamed[backward.launched - 1], backward.launched == 1
-                self._launch(plan, chunk_indices, backward.take, "early", first=first)
+                self._launch(plan, chunk_indices, backward.launch, "early", first=first)
         # What a backward inside this one finishes (reentrant checkpointing) may be added to outside of it.
         if backward.awaited is not None and graph_task_id() == backward.task:
             backward.awaited.discard(i)
@@ -219,7 +219,7 @@ class GroupGradients:
                 backward.awaited = None
                 backward.end()
 
-    def reduce_rest(self, take: Take) -> None:
+    def reduce_rest(self, launch: Launch) -> None:
         """Reduce every gradient that is there and has not left; that ends the backward through the group."""
         backward, self._backward = self._backward, None
         sent = set() if backward is None else backward.sent()
@@ -240,7 +240,7 @@ class GroupGradients:
         for chunk in plan.chunks.chunks:
             present = [i for i in chunk if there[i] or (i not in sent and (unused or self._must_flush(i)))]
             if present:
-                left |= not self._launch(plan, tuple(present), take, finished, first=first)
+                left |= not self._launch(plan, tuple(present), launch, finished, first=first)
                 first = False
         if not left:
             self._unreduced.clear()
@@ -287,11 +287,11 @@ class GroupGradients:
                 self._unreduced.discard(i)
                 param.drop_unreduced_gradient()
 
-    def complete(self, take: Take) -> None:
+    def complete(self, launch: Launch) -> None:
         """Reduce what backwards left open, over both axes."""
         self._completes = True
         try:
-            self.reduce_rest(take)
+            self.reduce_rest(launch)
         finally:
             self._completes = False
 
@@ -341,9 +341,9 @@ class GroupGradients:
     # ---- one chunk ----
 
     def _launch(
-        self, plan: GradientPlan, indices: tuple[int, ...], take: Take, finished: Finished, *, first: bool
+        self, plan: GradientPlan, indices: tuple[int, ...], launch: Launch, finished: Finished, *, first: bool
     ) -> bool:
-        """Reduce the gradients of these parameters, as one step of the pass if other ranks take part.
+        """Reduce the gradients of these parameters, in one collective of the pass if other ranks take part.
 
         It is the ``first`` chunk of the group in this backward, or a later one. Returns False if other ranks come to it
         later; then the gradients stay where they are.
@@ -360,7 +360,7 @@ class GroupGradients:
             return True
         dtypes = plan.dtypes[indices[0]]
         part = indices if self._unreduced or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
-        return take(Step("reduce", store.params[indices[0]].group, part), reduce)
+        return launch(Collective("reduce", store.params[indices[0]].group, part), reduce)
 
     def _reduce(self, plan: GradientPlan, indices: tuple[int, ...], finished: Finished) -> None:
         store = self._store

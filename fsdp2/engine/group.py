@@ -15,11 +15,11 @@ from fsdp2 import _trace
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.gradients import GroupGradients
+from fsdp2.engine.observer import Launch, launch_unobserved
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Slot
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Residency
-from fsdp2.engine.steps import Take, take_unobserved
 
 __all__ = ["FSDPParamGroup"]
 
@@ -123,16 +123,16 @@ class FSDPParamGroup:
     def unshard(
         self,
         async_op: bool = False,
-        take: Take = take_unobserved,
+        launch: Launch = launch_unobserved,
         in_backward: bool = False,
         optional: bool = False,
     ) -> None:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's and ignored.
 
-        An ``optional`` gather may be left for later by ``take``. Callers here pass arguments by position, because
+        An ``optional`` gather may be left for later by ``launch``. Callers here pass arguments by position, because
         replacements that are patched in for torch's method expect that.
         """
-        self.residency.start(take, optional=optional, in_backward=in_backward)
+        self.residency.start(launch, optional=optional, in_backward=in_backward)
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather and show the full parameters."""
@@ -142,15 +142,15 @@ class FSDPParamGroup:
         """Free the full memory, and show the shards."""
         self.residency.free()
 
-    def unshard_now(self, take: Take = take_unobserved, *, in_backward: bool = False) -> None:
+    def unshard_now(self, launch: Launch = launch_unobserved, *, in_backward: bool = False) -> None:
         """Show full parameters, ready for compute."""
-        self.unshard(False, take, in_backward)
+        self.unshard(False, launch, in_backward)
         self.wait_for_unshard()
 
-    def _unshard_for_compute(self, take: Take, *, in_backward: bool) -> None:
+    def _unshard_for_compute(self, launch: Launch, *, in_backward: bool) -> None:
         """Show full parameters, and follow changes of requires_grad that somebody made on those that were shown."""
         already = self.residency.is_full
-        self.unshard_now(take, in_backward=in_backward)
+        self.unshard_now(launch, in_backward=in_backward)
         if already and any([param.sync_requires_grad() for param in self.params]):  # else show() has looked for them
             self.store.note_change()
 
@@ -188,15 +188,15 @@ class FSDPParamGroup:
         if self.residency.in_memory and (self.residency.held is None or aborted):
             self.reshard()
 
-    def pre_forward(self, take: Take, *, first: bool) -> None:
-        """Show full parameters for a forward; steps 3 to 5 of the life of a parameter.
+    def pre_forward(self, launch: Launch, *, first: bool) -> None:
+        """Show full parameters for a forward; stages 3 to 5 of the life of a parameter.
 
         ``first``: no other forward of the group is under way, so that held memory may be replaced.
         """
         if first and self.residency.is_outdated():
             self.reshard()
         self.phases.enter("pre_forward")
-        self._unshard_for_compute(take, in_backward=False)
+        self._unshard_for_compute(launch, in_backward=False)
         if torch.is_grad_enabled():
             self._generation = self.store.generation
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
@@ -212,7 +212,7 @@ class FSDPParamGroup:
     def release(self, after: bool | int) -> None:
         """Free the parameters after a forward (True), keep them (False), or keep pieces on ``after`` ranks.
 
-        Step 6 of the life of a parameter. Ranks that skipped the unit do the same.
+        Stage 6 of the life of a parameter. Ranks that skipped the unit do the same.
         """
         trains = torch.is_grad_enabled()
         if self.residency.held is not None and not trains:
@@ -250,7 +250,7 @@ class FSDPParamGroup:
 
     # ---- backward ----
 
-    def pre_backward(self, take: Take, *, recorded: bool) -> bool:
+    def pre_backward(self, launch: Launch, *, recorded: bool) -> bool:
         """Gather for backward, and return whether this call is the one that entered it.
 
         Raises:
@@ -268,7 +268,7 @@ class FSDPParamGroup:
         if _trace.recording:
             _trace.emit("pre_backward", self.name)
         if self.options.unshard_in_backward:
-            self._unshard_for_compute(take, in_backward=True)
+            self._unshard_for_compute(launch, in_backward=True)
         return True
 
     def ends_with_its_gradients(self) -> bool:
@@ -280,7 +280,7 @@ class FSDPParamGroup:
         return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
 
     @_trace.profiled("post_backward")
-    def post_backward(self, take: Take = take_unobserved, *, stays: bool = False) -> None:
+    def post_backward(self, launch: Launch = launch_unobserved, *, stays: bool = False) -> None:
         """Free the parameters, unless the group ``stays`` in memory, and reduce the gradients there are, if any.
 
         The parameters go first: their memory is free when gradients are packed and summed. torch's pipelines call this
@@ -298,7 +298,7 @@ class FSDPParamGroup:
             self.residency.hold()
         self.comm.gather_now()  # into the memory that the group has just left, and before its gradients are packed
         if self.options.reduce_gradients:
-            self.gradients.reduce_rest(take)
+            self.gradients.reduce_rest(launch)
 
     @property
     def is_idle(self) -> bool:

@@ -181,7 +181,7 @@ def take_gradients(params: list[FSDPParam]) -> list[torch.Tensor | None]:
 def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) -> None:
     """Add this rank's ``pieces`` of reduced gradients to the shards' ``.grad``, and run the hooks of each.
 
-    The end of step 8 of the life of a parameter.
+    The end of stage 8 of the life of a parameter.
     """
     shards = [param.sharded for param in params]
     hooked = have_gradient_hooks(shards)

@@ -1,4 +1,4 @@
-"""The base of forward and backward passes, which run under one root and take their steps before its observer.
+"""The base of forward and backward passes, which run under one root and launch their collectives before its observer.
 
 A pass is made when the outermost unit enters a forward, and when the first hook of a backward runs. It holds what is
 true only while it runs, and dies with its end.
@@ -20,8 +20,8 @@ from fsdp2.autograd.hooks import Arguments, Gate, is_made_since
 from fsdp2.autograd.reach import Targets
 from fsdp2.autograd.trees import PLAIN, Copies, find_tensors
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import END, Collective, Observer, launch_observed, nothing
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.steps import END, Observer, Step, nothing, take_step
 
 __all__ = ["Call", "CallKind", "HiddenInputs", "Pass", "Unit", "backward_runs"]
 
@@ -104,26 +104,31 @@ class Pass:
         self.outer_modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
         self.gathered_skippable: dict[Any, None] = {}  # groups that some ranks may skip; alike on all ranks
-        self._taken = 0  # steps so far
-        self._joining: FSDPParamGroup | None = None  # while a step of this group is taken for the others' sake
+        self._launched = 0  # collectives so far
+        self._joining: FSDPParamGroup | None = None  # while a collective of this group is launched for the others' sake
 
-    # ---- steps ----
+    # ---- collectives ----
 
-    def take(self, step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
-        """Show ``step`` to the observer and call ``start``, unless an ``optional`` step is left for later."""
-        taken = take_step(self.observer, self, step, start, optional=optional)
-        self._taken += taken
-        if taken and step.kind == "gather" and step.group is not None and step.group.options.reduce_unused:
-            self.gathered_skippable[step.group] = None
-        return taken
+    def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
+        """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later."""
+        launched = launch_observed(self.observer, self, collective, start, optional=optional)
+        self._launched += launched
+        if (
+            launched
+            and collective.kind == "gather"
+            and collective.group is not None
+            and collective.group.options.reduce_unused
+        ):
+            self.gathered_skippable[collective.group] = None
+        return launched
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
-        group.unshard(False, self.take, self.in_backward, True)
+        group.unshard(False, self.launch, self.in_backward, True)
 
     def end(self) -> None:
-        """The pass is over; ranks that others wait for take their steps first."""
-        self.take(END, nothing)
+        """The pass is over; ranks that others wait for launch their collectives first."""
+        self.launch(END, nothing)
         self.observer.end()
 
     # ---- units that only other ranks use ----
@@ -132,21 +137,21 @@ class Pass:
         """Return whether this pass will not use ``group`` any more."""
         return group.is_idle
 
-    def can_join(self, step: Step, planned: bool) -> bool:
-        """Return whether the pass can take ``step`` with a group that this rank does not use at the moment.
+    def can_join(self, collective: Collective, planned: bool) -> bool:
+        """Return whether the pass can launch ``collective`` with a group that this rank does not use at the moment.
 
         That is possible for units marked with ``set_reduce_scatter_unused_params(True)``, and in models with such units
         for the others too, ahead of this rank's use or behind it. Ranks that follow a known pass have ``planned`` the
-        step; else they have just chosen it.
+        collective; else they have just chosen it.
         """
-        group = self._group_of(step)
-        # A step that is being joined may turn out to be another than the expected one; asking for it again would not
-        # end. And nothing is gathered or freed of what summon_full_params shows.
+        group = self._group_of(collective)
+        # A collective that is being joined may turn out to be another than the expected one; asking for it again would
+        # not end. And nothing is gathered or freed of what summon_full_params shows.
         if group is None or group is self._joining or group.residency.summoned:
             return False
-        if step.kind == "gather over replicas":
-            return False  # all ranks take it when their pass begins
-        gathers = step.kind == "gather"
+        if collective.kind == "gather over replicas":
+            return False  # all ranks launch it when their pass begins
+        gathers = collective.kind == "gather"
         if not group.options.reduce_unused:
             # All ranks use this unit. Those that skip another unit come to it earlier or later than those that do not.
             if not any(other.options.reduce_unused for other in self.groups):
@@ -168,42 +173,42 @@ class Pass:
         return group.residency.needs_gather and group.phases.phase is Phase.IDLE
 
     def can_reduce_rest(self, group: FSDPParamGroup) -> bool:
-        """Return whether gradients of ``group``, which all ranks use, were left for a later step and can leave now."""
+        """Return whether gradients of ``group``, which all ranks use, were left for later and can leave now."""
         return False
 
     def can_reduce_unused(self, group: FSDPParamGroup, planned: bool) -> bool:
         """Return whether the gradients of ``group``, or zeros, may leave although this rank's backward is not there."""
         return group.is_idle
 
-    def join(self, step: Step) -> bool:
-        """Take ``step``, which ``can_join`` accepts, because other ranks do; return whether any step was taken."""
-        group, before = self._group_of(step), self._taken
+    def join(self, collective: Collective) -> bool:
+        """Launch ``collective``, which ``can_join`` accepts, because other ranks do; return whether any one was."""
+        group, before = self._group_of(collective), self._launched
         assert group is not None
-        self._joining = group  # it may differ from the expected step; then it must not be joined again and again
+        self._joining = group  # it may differ from the expected collective; then it must not be joined again and again
         try:
-            if step.kind == "gather":
+            if collective.kind == "gather":
                 self._join_gather(group)
             else:
                 self.post_backward(group)
         finally:
             self._joining = None
-        return self._taken > before
+        return self._launched > before
 
     def _join_gather(self, group: FSDPParamGroup) -> None:
         """Gather ``group``. It stays in flight: nothing here waits for it until it is used or freed."""
         if group.residency.is_gathering and not self.in_backward:
             group.release(group.after_forward)  # the gather joined before ends as on the ranks that used the group
         elif group.residency.is_gathering or not group.residency.needs_gather:
-            group.reshard()  # the others freed it after their use, or this step would not be a gather
-        group.unshard(False, self.take, self.in_backward)
+            group.reshard()  # the others freed it after their use, or this collective would not be a gather
+        group.unshard(False, self.launch, self.in_backward)
 
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Free ``group`` and reduce its gradients."""
-        group.post_backward(self.take)
+        group.post_backward(self.launch)
 
     @staticmethod
-    def _group_of(step: Step) -> FSDPParamGroup | None:
-        group = step.group
+    def _group_of(collective: Collective) -> FSDPParamGroup | None:
+        group = collective.group
         assert group is None or isinstance(group, FSDPParamGroup)
         return group
 

@@ -32,8 +32,8 @@ from fsdp2._torch.tensors import local_tensors, versions_of
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.observer import Collective, Launch, ObservedGroup
 from fsdp2.engine.param import FSDPParam, Shown, lie_in, show, shows
-from fsdp2.engine.steps import ObservedGroup, Step, Take
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
 from fsdp2.sharding.mesh import Axis
@@ -250,20 +250,20 @@ class Residency:
 
     # ---- start ----
 
-    def start(self, take: Take, *, optional: bool = False, in_backward: bool = False) -> None:
+    def start(self, launch: Launch, *, optional: bool = False, in_backward: bool = False) -> None:
         """Start gathering, unless the full parameters are there or on their way.
 
         An ``optional`` gather, a prefetch, may be left for later by ``take``.
         """
         if self.needs_gather:
-            self._start_gather(take, optional, in_backward)
+            self._start_gather(launch, optional, in_backward)
         elif self.shown != "full" and type(self.state) is Full and not self.summoned:
             if in_backward:
                 self.store.replaced(in_backward=True)  # refuses that; a forward has asked is_outdated()
             self.show("full")
 
     @_trace.profiled("all_gather")
-    def _start_gather(self, take: Take, optional: bool, in_backward: bool) -> None:
+    def _start_gather(self, launch: Launch, optional: bool, in_backward: bool) -> None:
         store, lanes = self.store, self.comm.lanes
         source = self.state.pieces if type(self.state) is Pieces else None
         if source is not None:
@@ -273,16 +273,16 @@ class Residency:
         else:
             self._take_in_replaced(in_backward=in_backward)
             buffers = store.gather_buffers or store.make_gather_buffers(lanes)
-            if not self._have_portions(take, optional=optional, in_backward=in_backward):
+            if not self._have_portions(launch, optional=optional, in_backward=in_backward):
                 return  # other ranks come to it later
             axis = store.mesh.shard
             gather = partial(self._launch, buffers, axis, store.options.all_gather, None, None)
         if store.extensions is not None:
-            self._start_extended(take, gather, axis, optional)
+            self._start_extended(launch, gather, axis, optional)
         elif axis.size == 1:
             gather()  # nothing is communicated, so other ranks need not know
         else:
-            take(Step("gather", self._group, store.formats_digest), gather, optional=optional)
+            launch(Collective("gather", self._group, store.formats_digest), gather, optional=optional)
 
     def _take_in_replaced(self, *, in_backward: bool) -> None:
         if self.store.replaced(in_backward=in_backward):
@@ -305,26 +305,26 @@ class Residency:
             return held is not None and held.changed  # what is in memory is freed when the group is used
         return store.portions is None or store.portions.outdated or store.replaced(in_backward=False)
 
-    def gather_portions(self, take: Take) -> None:
+    def gather_portions(self, launch: Launch) -> None:
         """Start gathering portions if they are outdated, ahead of the gathers over the shard axis that read them."""
         if self.portions_outdated:
             if type(self.state) is Sharded:
                 self._take_in_replaced(in_backward=False)
             if self.store.portions is None:
                 self.store.make_gather_buffers(self.comm.lanes)
-            self._start_portions(take)
+            self._start_portions(launch)
 
-    def _start_portions(self, take: Take, *, optional: bool = False) -> bool:
-        return take(Step("gather over replicas", self._group), self._launch_portions, optional=optional)
+    def _start_portions(self, launch: Launch, *, optional: bool = False) -> bool:
+        return launch(Collective("gather over replicas", self._group), self._launch_portions, optional=optional)
 
-    def _have_portions(self, take: Take, *, optional: bool, in_backward: bool) -> bool:
+    def _have_portions(self, launch: Launch, *, optional: bool, in_backward: bool) -> bool:
         """Let the gather lane read portions, gathered anew if needed; return False if other ranks do that later.
 
         A backward computes with the portions that its forward left.
         """
         portions = self.store.portions
         if portions is not None and (not portions.filled if in_backward else portions.outdated):
-            if not self._start_portions(take, optional=optional):
+            if not self._start_portions(launch, optional=optional):
                 return False
         if portions is not None:
             portions.let_read(self.comm.lanes.gather)
@@ -351,7 +351,7 @@ class Residency:
         if self.store.portions is not None:
             self.store.portions.forget()
 
-    def _start_extended(self, take: Take, gather: Callable[..., None], axis: Axis, optional: bool) -> None:
+    def _start_extended(self, launch: Launch, gather: Callable[..., None], axis: Axis, optional: bool) -> None:
         """Start a gather of tensors that decide by themselves what travels.
 
         The ranks must agree on its sizes. They are known from the gather before; the first time, or where they are
@@ -367,18 +367,18 @@ class Residency:
                 gather(extras)
                 return
             try:
-                take(step(extensions.sizes), partial(gather, extras))
+                launch(collective(extensions.sizes), partial(gather, extras))
             except BaseException:
                 extensions.free()  # what was encoded would stay in memory until the next gather
                 raise
 
-        def step(sizes: tuple[int, ...] | None) -> Step:
-            return Step("gather", self._group, (*store.formats_digest, *(sizes or ())))
+        def collective(sizes: tuple[int, ...] | None) -> Collective:
+            return Collective("gather", self._group, (*store.formats_digest, *(sizes or ())))
 
         if axis.size == 1 or expected is None:
             encode_and_gather()
         else:
-            take(step(expected), encode_and_gather, optional=optional)
+            launch(collective(expected), encode_and_gather, optional=optional)
 
     def _launch(
         self,

@@ -18,10 +18,10 @@ from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Pending, Synchronization
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import Observer, PassKind, Unobserved, make_observer
 from fsdp2.engine.param import Slot
 from fsdp2.engine.passes import Pass, Unit, backward_runs
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.steps import Observer, PassKind, Unobserved, make_observer
 from fsdp2.policies import GradientReductionHandle
 
 __all__ = ["GradientReduction", "RootContext", "are_copied"]
@@ -132,7 +132,8 @@ class RootContext(Generic[U]):
         return self.observer
 
     def options_changed(self, setter: str) -> None:
-        """``setter`` has changed what all ranks must be asked for alike: they compare it, and agree anew on the steps.
+        """``setter`` has changed what all ranks must be asked for alike: they compare it, and agree anew on what
+        collectives to expect.
 
         A prefetch that comes earlier than it did would be left for later otherwise, as one that other ranks may not do.
         """
@@ -175,7 +176,7 @@ class RootContext(Generic[U]):
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
         for group in run.groups:  # all of them at once: the replicate axis may be slow, and portions stay anyway
-            group.residency.gather_portions(run.take)
+            group.residency.gather_portions(run.launch)
         return run
 
     def portions_anew(self, groups: Sequence[FSDPParamGroup]) -> tuple[int, ...]:
@@ -251,7 +252,7 @@ class RootContext(Generic[U]):
         return run
 
     def _backward_kind(self, name: str, more: str = "") -> PassKind:
-        """Return what ranks compare of a backward, and what decides which steps it takes.
+        """Return what ranks compare of a backward, and what decides which collectives it launches.
 
         That is which groups send gradients, which units it meets that some ranks skip, and which are in memory.
         """
@@ -264,7 +265,7 @@ class RootContext(Generic[U]):
             for some in (self.pending.used, gathered)
         )
         text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
-        # Without units that ranks may skip, forwards that take no step need not be as many on all ranks.
+        # Without units that ranks may skip, forwards that launch no collective need not be as many on all ranks.
         forwards = self.pending.forwards if any(group.options.reduce_unused for group in groups) else 0
         return PassKind(name, text, used, stayed, forwards)
 
@@ -415,7 +416,7 @@ class RootContext(Generic[U]):
             with torch.no_grad(), _trace.span("synchronize_gradients", ""):
                 self.observer.begin(PassKind("synchronization"), outermost=True)
                 for group in left:
-                    group.gradients.complete(run.take)
+                    group.gradients.complete(run.launch)
                 run.end()
                 self.comm.reductions.finish()
             for group in groups:

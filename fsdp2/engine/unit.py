@@ -36,9 +36,9 @@ from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
+from fsdp2.engine.observer import PassKind, launch_unobserved
 from fsdp2.engine.passes import Call, CallKind, HiddenInputs, backward_runs
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import PassKind, take_unobserved
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = [
@@ -166,7 +166,7 @@ class FSDPState(ComposableState):
         run, given = call.run, (args, kwargs)
         if call.kind is CallKind.RECOMPUTED:
             for group in self.groups:  # an earlier post-backward may have resharded
-                group.unshard_now(run.take, in_backward=True)
+                group.unshard_now(run.launch, in_backward=True)
         if first and run.outermost is self and self.device.type != "cpu":
             args, kwargs = move_inputs(self.device, args, kwargs)
         if self.mp_policy.param_dtype is not None:
@@ -177,7 +177,7 @@ class FSDPState(ComposableState):
         entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
         for group in self.groups:
             only_user = first and (not group.shared or run.enter_shared(group, self))
-            group.pre_forward(run.take, first=only_user)
+            group.pre_forward(run.launch, first=only_user)
             if only_user:
                 entering.append(group)
         if torch.is_grad_enabled():
@@ -377,14 +377,14 @@ class FSDPState(ComposableState):
         comm.forget_later()  # backward has come to what was to be gathered
         entered = []
         for group in self.groups:  # all of this unit's gathers go ahead of those for later
-            if group.pre_backward(run.take, recorded=group in pending.inputs):
+            if group.pre_backward(run.launch, recorded=group in pending.inputs):
                 entered.append(group)
         for group in entered:
             # No input can tell when backward is done with the group, but its parameters' gradients can.
             by_gradients = pending.inputs.get(group) == _NO_INPUTS and group.ends_with_its_gradients()
             following = pending.calls.visit(group)  # recorded also with a prefetch list, as in forward
             end, final = partial(run.post_backward, group), following is None
-            group.gradients.begin_backward(run.take, end, count=by_gradients, final=final)
+            group.gradients.begin_backward(run.launch, end, count=by_gradients, final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.gathered_with):
                     if other.options.unshard_in_backward and group.gradients.gathers_later:
@@ -427,7 +427,7 @@ class FSDPState(ComposableState):
             return
         for group in self.groups:
             if group in root.pending.inputs:
-                group.unshard_now(take_unobserved if root.running is None else root.running.take, in_backward=True)
+                group.unshard_now(launch_unobserved if root.running is None else root.running.launch, in_backward=True)
                 group.residency.hold()
 
     # ---- the root ----

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp2.engine import steps
+from fsdp2.engine import observer
+from fsdp2.engine.observer import END, Answer, CanJoin, Collective, Observer, PassKind, observe_with
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import END, Answer, CanJoin, Observer, PassKind, Step, observe_with
 
 __all__ = ["others_use_everything"]
 
@@ -16,7 +16,7 @@ __all__ = ["others_use_everything"]
 @contextmanager
 def others_use_everything() -> Iterator[None]:
     """Simulate that other ranks use every unit that ``set_reduce_scatter_unused_params`` allows to skip."""
-    before = steps._make
+    before = observer._make
 
     def make(root: RootContext[Any], kind: PassKind, error: RuntimeError | None) -> Observer | None:
         if error is None and any(group.options.reduce_unused for group in root.groups):
@@ -27,35 +27,35 @@ def others_use_everything() -> Iterator[None]:
     try:
         yield
     finally:
-        steps._make = before
+        observer._make = before
 
 
 class _Others:
-    """An observer that records the groups that a pass uses, and joins the other ranks' steps at its end.
+    """An observer that records the groups that a pass uses, and joins the other ranks' collectives at its end.
 
-    A real rank joins these steps when the others come to the unit. The memory is the same: parameters that are gathered
+    A real rank joins these when the others come to the unit. The memory is the same: parameters that are gathered
     for others in a forward stay until its end there, too.
     """
 
     def __init__(self, root: RootContext[Any]) -> None:
         self._root, self._forward = root, False
-        self._taken: set[tuple[str, Any]] = set()
+        self._launched: set[tuple[str, Any]] = set()
 
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Note that a pass starts."""
-        self._taken.clear()
+        self._launched.clear()
         self._forward = kind.name == "forward"
 
-    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
-        """Take every step immediately; before a forward ends, join the others' gathers."""
-        if step == END and self._forward:
+    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
+        """Launch every collective immediately; before a forward ends, join the others' gathers."""
+        if collective == END and self._forward:
             joined = self._next(["gather"], self._root.groups, can_join)
-            return Answer.TAKE if joined is None else joined
-        self._taken.add((step.kind, step.group))
-        return Answer.TAKE
+            return Answer.LAUNCH if joined is None else joined
+        self._launched.add((collective.kind, collective.group))
+        return Answer.LAUNCH
 
-    def joins_before_end(self, can_join: CanJoin) -> Step | None:
-        """Return the next remaining step of the others' backward."""
+    def joins_before_end(self, can_join: CanJoin) -> Collective | None:
+        """Return the next remaining collective of the others' backward."""
         return self._next(["gather", "reduce"], list(reversed(self._root.groups)), can_join)
 
     def end(self) -> None:
@@ -70,10 +70,10 @@ class _Others:
     def forget(self, setter: str) -> None:
         """Do nothing."""
 
-    def _next(self, kinds: list[str], groups: list[Any], can_join: CanJoin) -> Step | None:
+    def _next(self, kinds: list[str], groups: list[Any], can_join: CanJoin) -> Collective | None:
         for group in groups:
             for kind in kinds if group.options.reduce_unused else ():
-                if (kind, group) not in self._taken and can_join(Step(kind, group), True):
-                    self._taken.add((kind, group))  # only once: a group without gradients reduces nothing
-                    return Step(kind, group)
+                if (kind, group) not in self._launched and can_join(Collective(kind, group), True):
+                    self._launched.add((kind, group))  # only once: a group without gradients reduces nothing
+                    return Collective(kind, group)
         return None

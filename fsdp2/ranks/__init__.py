@@ -3,9 +3,9 @@
 From the top down; a file imports only files below it.
 
 process  this process in its process group; checkpoints that are saved at the same time
-monitor  compares the steps of the ranks under one root
+monitor  compares the collectives of the ranks under one root
 start    compares models and options before the first forward
-steps    the steps of this rank, and the steps that all ranks expect
+log      the collectives of this rank, and those that all ranks expect
 board    meetings of ranks, and errors that all ranks raise
 store    keys in any kind of store
 """

@@ -1,10 +1,11 @@
 """Meetings of the ranks of one root in a store, and errors that all ranks raise.
 
-A *meeting* returns when all ranks have come to it, and tells each of them if all came with the same steps. It costs a
-rank three operations of the store, for any number of ranks, and leaves no key behind. A rank does not poll while it
-waits: it sleeps in the store. A rank that waits for long writes its position and its steps to the *board*, a single
-key. Other ranks that wait, for a meeting or for a collective, compare the board with their own steps. The first rank
-that finds a difference collects what all ranks did and writes the error, which every rank then raises.
+A *meeting* returns when all ranks have come to it, and tells each of them if all came with the same collectives. It
+costs a rank three operations of the store, for any number of ranks, and leaves no key behind. A rank does not poll
+while it waits: it sleeps in the store. A rank that waits for long writes its position and its collectives to the
+*board*, a single key. Other ranks that wait, for a meeting or for a collective, compare the board with their own
+collectives. The first rank that finds a difference collects what all ranks did and writes the error, which every rank
+then raises.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ _DIFFER = 1 << _COUNT_BITS
 
 
 class History(Protocol):
-    """The steps of this rank, as other ranks compare them."""
+    """The collectives of this rank, as other ranks compare them."""
 
     def position(self) -> tuple[int, int] | None:
         """Return this rank's position, two numbers that grow (epoch, pass number), or None if it has none."""
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
-        """Return a number for each step at a position, or None if this rank is not there yet or it is long ago.
+        """Return a number for each collective at a position, or None if this rank is not there yet or it is long ago.
 
-        With ``shown`` the list is for other ranks, and may end with a step that this rank is about to take.
+        With ``shown`` the list is for other ranks, and may end with a collective that this rank is about to launch.
         """
 
     def text(self, epoch: int, number: int, index: int) -> str:
-        """Return one of these steps in words, or "" if this rank has not taken it."""
+        """Return one of these collectives in words, or "" if this rank has not launched it."""
 
     def refuse(self, texts: dict[int, str]) -> str:
-        """Return the error text, given the step of each rank in words."""
+        """Return the error text, given the collective of each rank in words."""
 
 
 def _digest(want: str) -> int:
@@ -177,7 +178,7 @@ class Board:
             self._read(got, None)
 
     def raise_difference(self, history: History) -> None:
-        """Raise RuntimeError with the steps of each rank, after a meeting whose ranks differ."""
+        """Raise RuntimeError with the collectives of each rank, after a meeting whose ranks differ."""
         end = time.monotonic() + _ANSWER_SECONDS + _EXPLAIN_SECONDS
         while time.monotonic() < end:
             self.look(history, shows=True)
@@ -185,7 +186,7 @@ class Board:
         self.fail(history.refuse({}))
 
     def look(self, history: History, *, shows: bool) -> None:
-        """Compare the board with this rank's steps; if it ``shows`` itself, write its steps for other ranks to compare.
+        """Compare the board with this rank's collectives; if it ``shows`` itself, write these for others to compare.
 
         Raises:
             RuntimeError: A rank failed, or ranks differ.
@@ -200,7 +201,7 @@ class Board:
             got = self._keys.get_within("board", _READ_SECONDS) or "" if self._keys.has("board") else ""
         else:
             mine = json.dumps(
-                {"rank": self.rank, "at": position, "steps": history.digests(*position, shown=True) or []}
+                {"rank": self.rank, "at": position, "digests": history.digests(*position, shown=True) or []}
             )
             got = self._keys.compare_set("board", self._shown, mine)
             if self._shown and got in ("", self._shown) and got != mine:  # another rank has deleted the key
@@ -224,7 +225,7 @@ class Board:
             self._compare(value, entry, history, mine)
 
     def _compare(self, value: str, entry: dict[str, Any], history: History, mine: str) -> None:
-        (epoch, number), theirs = entry["at"], entry["steps"]
+        (epoch, number), theirs = entry["at"], entry["digests"]
         ours = history.digests(epoch, number)
         differs = () if ours is None else (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
         index = next(iter(differs), None)
@@ -233,7 +234,7 @@ class Board:
                 value, {"parted": [epoch, number, index], "epoch": epoch, "by": self.rank}, history
             )
         elif mine and (ours is None or len(ours) < len(theirs)):
-            # The rank that is furthest behind shows its steps: all others can compare them.
+            # The rank that is furthest behind shows its collectives: all others can compare them.
             if self._keys.compare_set("board", value, mine) == mine:
                 self._shown = mine
 
@@ -246,7 +247,7 @@ class Board:
             self._read(got, history)
 
     def _answer(self, entry: dict[str, Any], history: History) -> None:
-        """Write this rank's step where ranks differ. The rank that found the difference collects the steps of all."""
+        """Write this rank's collective where ranks differ. The rank that found the difference collects those of all."""
         if not self._answered:
             self._answered = True
             at = entry["parted"]
@@ -284,7 +285,7 @@ class Board:
         self.check()
 
     def leave(self) -> None:
-        """Remove this rank's steps from the board, because it waits no longer."""
+        """Remove this rank's collectives from the board, because it waits no longer."""
         with self._lock:
             shown, self._shown = self._shown, ""
             try:

@@ -1,13 +1,13 @@
-"""Compare the steps of the ranks under one root, so that a collective that not all ranks start cannot hang.
+"""Compare the collectives of the ranks under one root, so that one that not all ranks start cannot hang.
 
-A pass that follows a known way costs one comparison per step and no communication. A rank that is about to leave the
-way meets the others before it starts its collective. So all ranks either do what the others expect, or have met. After
-one such deviation a pass is *open*: it continues without meetings, and the ranks compare its steps when it ends, before
-an optimizer uses the gradients. If open passes differ and the host waits for collectives, the ranks find the difference
-while they wait (``ranks/board.py``).
+A pass that follows a known schedule costs one comparison per collective and no communication. A rank that is about to
+leave the schedule meets the others before it launches its collective. So all ranks either do what the others expect, or
+have met. After one such deviation a pass is *unscheduled*: it continues without meetings, and the ranks compare its
+collectives when it ends, before an optimizer uses the gradients. If unscheduled passes differ and the host waits for
+collectives, the ranks find the difference while they wait (``ranks/board.py``).
 
-Units with ``set_reduce_scatter_unused_params`` are an exception: ranks take part in them without using them. With such
-units, all ranks together choose each step that leaves the way.
+Units with ``set_reduce_scatter_unused_params`` are an exception: ranks take part in their collectives without using
+them. With such units, all ranks together choose each collective that is not scheduled.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import AS_COMPUTED, END, Answer, CanJoin, Collective, ObservedGroup, PassKind
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import AS_COMPUTED, END, Answer, CanJoin, ObservedGroup, PassKind, Step
 from fsdp2.ranks.board import Board
+from fsdp2.ranks.log import PassLog
 from fsdp2.ranks.start import Line, options_of
-from fsdp2.ranks.steps import StepLog
 
 __all__ = ["RankMonitor"]
 
@@ -48,47 +48,47 @@ class RankMonitor:
         conflict: Callable[[RootContext], str] = lambda root: "",
     ) -> None:
         self.board = board
-        self.log = StepLog()
+        self.log = PassLog()
         self._root = root
         self._run = run
         self._conflict = conflict
         self._nested = 0  # passes inside the running one
-        self._to_begin: PassKind | None = None  # a pass that has not taken a step yet
+        self._to_begin: PassKind | None = None  # a pass that has not launched a collective yet
         self._setters: dict[str, None] = {}  # setters that have changed options since the ranks compared them
-        self._places: dict[Any, int] = {}  # the order of the groups in the last forward
+        self._positions: dict[Any, int] = {}  # the order of the groups in the last forward
         self._needed_in_backward: set[Any] = set()  # groups that ranks may skip and that a backward has gathered
         if not self._may_skip:
             self.log.first_kind = PassKind("forward")
 
     @property
     def _may_skip(self) -> bool:
-        """True if ranks may skip units that others use: all ranks then choose each step that leaves the way."""
+        """True if ranks may skip units that others use: all ranks then choose each collective that is not scheduled."""
         return any(group.options.reduce_unused for group in self._root.groups)
 
     # ---- passes ----
 
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
-        """Note that a pass starts. For other ranks it begins with its first step: a pass without steps is local."""
+        """Note that a pass starts. For other ranks it begins with its first collective: one without is local."""
         self.board.check()
         log = self.log
         if conflict := self._conflict(self._root):
             self.board.fail(f"rank {self.board.rank}: {conflict}", log.epoch)
-        if (log.kind or self._to_begin) and not outermost:  # its steps count as those of the pass around it
+        if (log.kind or self._to_begin) and not outermost:  # its collectives count as those of the pass around it
             self._nested += 1
             return
         if log.kind:  # an outermost pass starts, so the last one was aborted by an error
             self.abandon()
         self._to_begin = kind
-        if self._may_skip:  # other ranks may take steps in it that this rank has to join
+        if self._may_skip:  # other ranks may launch collectives in it that this rank has to join
             self._begin(kind, None)
 
-    def _begin(self, kind: PassKind, first: Step | None) -> None:
-        """Begin a pass for all ranks; its ``first`` step is given if known. Meet unless all ranks expect the pass."""
+    def _begin(self, kind: PassKind, first: Collective | None) -> None:
+        """Begin a pass for all ranks, with its ``first`` collective if known. Meet unless all ranks expect the pass."""
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
         if self._may_skip and not all(map(log.has_gather, self._without_place(kind))):
-            log.forget_way()
+            log.forget_schedule()
         if not known:
             self._meet(first, begins=True)
             self._setters.clear()
@@ -97,8 +97,8 @@ class RankMonitor:
         """Return the groups that any rank may gather in a pass of ``kind``, unless a known pass gathers them.
 
         These are groups that some ranks may skip: in a forward all of them, in a backward those that a forward before
-        it gathered, if they train or an earlier backward gathered them. Until a rank has used such a group, its place
-        in the pass is unknown, and a rank may come to it before any step.
+        it gathered, if they train or an earlier backward gathered them. Until a rank has used such a group, its
+        position in the pass is unknown, and a rank may come to it before any collective.
         """
         found = []
         for number, group in enumerate(self._root.groups):
@@ -113,34 +113,38 @@ class RankMonitor:
             found.append(group)
         return found
 
-    def _guess(self, kind: PassKind) -> list[Step] | None:
-        """Return the probable steps of the first pass of a kind: a gather of each group in the model's order.
+    def _guess(self, kind: PassKind) -> list[Collective] | None:
+        """Return the probable collectives of the first pass of a kind: a gather of each group in the model's order.
 
         The gathers over the replicate axis that the kind contains come first.
         """
-        if kind.name not in _FORWARDS or self.log.has_way(kind) or self._may_skip:
+        if kind.name not in _FORWARDS or self.log.has_schedule(kind) or self._may_skip:
             return None
-        anew = [Step("gather over replicas", self._root.groups[number]) for number in kind.anew]
+        anew = [Collective("gather over replicas", self._root.groups[number]) for number in kind.anew]
         groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
-        return [*anew, *(Step("gather", group, group.store.formats_digest) for group in groups), END]
+        return [*anew, *(Collective("gather", group, group.store.formats_digest) for group in groups), END]
 
     def end(self) -> None:
-        """Note that the pass is over. If it was open, the ranks meet and compare its steps."""
+        """Note that the pass is over. If it was unscheduled, the ranks meet and compare its collectives."""
         log = self.log
         if self._nested:
             self._nested -= 1
         elif log.kind:
-            if log.open and not self._may_skip:
+            if log.unscheduled and not self._may_skip:
                 self._meet()
             if log.kind.name == "forward":
-                self._places = {step.group: i for i, step in enumerate(log.steps)}
+                self._positions = {collective.group: i for i, collective in enumerate(log.collectives)}
             elif log.kind.name in _BACKWARDS:
-                gathered = [step.group for step in log.steps if step.kind == "gather" and step.group is not None]
+                gathered = [
+                    collective.group
+                    for collective in log.collectives
+                    if collective.kind == "gather" and collective.group is not None
+                ]
                 self._needed_in_backward.update(group for group in gathered if group.options.reduce_unused)
             log.end()
 
-    def joins_before_end(self, can_join: CanJoin) -> Step | None:
-        """Return the next step that other ranks take before this pass ends, if this rank can join it."""
+    def joins_before_end(self, can_join: CanJoin) -> Collective | None:
+        """Return the next collective that other ranks launch before this pass ends, if this rank can join it."""
         expected = self.log.expected
         if expected is None or expected == END or not can_join(expected, not self.log.chosen):
             return None
@@ -157,101 +161,107 @@ class RankMonitor:
         self._nested, self._to_begin = 0, None
 
     def forget(self, setter: str) -> None:
-        """Compare options at the start of the next pass, and learn the steps of each kind of pass again."""
+        """Compare options at the start of the next pass, and learn the collectives of each kind of pass again."""
         self._setters[setter] = None
         self.log.forget()
 
-    # ---- steps ----
+    # ---- collectives ----
 
-    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
-        """Decide whether to take ``step`` now, or first another step that other ranks take and this rank can join.
+    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
+        """Decide whether to launch ``collective`` now, or first another that other ranks launch and this rank can join.
 
-        An ``optional`` step that other ranks take later is postponed until then.
+        An ``optional`` collective that other ranks launch later is postponed until then.
 
         Raises:
-            RuntimeError: Not all ranks can take this step. Every rank raises it.
+            RuntimeError: Not all ranks can launch this collective. Every rank raises it.
         """
         log = self.log
-        if self._nested and step == END:  # the end of an inner pass is no step of the pass around it
-            return Answer.TAKE
-        if log.follow(step):  # almost every step returns here
-            return Answer.TAKE
+        if self._nested and collective == END:  # the end of an inner pass is no collective of the pass around it
+            return Answer.LAUNCH
+        if log.follow(collective):  # almost every collective returns here
+            return Answer.LAUNCH
         if self._to_begin is not None:
             kind = self._to_begin
-            if step == END and not log.expects_steps(kind):  # a pass without steps, which other ranks do not expect
+            if collective == END and not log.expects_collectives(kind):  # other ranks do not expect it either
                 self._to_begin = None
-                return Answer.TAKE
-            self._begin(kind, step)
-            if log.follow(step):
-                return Answer.TAKE
+                return Answer.LAUNCH
+            self._begin(kind, collective)
+            if log.follow(collective):
+                return Answer.LAUNCH
         if log.kind is None:  # between passes, and in a pass of one replica alone, nothing is compared
-            return Answer.TAKE
-        while (expected := log.expected) != step:
+            return Answer.LAUNCH
+        while (expected := log.expected) != collective:
             if expected is not None:
                 if can_join(expected, not log.chosen):
                     return expected
-                if optional and (step.kind == "gather" if log.chosen else log.expects_later(step)):
+                if optional and (collective.kind == "gather" if log.chosen else log.expects_later(collective)):
                     return Answer.LATER
-                if log.chosen:  # the other ranks take a step that this rank can neither take nor join
-                    did = {self.board.ranks[0]: self._did(log.kind, expected), -1: self._did(log.kind, step)}
+                if log.chosen:  # the other ranks launch a collective that this rank can neither launch nor join
+                    did = {self.board.ranks[0]: self._did(log.kind, expected), -1: self._did(log.kind, collective)}
                     self.board.fail(self.refuse(did), log.epoch)
-            if self._may_skip:  # choose, and look again at the step that is expected then
-                log.choose(self._choose(step, optional and step.kind == "gather"))
-            elif log.open:  # compared at the end of the pass
+            if self._may_skip:  # choose, and look again at the collective that is expected then
+                log.choose(self._choose(collective, optional and collective.kind == "gather"))
+            elif log.unscheduled:  # compared at the end of the pass
                 break
             else:
-                self._deviate(step)
-                return Answer.TAKE
-        log.take(step)
-        return Answer.TAKE
+                self._deviate(collective)
+                return Answer.LAUNCH
+        log.add(collective)
+        return Answer.LAUNCH
 
-    def _deviate(self, step: Step) -> None:
-        """Meet, and leave the way with ``step`` together with all ranks."""
+    def _deviate(self, collective: Collective) -> None:
+        """Meet, and leave the schedule with ``collective`` together with all ranks."""
         log = self.log
-        rest = [one for one in (log.expected, *log.rest) if one is not None and one.group is not step.group]
-        if step.part:  # the sizes that an extension sends are known only now; similar units send the same
-            rest = [Step(one.kind, one.group, step.part) if _alike(one.group, step.group) else one for one in rest]
-        self._meet(step)
-        log.deviate(step, rest if log.guessed and log.deviations < _DEVIATIONS else None)
+        rest = [one for one in (log.expected, *log.rest) if one is not None and one.group is not collective.group]
+        if collective.part:  # the sizes that an extension sends are known only now; similar units send the same
+            rest = [
+                Collective(one.kind, one.group, collective.part) if _alike(one.group, collective.group) else one
+                for one in rest
+            ]
+        self._meet(collective)
+        log.deviate(collective, rest if log.guessed and log.deviations < _DEVIATIONS else None)
 
-    def _meet(self, step: Step | None = None, *, begins: bool = False) -> None:
-        """Meet. Raise an error on all ranks unless all took the same steps in this pass and want ``step`` next."""
+    def _meet(self, collective: Collective | None = None, *, begins: bool = False) -> None:
+        """Meet. Raise an error on all ranks unless all launched the same in this pass and want ``collective`` next."""
         log, board = self.log, self.board
-        epoch, state = log.epoch, _StateAtMeeting(self, step, options=begins and bool(self._setters))
+        epoch, state = log.epoch, _StateAtMeeting(self, collective, options=begins and bool(self._setters))
 
         def meet() -> None:
-            if board.meet(epoch, str(state.steps), state) is None:
+            if board.meet(epoch, str(state.numbers), state) is None:
                 board.raise_difference(state)
 
-        # With units that ranks may skip, the next step depends on the other ranks, so the host has to wait.
+        # With units that ranks may skip, the next collective depends on the other ranks, so the host has to wait.
         meet() if self._may_skip else self._run(meet)
         log.met()
 
-    def _choose(self, step: Step, prefetch: bool) -> Step:
-        """Return the next step of all ranks. This rank wants ``step``, but can wait with it if it is a ``prefetch``."""
+    def _choose(self, collective: Collective, prefetch: bool) -> Collective:
+        """Return the next collective of all ranks. This rank wants ``collective``, but can wait with a ``prefetch``."""
         log = self.log
         groups: Sequence[ObservedGroup] = self._root.groups
-        state = _StateAtMeeting(self, step, compares=False)
-        want: dict[str, Any] = {"step": [step.kind, None, []]}
-        if step.group is not None:
-            number = groups.index(step.group)
+        state = _StateAtMeeting(self, collective, compares=False)
+        want: dict[str, Any] = {"collective": [collective.kind, None, []]}
+        if collective.group is not None:
+            number = groups.index(collective.group)
             # If ranks want different units that some may skip, all take the first of them: this is its order.
-            want = {"step": [step.kind, number, list(step.part)], "order": self._order(log.kind, step)}
-            want["optional"], want["prefetch"] = step.group.options.reduce_unused, prefetch
+            want = {
+                "collective": [collective.kind, number, list(collective.part)],
+                "order": self._order(log.kind, collective),
+            }
+            want["optional"], want["prefetch"] = collective.group.options.reduce_unused, prefetch
         chosen = self.board.choose(log.epoch, json.dumps(want), state, _choose_among)
-        if chosen is None:  # no step suits all ranks: raise an error that compares the wanted steps, too
+        if chosen is None:  # no collective suits all ranks: raise an error that compares the wanted collectives, too
             state.compares = True
             self.board.raise_difference(state)
         log.met()
         kind, number, part = chosen
-        return Step(kind, None if number is None else groups[number], tuple(part))
+        return Collective(kind, None if number is None else groups[number], tuple(part))
 
-    def _order(self, kind: PassKind | None, step: Step) -> int:
+    def _order(self, kind: PassKind | None, collective: Collective) -> int:
         """Return a number that grows along the pass: in the order of groups in a forward, in reverse in a backward."""
         groups: Sequence[ObservedGroup] = self._root.groups
-        number = -1 if step.group is None else groups.index(step.group)
+        number = -1 if collective.group is None else groups.index(collective.group)
         backward = kind is not None and kind.name in _BACKWARDS
-        return -self._places.get(step.group, number) if backward else number
+        return -self._positions.get(collective.group, number) if backward else number
 
     # ---- the history for other ranks ----
 
@@ -260,12 +270,12 @@ class RankMonitor:
         return self.log.position
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
-        """Return a number for the kind of the pass at a position and for each of its steps."""
+        """Return a number for the kind of the pass at a position and for each of its collectives."""
         found = self.log.find(epoch, number)
         return None if found is None else self._digests(found[0], self._with_beginning(*found))
 
-    def _with_beginning(self, kind: PassKind | None, steps: Sequence[Step]) -> list[Step]:
-        """Return the steps that ranks compare: one for each unit that is gathered at the start, and those of the pass.
+    def _with_beginning(self, kind: PassKind | None, collectives: Sequence[Collective]) -> list[Collective]:
+        """Return the collectives that ranks compare: one for each unit gathered at the start, and those of the pass.
 
         If one rank's forward skips the unit that backward begins with, its backward is of another kind. The other ranks
         know their kind and continue, while this rank waits for a meeting. The units that were gathered at the start are
@@ -273,12 +283,12 @@ class RankMonitor:
         a kind contains: each rank may know its own kind, and the first of these gathers may be the same on all ranks.
         """
         if kind is None:
-            return list(steps)
+            return list(collectives)
         beginning = [("stay", number) for number in kind.stayed]
         beginning += [("gather over replicas", number) for number in kind.anew]
-        return [*(Step(name, self._root.groups[number]) for name, number in beginning), *steps]
+        return [*(Collective(name, self._root.groups[number]) for name, number in beginning), *collectives]
 
-    def _digests(self, kind: object, steps: Sequence[Step]) -> list[int]:
+    def _digests(self, kind: object, collectives: Sequence[Collective]) -> list[int]:
         # Groups are identified by their unit and parameters, not by number: a rank may have another group for
         # parameters that were added on it alone. And not by full names: those of experts often contain a number that
         # only their rank has.
@@ -287,38 +297,38 @@ class RankMonitor:
             for number, state in enumerate(self._root.all_states)
             for group in state.groups
         }
-        numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in steps]
+        numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in collectives]
         return [zlib.crc32(repr(one).encode()) for one in (str(kind), *numbers)]
 
     def text(self, epoch: int, number: int, index: int) -> str:
-        """Return one of these in words, or "" if this rank has not taken it."""
-        kind, steps = self.log.find(epoch, number) or (None, [])
+        """Return one of these in words, or "" if this rank has not launched it."""
+        kind, collectives = self.log.find(epoch, number) or (None, [])
         if not index:
             return "" if kind is None else str(kind)
-        steps = self._with_beginning(kind, steps)
-        return self._did(kind, steps[index - 1]) if index <= len(steps) else ""
+        collectives = self._with_beginning(kind, collectives)
+        return self._did(kind, collectives[index - 1]) if index <= len(collectives) else ""
 
-    def _did(self, kind: PassKind | None, step: Step) -> str:
-        """Return a step as JSON, for ``refuse`` on another rank."""
-        group, text = step.group, self._text(kind, step)
+    def _did(self, kind: PassKind | None, collective: Collective) -> str:
+        """Return a collective as JSON, for ``refuse`` on another rank."""
+        group, text = collective.group, self._text(kind, collective)
         if group is None:
             return json.dumps(_Did(text))
-        order = (step.kind == "reduce", self._order(kind, step))
+        order = (collective.kind == "reduce", self._order(kind, collective))
         return json.dumps(_Did(text, group.name, order, group.options.reduce_unused))
 
-    def _text(self, kind: object, step: Step) -> str:
-        group = step.group
+    def _text(self, kind: object, collective: Collective) -> str:
+        group = collective.group
         if group is None:
             return f"the end of {kind}"
-        text = f"{step.kind} {group.name or 'the root'!r} in {kind}"
-        if step.kind == "stay":
+        text = f"{collective.kind} {group.name or 'the root'!r} in {kind}"
+        if collective.kind == "stay":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
-        if step.kind == "reduce":
-            sent = [i for i in step.part if i != AS_COMPUTED]
+        if collective.kind == "reduce":
+            sent = [i for i in collective.part if i != AS_COMPUTED]
             names = ", ".join(group.params[i].name for i in sent[:3])
             names += ", ..." if len(sent) > 3 else ""
-            return f"{text} ({names}{' as computed' if AS_COMPUTED in step.part else ''})"
-        sizes = step.part[len(group.store.formats_digest) :]
+            return f"{text} ({names}{' as computed' if AS_COMPUTED in collective.part else ''})"
+        sizes = collective.part[len(group.store.formats_digest) :]
         if group.store.formats_digest:
             encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}
             text += f" with {'; '.join(f'{name}: {formats}' for formats, name in encoded.items())}"
@@ -341,7 +351,7 @@ class RankMonitor:
 
 
 class _Did(NamedTuple):
-    """A step of one rank in words, and the name of its unit (None for the end of a pass)."""
+    """A collective of one rank in words, and the name of its unit (None for the end of a pass)."""
 
     text: str
     unit: str | None = None
@@ -350,10 +360,10 @@ class _Did(NamedTuple):
 
 
 def _skipping(did: list[_Did | str]) -> str:
-    """Return the remedy if some ranks skip a unit, given the step of each rank; a str is not a step."""
-    steps = [one for one in did if isinstance(one, _Did)]
-    units = [one for one in steps if one.unit is not None]
-    if not units or len(steps) < len(did) or len({one.unit for one in steps}) == 1:
+    """Return the remedy if some ranks skip a unit, given the collective of each rank; a str is not a collective."""
+    collectives = [one for one in did if isinstance(one, _Did)]
+    units = [one for one in collectives if one.unit is not None]
+    if not units or len(collectives) < len(did) or len({one.unit for one in collectives}) == 1:
         return ""
     first = min(units, key=lambda one: one.order)  # ranks that are further on have skipped this unit
     name = repr(first.unit) if first.unit else "the root"
@@ -374,38 +384,41 @@ def _in_python(name: str) -> str:
 
 
 class _StateAtMeeting:
-    """The history of a rank when it came to a meeting, with the step that it wants. The host may continue meanwhile."""
+    """The history of a rank when it came to a meeting, and the collective that it wants. The host may go on."""
 
     def __init__(
-        self, monitor: RankMonitor, step: Step | None, *, compares: bool = True, options: bool = False
+        self, monitor: RankMonitor, collective: Collective | None, *, compares: bool = True, options: bool = False
     ) -> None:
         """With ``options``, the options of all units are compared, too, because setters have changed some."""
         log = monitor.log
         self._monitor = monitor
         self._at = log.position
-        self._kind, self._taken = log.kind, monitor._with_beginning(log.kind, log.steps)
-        self._wanted = [] if step is None else [step]
-        self.compares = compares  # True: also the wanted step, not only the steps that were taken
+        self._kind, self._launched = log.kind, monitor._with_beginning(log.kind, log.collectives)
+        self._wanted = [] if collective is None else [collective]
+        self.compares = compares  # True: also the wanted collective, not only the collectives that were launched
         self._options: list[Line] = options_of(monitor._root) if options else []
         self._title = f"{self._kind} after {', '.join(sorted(monitor._setters))}" if options else str(self._kind)
-        self.steps = monitor._digests(self._title, [*self._taken, *self._wanted])
-        self.steps += [zlib.crc32(line.compared.encode()) for line in self._options]
+        self.numbers = monitor._digests(self._title, [*self._launched, *self._wanted])
+        self.numbers += [zlib.crc32(line.compared.encode()) for line in self._options]
 
     def position(self) -> tuple[int, int]:
         """Return the rank's position."""
         return self._at
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
-        """Return the digests of the monitor, with the wanted step."""
+        """Return the digests of the monitor, with the wanted collective."""
         if (epoch, number) != self._at:
             return self._monitor.digests(epoch, number)
-        return self.steps if shown or self.compares else self.steps[: len(self._taken) + 1]
+        return self.numbers if shown or self.compares else self.numbers[: len(self._launched) + 1]
 
     def text(self, epoch: int, number: int, index: int) -> str:
         """Return one of these in words."""
         if (epoch, number) != self._at:
             return self._monitor.text(epoch, number, index)
-        texts = [self._title, *(self._monitor._did(self._kind, step) for step in (*self._taken, *self._wanted))]
+        texts = [
+            self._title,
+            *(self._monitor._did(self._kind, collective) for collective in (*self._launched, *self._wanted)),
+        ]
         texts += [line.text for line in self._options]
         return texts[index] if index < len(texts) else ""
 
@@ -423,13 +436,13 @@ def _alike(one: ObservedGroup | None, other: ObservedGroup | None) -> bool:
 
 
 def _choose_among(wants: dict[int, Any]) -> Any:
-    """Return the step of the ranks' ``wants`` that all of them can take, or None if there is none."""
+    """Return the collective of the ranks' ``wants`` that all of them can launch, or None if there is none."""
     if len(wants) == 1:
-        return next(iter(wants.values()))["step"]
+        return next(iter(wants.values()))["collective"]
     optional = [want for want in wants.values() if want.get("optional")]
     if optional:
-        return min(optional, key=lambda want: want["order"])["step"]
-    # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for the step that others need.
+        return min(optional, key=lambda want: want["order"])["collective"]
+    # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need.
     needed = [want for want in wants.values() if not want.get("prefetch")]
-    same = bool(needed) and all(want["step"] == needed[0]["step"] for want in needed)
-    return needed[0]["step"] if same else None
+    same = bool(needed) and all(want["collective"] == needed[0]["collective"] for want in needed)
+    return needed[0]["collective"] if same else None

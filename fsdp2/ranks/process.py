@@ -22,8 +22,8 @@ from fsdp2._torch.checkpoint import async_saves
 from fsdp2._torch.collectives import default_store, group_timeout, without_modes
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import observe_waits
+from fsdp2.engine.observer import PassKind, observe_with
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import PassKind, observe_with
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare

@@ -8,8 +8,8 @@ import zlib
 from typing import Any, NamedTuple
 
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import PassKind
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import PassKind
 from fsdp2.ranks.board import Board
 
 __all__ = ["Line", "compare", "options_of"]
@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 def options_of(root: RootContext[Any]) -> list[Line]:
-    """Return the options of each unit of ``root`` that influence communication and are not part of a step."""
+    """Return the options of each unit of ``root`` that influence communication and are not part of a collective."""
     numbers = {state: number for number, state in enumerate(root.all_states)}
     lines = []
     for state, number in numbers.items():
@@ -85,7 +85,7 @@ class _Plan:
         self._lines = [*lines, Line("", "nothing more")]
 
     def position(self) -> tuple[int, int]:
-        """Return the position before all steps."""
+        """Return the position before all collectives."""
         return 0, 0
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int]:

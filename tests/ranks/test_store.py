@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2.engine.steps import END, Answer, PassKind, Step
+from fsdp2.engine.observer import END, Answer, Collective, PassKind
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
@@ -120,15 +120,15 @@ class Model:
     def iterate(self, *, skip: int = -1) -> None:
         """One forward and backward; the unit ``skip`` is left out."""
         used = [group for i, group in enumerate(self.groups) if i != skip]
-        self.run("forward", [Step("gather", group) for group in used])
-        part = [Step("reduce", group, (i,)) for group in reversed(used) for i in range(5)]
-        self.run("backward", [*(Step("gather", group) for group in reversed(used)), *part])
+        self.run("forward", [Collective("gather", group) for group in used])
+        part = [Collective("reduce", group, (i,)) for group in reversed(used) for i in range(5)]
+        self.run("backward", [*(Collective("gather", group) for group in reversed(used)), *part])
 
-    def run(self, kind: str, steps: list[Step]) -> None:
+    def run(self, kind: str, steps: list[Collective]) -> None:
         """One pass."""
         self.monitor.begin(PassKind(kind), outermost=kind == "forward")
         for step in (*steps, END):  # no unit is for some ranks alone
-            assert self.monitor.before(step, optional=False, can_join=lambda other, planned: False) is Answer.TAKE
+            assert self.monitor.before(step, optional=False, can_join=lambda other, planned: False) is Answer.LAUNCH
         self.monitor.end()
 
 
@@ -207,8 +207,8 @@ def test_one_that_differs_is_named_on_all() -> None:
     def program(model: Model, rank: int) -> None:
         model.iterate()
         try:
-            model.run("forward", [Step("gather", group) for group in model.groups[: 3 if rank == 5 else 4]])
-            model.run("forward", [Step("gather", model.groups[0])])  # a backward was expected
+            model.run("forward", [Collective("gather", group) for group in model.groups[: 3 if rank == 5 else 4]])
+            model.run("forward", [Collective("gather", model.groups[0])])  # a backward was expected
         except RuntimeError as error:
             texts.append(str(error))
 
@@ -228,7 +228,7 @@ def test_an_option_that_is_set_is_not_advised(marked: bool) -> None:
         model = Model(board_on(CountingStore(Memory()), 0, 1), 4)
         for group in model.groups:
             group.options = SimpleNamespace(reduce_unused=marked)
-        model.run("forward", [Step("gather", model.groups[unit]) for unit in units])
+        model.run("forward", [Collective("gather", model.groups[unit]) for unit in units])
         texts[rank] = model.monitor.text(*model.monitor.position(), 2)
     error = model.monitor.refuse(texts)
     assert "rank 0: gather '1' in forward; rank 1: gather '2' in forward" in error

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils import _pytree as pytree
 
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.steps import Answer, Step, Unobserved
+from fsdp2.engine.observer import Answer, Collective, Unobserved
 from tests.support import api
 from tests.support.parity import SEED, STEPS, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
@@ -368,11 +368,13 @@ class Postponing(Unobserved):
     """Leaves every prefetch until it is needed, as where other ranks come to it later."""
 
     def __init__(self) -> None:
-        self.asked: list[Step] = []
+        self.asked: list[Collective] = []
 
-    def before(self, step: Step, *, optional: bool, can_join: Callable[[Step], bool]) -> Answer | Step:
+    def before(
+        self, step: Collective, *, optional: bool, can_join: Callable[[Collective], bool]
+    ) -> Answer | Collective:
         self.asked.append(step)
-        return Answer.LATER if optional else Answer.TAKE
+        return Answer.LATER if optional else Answer.LAUNCH
 
 
 @api.fsdp2_only

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
 from fsdp2._trace import listening
+from fsdp2.engine.observer import Answer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
-from fsdp2.engine.steps import Answer
 from tests.support.fake import fake_mesh
 from tests.support.streams import Device
 
@@ -109,7 +109,7 @@ def test_a_forward_that_was_interrupted_is_forgotten_with_the_next(mesh: DeviceM
 def test_other_ranks_are_shown_what_is_gathered_by_hand(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first step to the end of the pass, since those that do not ask would pair it with another of theirs."""
     observer = mock.Mock()
-    observer.before.return_value = Answer.TAKE
+    observer.before.return_value = Answer.LAUNCH
     monkeypatch.setattr(RootContext, "observer_by_hand", lambda *unused: observer)
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     model.unshard()

@@ -6,35 +6,35 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp2.engine.steps import PassKind, Step
-from fsdp2.ranks.steps import StepLog
+from fsdp2.engine.observer import Collective, PassKind
+from fsdp2.ranks.log import PassLog
 
-A, B, C, D = (Step("gather", SimpleNamespace(name=name)) for name in "abcd")  # type: ignore[arg-type]
+A, B, C, D = (Collective("gather", SimpleNamespace(name=name)) for name in "abcd")  # type: ignore[arg-type]
 FORWARD, BACKWARD, EVALUATION = map(PassKind, ("forward", "backward", "evaluation"))
 ITERATION = ((FORWARD, [A, B, C]), (BACKWARD, [C, B, A]))
 
 
-def run(log: StepLog, kind: PassKind, steps: list[Step]) -> bool:
+def run(log: PassLog, kind: PassKind, collectives: list[Collective]) -> bool:
     """One pass; whether all its steps were expected, and it was."""
     known = log.follows(kind)
     log.begin(kind)
-    for step in steps:
-        if not log.follow(step):
+    for collective in collectives:
+        if not log.follow(collective):
             known = False
             if log.expected is not None:
-                log.deviate(step)
+                log.deviate(collective)
             else:
-                log.take(step)
+                log.add(collective)
     log.end()
     return known
 
 
-def learned(*passes: tuple[PassKind, list[Step]], times: int = 2) -> StepLog:
+def learned(*passes: tuple[PassKind, list[Collective]], times: int = 2) -> PassLog:
     """A log that has seen these passes so often."""
-    log = StepLog()
+    log = PassLog()
     for _ in range(times):
-        for kind, steps in passes:
-            run(log, kind, steps)
+        for kind, collectives in passes:
+            run(log, kind, collectives)
     return log
 
 
@@ -42,30 +42,30 @@ def test_an_iteration_that_is_repeated_is_followed() -> None:
     log = learned(*ITERATION, times=1)
     assert not log.follows(FORWARD)  # nothing is expected after a first backward
     log = learned(*ITERATION)
-    assert [run(log, kind, steps) for kind, steps in ITERATION] == [True, True]
-    assert log.has_way(FORWARD) and not log.has_way(EVALUATION) and not log.follows(EVALUATION)
+    assert [run(log, kind, collectives) for kind, collectives in ITERATION] == [True, True]
+    assert log.has_schedule(FORWARD) and not log.has_schedule(EVALUATION) and not log.follows(EVALUATION)
 
 
 def test_a_pass_of_a_new_kind_is_open() -> None:
-    log = StepLog()
+    log = PassLog()
     log.begin(FORWARD)
-    assert log.open and log.expected is None and not log.follow(A) and log.steps == []
-    log.take(A)
-    assert log.steps == [A] and not log.follows(BACKWARD)  # one runs
+    assert log.unscheduled and log.expected is None and not log.follow(A) and log.collectives == []
+    log.add(A)
+    assert log.collectives == [A] and not log.follows(BACKWARD)  # one runs
 
 
 def test_a_step_that_is_not_next_changes_nothing() -> None:
     log = learned(*ITERATION)
     log.begin(FORWARD)
-    assert log.follow(A) and not log.follow(C) and log.steps == [A] and not log.open
+    assert log.follow(A) and not log.follow(C) and log.collectives == [A] and not log.unscheduled
     assert log.expected == B and log.rest == [C]
     assert log.expects_later(C) and not log.expects_later(A) and not log.expects_later(B)
 
 
 def test_a_guess_is_followed_but_says_nothing_of_later_steps() -> None:
-    log = StepLog()
+    log = PassLog()
     log.begin(FORWARD, [A, B, C])
-    assert log.guessed and not log.open and not log.expects_later(B)
+    assert log.guessed and not log.unscheduled and not log.expects_later(B)
     assert log.follow(A) and log.follow(B) and not log.follow(D)
 
 
@@ -75,16 +75,16 @@ def test_who_leaves_a_way_goes_on_along_a_known_one() -> None:
     assert log.follow(A)
     other = C if log.expected == B else B
     log.deviate(other)
-    assert not log.open and log.deviations == 1 and log.follow(D if other == C else C)
+    assert not log.unscheduled and log.deviations == 1 and log.follow(D if other == C else C)
 
 
 @pytest.mark.parametrize("guess", [None, [D]])
-def test_who_leaves_all_known_ways_is_on_an_open_one_or_guesses(guess: list[Step] | None) -> None:
+def test_who_leaves_all_known_ways_is_on_an_open_one_or_guesses(guess: list[Collective] | None) -> None:
     log = learned(*ITERATION)
     log.begin(FORWARD)
     assert log.follow(A)
     log.deviate(C, guess)
-    assert log.open is (guess is None) and log.guessed is not log.open and log.follow(D) is log.guessed
+    assert log.unscheduled is (guess is None) and log.guessed is not log.unscheduled and log.follow(D) is log.guessed
 
 
 def test_a_step_that_was_chosen_is_next_and_the_last_expected() -> None:
@@ -92,24 +92,24 @@ def test_a_step_that_was_chosen_is_next_and_the_last_expected() -> None:
     log.begin(FORWARD)
     log.choose(D)
     assert log.chosen and log.expected == D and log.rest == []
-    log.take(D)
-    assert not log.chosen and log.expected is None and log.steps == [D]
+    log.add(D)
+    assert not log.chosen and log.expected is None and log.collectives == [D]
 
 
 def test_places_in_a_loop_are_told_apart_by_what_came_before() -> None:
     loop = ((FORWARD, [A]), (BACKWARD, [A]), (FORWARD, [A, B]), (PassKind(BACKWARD, "last"), [B, A]))
     log = learned(*loop, times=4)
-    assert [run(log, kind, steps) for kind, steps in loop] == [True] * 4
+    assert [run(log, kind, collectives) for kind, collectives in loop] == [True] * 4
 
 
 def test_nothing_is_expected_after_a_pass_was_aborted() -> None:
     log = learned(*ITERATION)
     log.begin(FORWARD)
     log.abandon()
-    assert not log.follows(FORWARD) and log.kind is None and log.steps == []
+    assert not log.follows(FORWARD) and log.kind is None and log.collectives == []
     log.forget()
     log.begin(FORWARD)
-    assert log.open
+    assert log.unscheduled
 
 
 def test_earlier_passes_are_found_by_their_place_since_the_ranks_met() -> None:
@@ -117,7 +117,7 @@ def test_earlier_passes_are_found_by_their_place_since_the_ranks_met() -> None:
     assert log.position == (0, 5)
     assert log.find(0, 4) == (FORWARD, [A, B, C]) and log.find(0, 6) is None and log.find(1, 0) is None
     same = [log.find(0, number) for number in (0, 2, 4)]
-    assert len({id(steps) for _, steps in filter(None, same)}) == 1  # repeated iterations cost no memory
+    assert len({id(collectives) for _, collectives in filter(None, same)}) == 1  # repeated iterations cost no memory
     log.met()
     run(log, FORWARD, [A])
     assert log.position == (1, 0) and log.find(1, 0) == (FORWARD, [A])

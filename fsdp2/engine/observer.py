@@ -1,9 +1,9 @@
-"""The steps of a pass, and the observer that sees each one before it starts.
+"""The collectives of a pass, and the observer that sees each one before it is launched.
 
-A *pass* is a forward, a backward or a finalization under one root, or what the caller gathers between passes. Its
-*steps* are the collectives that it starts: gathers, and chunks of gradients. Ranks that take different steps would wait
-for each other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a step in one function,
-``take_step``.
+A *pass* is a forward, a backward or a finalization under one root, or what the caller gathers between passes. It
+launches gathers, and reductions of chunks of gradients. Ranks that launch different collectives would wait for each
+other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a collective in one function,
+``launch_observed``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = [
     "END",
     "Answer",
     "CanJoin",
+    "Collective",
     "Joins",
+    "Launch",
     "ObservedGroup",
     "Observer",
     "PassKind",
-    "Step",
-    "Take",
     "Unobserved",
+    "launch_observed",
+    "launch_unobserved",
     "make_observer",
     "nothing",
     "observe_with",
-    "take_step",
-    "take_unobserved",
 ]
 
 
@@ -45,7 +45,7 @@ class ObservedGroup(Protocol):
     store: ShardStore
 
 
-class Step(NamedTuple):
+class Collective(NamedTuple):
     """One collective of a pass.
 
     ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, the
@@ -60,14 +60,15 @@ class Step(NamedTuple):
 
 
 AS_COMPUTED = -1
-END = Step("end", None)
-"""The end of a pass, shown to the observer like a step."""
+END = Collective("end", None)
+"""The end of a pass, shown to the observer like a collective."""
 
 
 class PassKind(NamedTuple):
-    """The kind of a pass. Two passes of one kind, after the same kinds of passes, are expected to take the same steps.
+    """The kind of a pass. Two passes of one kind, after the same kinds of passes, are expected to launch the
+    same collectives.
 
-    So a kind must contain every fact that changes the steps from one pass to the next on all ranks alike.
+    So a kind must contain every fact that changes the collectives from one pass to the next on all ranks alike.
     """
 
     # "forward", "evaluation", "backward", "finalization", "synchronization", or the function that the caller gathered
@@ -79,7 +80,7 @@ class PassKind(NamedTuple):
     stayed: tuple[int, ...] = ()
     """Of a backward: the groups that its forwards ended with and left in memory, which it does not gather again."""
     forwards: int = 0
-    """Of a backward with such groups: how many forwards it may be on, those included that took no step."""
+    """Of a backward with such groups: how many forwards it may be on, those included that launched no collective."""
     anew: tuple[int, ...] = ()
     """Of other passes: the groups that it first gathers over the replicate axis, because their shards have changed."""
 
@@ -88,27 +89,30 @@ class PassKind(NamedTuple):
 
 
 class Answer(Enum):
-    """An observer's answer about a step; it may also be another step, which the pass must take first."""
+    """An observer's answer about a collective; it may also be another collective, which the pass must launch first."""
 
-    TAKE = 0  # start it now
-    LATER = 1  # start it when it is needed: only an optional step, a prefetch, gets this answer
+    LAUNCH = 0  # start it now
+    LATER = 1  # start it when it is needed: only an optional collective, a prefetch, gets this answer
 
 
-CanJoin = Callable[[Step, bool], bool]
+CanJoin = Callable[[Collective, bool], bool]
 """``Joins.can_join``."""
 
 
 class Joins(Protocol):
-    """A pass, as far as ``take_step`` has to know one: it can *join*, so take a step that only other ranks need."""
+    """A pass, as far as ``launch_observed`` has to know one.
 
-    def can_join(self, step: Step, planned: bool) -> bool:
-        """Return whether the pass can take ``step`` now, with a group that this rank does not use at the moment.
+    It can *join* a collective: launch it because other ranks need it, although this rank does not.
+    """
+
+    def can_join(self, collective: Collective, planned: bool) -> bool:
+        """Return whether the pass can launch ``collective``, with a group that this rank does not use now.
 
         Ranks that follow a known pass have ``planned`` it; else they have just chosen it.
         """
 
-    def join(self, step: Step) -> bool:
-        """Take ``step``; return False if there was nothing to take after all."""
+    def join(self, collective: Collective) -> bool:
+        """Launch ``collective``; return False if there was nothing to launch after all."""
 
 
 class Observer(Protocol):
@@ -121,15 +125,15 @@ class Observer(Protocol):
         it may lie inside the open one: a backward inside a forward.
         """
 
-    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
-        """Decide about ``step``, which is about to be taken.
+    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
+        """Decide about ``collective``, which is about to be launched.
 
         Returns:
-            TAKE, LATER, or a step that ``can_join`` accepts and that the pass must take first, because other ranks do.
+            LAUNCH, LATER, or a collective that ``can_join`` accepts and that the pass must launch first, as others do.
         """
 
-    def joins_before_end(self, can_join: CanJoin) -> Step | None:
-        """Return the next step that other ranks take before a backward ends, if ``can_join`` accepts it."""
+    def joins_before_end(self, can_join: CanJoin) -> Collective | None:
+        """Return the next collective that other ranks launch before a backward ends, if ``can_join`` accepts it."""
 
     def end(self) -> None:
         """Note that the pass is over."""
@@ -141,7 +145,7 @@ class Observer(Protocol):
         """Note that the pass was aborted, on this rank at least (recovery)."""
 
     def forget(self, setter: str) -> None:
-        """Expect other steps of the same passes from now on: ``setter`` changed options, on every rank alike."""
+        """Expect other collectives of the same passes from now on: ``setter`` changed options, on every rank alike."""
 
 
 class Unobserved:
@@ -150,11 +154,11 @@ class Unobserved:
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Do nothing."""
 
-    def before(self, step: Step, *, optional: bool, can_join: CanJoin) -> Answer | Step:
-        """Let every step be taken at once."""
-        return Answer.TAKE
+    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
+        """Let every collective be launched at once."""
+        return Answer.LAUNCH
 
-    def joins_before_end(self, can_join: CanJoin) -> Step | None:
+    def joins_before_end(self, can_join: CanJoin) -> Collective | None:
         """Return None."""
         return None
 
@@ -171,34 +175,34 @@ class Unobserved:
         """Do nothing."""
 
 
-class Take(Protocol):
-    """Shows a step to the observer of a pass and calls ``start``, unless an ``optional`` step is left for later."""
+class Launch(Protocol):
+    """Shows a collective to the observer of a pass and calls ``start``, or leaves an ``optional`` one for later."""
 
-    def __call__(self, step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
+    def __call__(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Return whether ``start`` was called."""
 
 
-def take_step(
-    observer: Observer, joins: Joins, step: Step, start: Callable[[], None], *, optional: bool = False
+def launch_observed(
+    observer: Observer, joins: Joins, collective: Collective, start: Callable[[], None], *, optional: bool = False
 ) -> bool:
-    """Show ``step`` to ``observer`` and call ``start``; the only place where an observer is asked about a step.
+    """Show ``collective`` to ``observer`` and call ``start``; the only place where an observer is asked about one.
 
-    Steps that the other ranks take first are taken first here as well. Returns False if an ``optional`` step is left
-    for later.
+    Collectives that the other ranks launch first are launched first here as well. Returns False if an ``optional``
+    collective is left for later.
     """
     can_join = joins.can_join
     while True:
-        answer = observer.before(step, optional=optional, can_join=can_join)
-        if answer is Answer.TAKE:
+        answer = observer.before(collective, optional=optional, can_join=can_join)
+        if answer is Answer.LAUNCH:
             start()
             return True
-        if not isinstance(answer, Step):
+        if not isinstance(answer, Collective):
             return False
         if not joins.join(answer):
             can_join = _cannot_join  # the observer has to decide otherwise, or this would never end
 
 
-def _cannot_join(step: Step, planned: bool) -> bool:
+def _cannot_join(collective: Collective, planned: bool) -> bool:
     """Return False."""
     return False
 
@@ -207,8 +211,8 @@ def nothing() -> None:
     """Start nothing: the end of a pass is shown to the observer, but starts no collective."""
 
 
-def take_unobserved(step: Step, start: Callable[[], None], *, optional: bool = False) -> bool:
-    """Start a step outside of any observed pass."""
+def launch_unobserved(collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
+    """Start a collective outside of any observed pass."""
     start()
     return True
 

@@ -1,0 +1,247 @@
+"""The collectives of this rank's passes, and those that all ranks expect: bookkeeping without communication or tensors.
+
+A *schedule* is the list of collectives of one pass. A *context* is the kind of a pass after the kinds of the passes
+before it. As long as every pass follows the schedule that the last pass in its context had, all ranks do the same
+without communication. A pass that leaves its schedule must first agree on the collective with all ranks. It then
+follows another known schedule that begins with the same collectives. If there is none, the pass is *unscheduled*: its
+collectives are compared when it ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdp2.engine.observer import END, Collective, PassKind
+
+__all__ = ["PassLog"]
+
+# Numbers of passes before that make a context, the longest known first; 32 are 16 micro-batches.
+_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)
+_MOST_CONTEXTS = 4096  # known at a time: loops without a pattern make ever new ones
+_SCHEDULES = 16  # remembered for each kind of pass
+_REMEMBERED = 64  # passes
+
+Schedule = Sequence[Collective]
+Context = tuple[PassKind, ...]
+"""The kinds of the passes before, and the kind of the pass itself."""
+
+
+# ---- what all ranks expect of the running pass: one of four values ----
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The ``schedule`` of an earlier pass."""
+
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class _Guessed:
+    """A ``schedule`` that no pass has had: the first of its kind, or what is left of a known one after a deviation."""
+
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """One ``collective`` that all ranks have chosen as the next. Nothing is expected after it."""
+
+    collective: Collective
+    schedule: Schedule = ()
+
+
+@dataclass(frozen=True)
+class _Unscheduled:
+    """No collective is expected: the collectives are compared when the pass ends."""
+
+    schedule: Schedule = ()
+
+
+class PassLog:
+    """The collectives that this rank launched under one root, and those that all ranks expect it to launch next."""
+
+    def __init__(self) -> None:
+        self.kind: PassKind | None = None  # of the running pass; None between passes
+        self.collectives: list[Collective] = []  # of the running pass
+        self.deviations = 0  # of the running pass
+        self.epoch = 0  # the number of meetings of the ranks so far
+        self.first_kind: PassKind | None = None  # the kind of the first pass, if all ranks expect one
+        self._expects: _Known | _Guessed | _Chosen | _Unscheduled = _Unscheduled()  # of the running pass
+        self._number = -1  # passes since the last meeting; the pass that runs during a meeting is 0
+        self._before: Context = ()  # empty at the start, and after a pass was aborted
+        self._next: dict[Context, PassKind] = {}  # the kind that follows these
+        self._known: dict[Context, Schedule] = {}
+        self._schedules: dict[PassKind, deque[Schedule]] = {}  # by kind, the latest first
+        self._keys: list[Context] = []  # of the running pass
+        self._past: deque[tuple[int, int, PassKind | None, Schedule]] = deque(maxlen=_REMEMBERED)
+
+    # ---- passes ----
+
+    def follows(self, kind: PassKind) -> bool:
+        """Return True if all ranks expect a pass of ``kind`` now."""
+        if self.kind:
+            return False
+        known = (self._next[context] for context in self._lately() if context in self._next)
+        return next(known, None if self._before else self.first_kind) == kind
+
+    def expects_collectives(self, kind: PassKind) -> bool:
+        """Return True if all ranks expect a pass of ``kind`` now, and expect it to launch a collective."""
+        schedule = next((self._known[context] for context in self._contexts_of(kind) if context in self._known), None)
+        return self.follows(kind) and schedule is not None and schedule != [END]
+
+    def _contexts_of(self, kind: PassKind) -> list[Context]:
+        return [*((*before, kind) for before in self._lately()), (kind,)]
+
+    def has_schedule(self, kind: PassKind) -> bool:
+        """Return True if there was a pass of ``kind``."""
+        return kind in self._schedules
+
+    def _lately(self) -> list[Context]:
+        return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
+
+    def begin(self, kind: PassKind, guess: Schedule | None = None) -> None:
+        """Start a pass, which all ranks do now; ``guess`` is the schedule to expect if none is known."""
+        if len(self._next) > _MOST_CONTEXTS:  # forget all: the next iterations are compared again, and learned anew
+            self._next.clear()
+            self._known.clear()
+        self.first_kind = None
+        self._keys = self._contexts_of(kind)
+        self._next.update(dict.fromkeys(self._lately(), kind))
+        self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]
+        self.kind, self.collectives, self.deviations = kind, [], 0
+        known = next((self._known[context] for context in self._keys if context in self._known), None)
+        self._expect(known, guess)
+        self._number += 1
+        self._remember()
+
+    def end(self) -> None:
+        """End the pass, which all ranks do now."""
+        assert self.kind is not None
+        schedules = self._schedules.setdefault(self.kind, deque(maxlen=_SCHEDULES))
+        # Equal schedules share one list, so that a repeated iteration takes no memory.
+        known = next(
+            (schedule for schedule in (self._expects.schedule, *schedules) if schedule == self.collectives), None
+        )
+        if known is None:
+            known = self.collectives
+            schedules.appendleft(known)
+        self._known.update(dict.fromkeys(self._keys, known))
+        self._past[-1] = (*self._past[-1][:3], known)
+        self._leave()
+
+    def abandon(self) -> None:
+        """End a pass that was aborted, on this rank at least."""
+        self._leave()
+        self._before = ()
+
+    def _leave(self) -> None:
+        self.kind, self.collectives, self._expects = None, [], _Unscheduled()
+
+    def forget(self) -> None:
+        """Forget all known schedules. The running pass continues on its own."""
+        self._known.clear()
+        self._schedules.clear()
+
+    # ---- collectives ----
+
+    @property
+    def unscheduled(self) -> bool:
+        """True if nothing is expected of the running pass: its collectives are compared when it ends."""
+        return isinstance(self._expects, _Unscheduled)
+
+    @property
+    def guessed(self) -> bool:
+        """True if the expected collectives are not those of an earlier pass."""
+        return isinstance(self._expects, _Guessed)
+
+    @property
+    def chosen(self) -> bool:
+        """True if all ranks have chosen the next collective, which this rank has not launched yet."""
+        return isinstance(self._expects, _Chosen)
+
+    @property
+    def expected(self) -> Collective | None:
+        """The next collective, if all ranks expect one."""
+        if isinstance(self._expects, _Chosen):
+            return self._expects.collective
+        position, schedule = len(self.collectives), self._expects.schedule
+        return schedule[position] if position < len(schedule) else None
+
+    @property
+    def rest(self) -> Schedule:
+        """The collectives that are expected after the next one."""
+        return list(self._expects.schedule[len(self.collectives) + 1 :])
+
+    def has_gather(self, group: object) -> bool:
+        """Return True if the expected collectives of the running pass gather ``group``."""
+        return any(collective.kind == "gather" and collective.group is group for collective in self._expects.schedule)
+
+    def expects_later(self, collective: Collective) -> bool:
+        """Return True if the running pass is on a known schedule that comes to ``collective``, but not next."""
+        if not isinstance(self._expects, _Known):
+            return False
+        return collective in itertools.islice(self._expects.schedule, len(self.collectives) + 1, None)
+
+    def follow(self, collective: Collective) -> bool:
+        """Note ``collective`` and return True if the schedule has it next, else False. Called for every collective."""
+        schedule, collectives = self._expects.schedule, self.collectives
+        position = len(collectives)
+        if position >= len(schedule) or schedule[position] != collective:
+            return False
+        collectives.append(collective)
+        return True
+
+    def forget_schedule(self) -> None:
+        """Expect no collective of the running pass, although there were passes like it before."""
+        self._expects = _Unscheduled()
+
+    def add(self, collective: Collective) -> None:
+        """Note ``collective``, which is expected, or any in an unscheduled pass."""
+        if isinstance(self._expects, _Chosen):
+            self._expects = _Unscheduled()
+        self.collectives.append(collective)
+
+    def choose(self, collective: Collective) -> None:
+        """Expect ``collective`` next, which all ranks have chosen, and nothing after it."""
+        self._expects = _Chosen(collective)
+
+    def deviate(self, collective: Collective, guess: Schedule | None = None) -> None:
+        """Note ``collective``, on which all ranks agreed. Then follow a known schedule that begins so, or ``guess``."""
+        self.deviations += 1
+        done = [*self.collectives, collective]
+        schedules: Iterable[Schedule] = [] if self.kind is None else self._schedules.get(self.kind, [])
+        known = next((schedule for schedule in schedules if schedule[: len(done)] == done), None)
+        self._expect(known, None if guess is None else [*done, *guess])
+        self.collectives.append(collective)
+
+    def _expect(self, known: Schedule | None, guess: Schedule | None) -> None:
+        if known is not None:
+            self._expects = _Known(known)
+        else:
+            self._expects = _Unscheduled() if guess is None else _Guessed(guess)
+
+    # ---- for other ranks to see ----
+
+    def met(self) -> None:
+        """Note a meeting of all ranks: passes are numbered from here."""
+        self.epoch += 1
+        self._number = 0 if self.kind else -1
+        if self.kind:
+            self._remember()
+
+    def _remember(self) -> None:
+        self._past.append((self.epoch, self._number, self.kind, self.collectives))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The position of the latest pass: the number of meetings, and of passes since the last meeting."""
+        return self.epoch, self._number
+
+    def find(self, epoch: int, number: int) -> tuple[PassKind | None, Schedule] | None:
+        """Return the kind and the collectives of the pass at a position, or None if it has not begun or is long ago."""
+        passes = reversed(list(self._past))
+        return next((one[2:] for one in passes if one[:2] == (epoch, number)), None)

@@ -113,5 +113,6 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     owner = get_state(group.modules[0])
     assert owner is not None
     owner.groups.append(alone)
+    alone.gradients.unreduced.take_over(group.gradients.unreduced)
     group.drop(param)
     return alone

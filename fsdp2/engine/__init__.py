@@ -12,6 +12,7 @@ order      the recorded order of groups, which says what comes next
 group      parameters that communicate together, and what happens to them around a forward and a backward
 residency  what of a group is in memory, what its modules show, and every move between
 gradients  a group's gradients on their way out
+unreduced  gradients that backwards have left to a later reduction
 gradient_plan  which of them leave together, in which dtypes and layout
 observer   the collectives of a pass, and the observer that sees each before it starts
 buffers    a group's memory

@@ -1,7 +1,7 @@
 """A backward pass: from the first hook that runs in a backward of autograd to its end.
 
 A finalization is the part of a backward that the caller ends with ``finalize_backward``. A synchronization reduces
-what backwards left open.
+what backwards left unreduced.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BackwardPass(Pass):
 
 
 class Synchronization(Pass):
-    """The reductions that backwards left open, which the caller asks for between passes."""
+    """The reductions that backwards have not made, which the caller asks for between passes."""
 
     in_backward = True
 

@@ -65,7 +65,9 @@ class ShardStore:
 
     def of(self, params: list[FSDPParam]) -> ShardStore:
         """Return a store of its own for some of the parameters, or for copies of them."""
-        return ShardStore(params, self.mesh, [param.local for param in params], self.options)
+        store = ShardStore(params, self.mesh, [param.local for param in params], self.options)
+        store.generation = self.generation + 1  # autograd may have saved views of full parameters of this one
+        return store
 
     @property
     def shard_bytes(self) -> int:

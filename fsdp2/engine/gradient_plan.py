@@ -55,7 +55,7 @@ class GradientDtypes:
 class GradientPlan:
     """The chunks of one group's gradients, and how each travels."""
 
-    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext, waiting: Collection[int]) -> None:
+    def __init__(self, store: ShardStore, axis: Axis, comm: CommContext, waiting: Collection[FSDPParam]) -> None:
         """Gradients travel over ``axis``. Those in ``waiting`` have sums that were not all-reduced yet.
 
         Such a sum goes with the next one, whether or not its parameter was frozen meanwhile.
@@ -65,7 +65,7 @@ class GradientPlan:
         self._axis = axis
         self._comm = comm
         self.is_rounded = self._find_rounded()
-        reduced = [i for i, p in enumerate(store.params) if p.requires_grad or p.has_gradient or i in waiting]
+        reduced = [i for i, p in enumerate(store.params) if p.requires_grad or p.has_gradient or p in waiting]
         self.dtypes = self._find_dtypes(reduced)
         self.chunks = self._cut(reduced)
         self.chunk_of = {i: c for c, chunk in enumerate(self.chunks.chunks) for i in chunk}

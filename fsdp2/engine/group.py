@@ -49,7 +49,7 @@ class FSDPParamGroup:
         self.has_units_below = False
         self.phases = PhaseTracker()
         self.residency = Residency(self, store, comm)
-        self.gradients = GroupGradients(store, self.mesh.shard, comm, notice_backward)
+        self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
         # First values, and the shards' version then. Ranks compare these before the first forward; only fully_shard has
         # whole values to take them from.
@@ -105,7 +105,9 @@ class FSDPParamGroup:
         self.params = [p for p in self.params if p is not param]
         self.store = self.store.of(self.params)
         self.residency.use(self.store, self.comm)
-        self.gradients = GroupGradients(self.store, self.gradients.axis, self.comm, self.notice_backward)
+        earlier = self.gradients
+        self.gradients = GroupGradients(self, self.phases, earlier.axis, self.comm, self.notice_backward)
+        self.gradients.unreduced.take_over(earlier.unreduced)
 
     @property
     def after_forward(self) -> bool | int:

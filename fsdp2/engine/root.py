@@ -316,7 +316,7 @@ class RootContext(Generic[U]):
             self.pending.deferred.pop(group, None)
         elif manual:
             self.pending.deferred[group] = None
-            group.gradients.note_open()
+            group.gradients.unreduced.note()
         if not reduced and not (manual and reduces):
             run.post_backward(group)
 
@@ -406,9 +406,9 @@ class RootContext(Generic[U]):
 
     @outside_dynamo
     def synchronize(self, groups: list[FSDPParamGroup]) -> None:
-        """Reduce the gradients that backwards left open in ``groups``, as a pass of its own."""
+        """Reduce the gradients that backwards left unreduced in ``groups``, as a pass of its own."""
         self._check_synchronization(groups)
-        left = [group for group in reversed(groups) if group.gradients.left_open]
+        left = [group for group in reversed(groups) if group.gradients.unreduced]
         if not left:
             return
         run = Synchronization(self.groups, self.observer)

@@ -11,7 +11,7 @@ proxies      plain parameters that replace shards during steps of optimizers tha
 clip         gradient clipping
 grad_scaler  gradient scaling with the same decision on every rank
 prebuilt     replaces parameters that an optimizer was given before they were sharded
-left_open    gradients that are not reduced yet: zeroing drops them, functions that read gradients refuse them
+unreduced    gradients that are not reduced yet: zeroing drops them, functions that read gradients refuse them
 alike        local tensors of gradients and states, which must be sharded like their parameter
 runs         operators that read every element of a list of tensors
 """

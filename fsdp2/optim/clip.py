@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.index import param_of
 from fsdp2.engine.param import is_managed_tensor, is_temporary
-from fsdp2.optim.left_open import refuse_unreduced
 from fsdp2.optim.prebuilt import shards_of
 from fsdp2.optim.runs import joined, norms_of, scale
+from fsdp2.optim.unreduced import refuse_unreduced
 from fsdp2.sharding.mesh import Axis, listed_ranks
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 

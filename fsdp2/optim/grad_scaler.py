@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.collectives import all_reduce
-from fsdp2.optim.left_open import refuse_unreduced
 from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.runs import unscale
+from fsdp2.optim.unreduced import refuse_unreduced
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.spec import on_this_rank
 

@@ -20,12 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
-from fsdp2.engine.gradients import may_be_left_open
 from fsdp2.engine.index import managed_slots, originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
 from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.engine.unit import live_states
-from fsdp2.optim.left_open import drop_unreduced, refuse_unreduced_step
+from fsdp2.engine.unreduced import any_unreduced
+from fsdp2.optim.unreduced import drop_unreduced, refuse_unreduced_step
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
 __all__ = ["STEPS_ON_WHOLE", "follow_parameters", "repair", "shards_of"]
@@ -59,13 +59,13 @@ def _remember(originals: Iterable[nn.Parameter], params: Iterable[FSDPParam]) ->
 
 def _before_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
     repair(optimizer)
-    if may_be_left_open():
+    if any_unreduced():
         refuse_unreduced_step(optimizer)
 
 
 def _before_zeroing(optimizer: torch.optim.Optimizer) -> None:
     repair(optimizer)
-    if may_be_left_open():
+    if any_unreduced():
         drop_unreduced(optimizer)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
@@ -308,3 +309,46 @@ def test_a_weight_that_is_tied_after_sharding_in_low_precision(rank, world):
     got = module.embed.weight.grad.full_tensor()
     assert torch.equal(got, once)
     assert 0 < (got - apart).abs().max() <= 2**-8 * apart.abs().max() * world
+
+
+class Two(nn.Module):
+    """Two layers of one unit that may be tied later, and a third that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+@on_ranks(2, 4)
+def test_a_tie_between_micro_batches(rank, world):
+    """Sums that waited for their all-reduce were lost, of all parameters of the unit in which two were tied."""
+    torch.manual_seed(0)
+    alone = Two()
+    model = copy.deepcopy(alone)
+    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    batches = torch.randn(2, world, 4, 8, generator=torch.Generator().manual_seed(1))
+    for part, batch in enumerate(batches):
+        if part:
+            alone.second.weight, model.second.weight = alone.first.weight, model.first.weight
+        model.set_requires_all_reduce(bool(part))
+        model(batch[rank]).square().sum().backward()
+        (alone(batch.flatten(0, 1)).square().sum() / world).backward()
+    for name in ("first", "third"):
+        ours, expected = model.get_submodule(name).weight.grad.full_tensor(), alone.get_submodule(name).weight.grad
+        torch.testing.assert_close(ours, expected)
+
+
+@on_ranks(1)
+def test_a_tie_between_forward_and_backward(rank, world):
+    """What the forward saved is gone then. Backward failed in torch with "setStorage: ... out of bounds"."""
+    model = fsdp2.fully_shard(Two(), reshard_after_forward=True)
+    loss = model(torch.ones(2, 8)).sum()
+    model.second.weight = model.first.weight
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    with pytest.raises(RuntimeError, match="laid out anew between forward and backward"):
+        loss.backward()
+    model.reset_iter_state()

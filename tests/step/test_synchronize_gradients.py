@@ -453,7 +453,7 @@ def test_a_parameter_is_frozen_while_its_gradient_is_left(rank, world):
 @api.fsdp2_only
 @on_ranks(2)
 def test_nothing_is_left_after_an_optimizer_dropped_it(rank, world):
-    """A frozen bias, which no optimizer holds, counted as left open for good: gradients went on being made in the
+    """A frozen bias, which no optimizer holds, counted as unreduced for good: gradients went on being made in the
     reduce dtype, and ``synchronize_gradients`` reduced nothing."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module[0].bias.requires_grad_(False)
@@ -463,4 +463,4 @@ def test_nothing_is_left_after_an_optimizer_dropped_it(rank, world):
     module(torch.ones(2, 8)).sum().backward()
     optimizer.zero_grad()
     groups = [group for unit in (module[0], module[1]) for group in unit._get_fsdp_state().groups]
-    assert not any(group.gradients.left_open for group in groups)
+    assert not any(bool(group.gradients.unreduced) for group in groups)

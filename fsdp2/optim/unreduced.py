@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.engine.gradients import drop_left_open, left_open_params
+from fsdp2.engine import unreduced
 
 __all__ = ["drop_unreduced", "refuse_unreduced", "refuse_unreduced_step"]
 
@@ -25,7 +25,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def drop_unreduced(optimizer: torch.optim.Optimizer) -> None:
     """Drop what is unreduced of the parameters of ``optimizer``, whose gradients are about to be zeroed."""
-    drop_left_open(_ids(optimizer))
+    unreduced.drop_unreduced(_ids(optimizer))
 
 
 def refuse_unreduced_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
@@ -35,8 +35,8 @@ def refuse_unreduced_step(optimizer: torch.optim.Optimizer, *unused: object) -> 
 
 def refuse_unreduced(params: Iterable[Any], function: str) -> None:
     """Raise RuntimeError if ``function`` would not see gradients of ``params``, since these are not reduced yet."""
-    places = {id(param): place for place, param in enumerate(params)}
-    found = sorted(left_open_params(places), key=lambda param: places[id(param.sharded)])  # alike on all ranks
+    order = {id(param): number for number, param in enumerate(params)}  # alike on all ranks
+    found = sorted(unreduced.unreduced_params(order), key=lambda param: order[id(param.sharded)])
     if not found:
         return
     names = ", ".join(param.name for param in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")

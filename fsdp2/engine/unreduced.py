@@ -1,0 +1,99 @@
+"""The gradients of a group that backwards have left to a later reduction.
+
+After ``set_requires_gradient_sync(False)`` they accumulate on full parameters. After ``set_requires_all_reduce(False)``
+they are sums over the shard axis, which wait for their all-reduce. In both cases they are on no shard, so optimizers
+and clipping do not see them (``optim/unreduced.py``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+
+import torch
+
+from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.param import FSDPParam
+
+__all__ = ["Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
+
+_noted: weakref.WeakSet[Unreduced] = weakref.WeakSet()  # that may contain something
+
+
+def any_unreduced() -> bool:
+    """Return whether some backward may have left gradients unreduced, of whatever parameters."""
+    return len(_noted) > 0
+
+
+def unreduced_params(shard_ids: Collection[int]) -> list[FSDPParam]:
+    """Return the parameters with shards of these ids whose gradients are unreduced; alike on all ranks."""
+    return [param for unreduced in list(_noted) for param in unreduced.find() if id(param.sharded) in shard_ids]
+
+
+def drop_unreduced(shard_ids: Collection[int]) -> None:
+    """Drop the unreduced gradients of parameters with shards of these ids."""
+    for unreduced in list(_noted):
+        unreduced.drop(shard_ids)
+
+
+class Unreduced:
+    """Unreduced gradients of one group. Which parameters have some is alike on all ranks, as these run alike."""
+
+    def __init__(self, store: ShardStore, in_use: Callable[[], bool]) -> None:
+        """``in_use`` says that a pass computes with the group, or reduces its gradients."""
+        self._store = store
+        self._in_use = in_use
+        # Parameters whose gradients a backward left on the full parameters, in the reduce dtype, on whichever ranks
+        # have them.
+        self.accumulated: set[FSDPParam] = set()
+        # Sums over the shard axis that were not all-reduced yet, each with what it was divided by.
+        self.sums: dict[FSDPParam, tuple[torch.Tensor, float]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.accumulated or self.sums)
+
+    def note(self) -> None:
+        """Let optimizers and clipping look here, since they would not see these gradients on the shards."""
+        _noted.add(self)
+
+    def find(self) -> list[FSDPParam]:
+        """Return the parameters whose gradients are unreduced; none while they are being reduced.
+
+        Where ranks may skip units, these are all parameters, since the ranks that have none send zeros.
+        """
+        if self._in_use():
+            return []
+        unused = self._store.options.reduce_unused
+        found = [
+            param
+            for param in self._store.params
+            if param.has_gradient
+            or param in self.sums
+            or (unused and param in self.accumulated and param.requires_grad)
+        ]
+        if not found and not self:
+            _noted.discard(self)
+        return found
+
+    def drop(self, shard_ids: Collection[int]) -> None:
+        """Drop the gradients of parameters with shards of these ids, unless a pass uses the group."""
+        if self._in_use():
+            return
+        for param in self._store.params:
+            if id(param.sharded) in shard_ids:
+                self.sums.pop(param, None)
+                self.accumulated.discard(param)
+                param.drop_unreduced_gradient()
+
+    def clear(self) -> None:
+        """Forget all; gradients on full parameters are dropped by those who drop all gradients."""
+        self.accumulated.clear()
+        self.sums.clear()
+
+    def take_over(self, earlier: Unreduced) -> None:
+        """Take over what is left of parameters that were in another group before."""
+        own = set(self._store.params)
+        self.accumulated |= earlier.accumulated & own
+        self.sums.update((param, entry) for param, entry in earlier.sums.items() if param in own)
+        if self:
+            self.note()

@@ -44,8 +44,6 @@ class BackwardPass(Pass):
         self.started = False  # and will end with autograd's backward
         self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
         self._more_follow = False
-        # Asked for each reduction, so it is found once.
-        self._some_skip = any([group.options.reduce_unused for group in groups])
 
     def start(self, *, more_follow: bool) -> None:
         """Autograd's backward runs; with ``more_follow`` others on the same forwards may need what it gathers ahead."""
@@ -65,18 +63,17 @@ class BackwardPass(Pass):
             optional = optional or self._some_skip
         return super().launch(collective, start, optional=optional)
 
-    def can_reduce_rest(self, group: FSDPParamGroup) -> bool:
-        """Return whether gradients of ``group``, which all ranks use, were left for later and can leave now."""
-        return not group.is_reduced and (self.over or group.phases.phase is Phase.REDUCED)
-
-    def can_reduce_unused(self, group: FSDPParamGroup, planned: bool) -> bool:
-        """Return whether the gradients of ``group`` that are there, or zeros, may leave.
+    def _can_join_reduction(self, group: FSDPParamGroup, planned: bool) -> bool:
+        """Return whether gradients of ``group`` may leave, or zeros, although this rank has not come to that.
 
         Where ranks have ``planned`` it, the group's own backward must be over on this rank, or not come.
         """
+        reduced = group.phases.phase is Phase.REDUCED
+        if not group.options.reduce_unused:  # all ranks use it: its gradients were left for later
+            return self._some_skip and not group.is_reduced and (self.over or reduced)
         if self.over and not group.is_reduced:
             return True
-        done = self.over or not planned or group.phases.phase is Phase.REDUCED or not group.gradients.will_come()
+        done = self.over or not planned or reduced or not group.gradients.will_come()
         return group.is_idle and done  # also again: others may use it several times
 
     def join_before_end(self) -> None:

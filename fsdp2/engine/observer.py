@@ -2,8 +2,8 @@
 
 A *pass* is a forward, a backward or a finalization under one root, or what the caller gathers between passes. It
 launches gathers, and reductions of chunks of gradients. Ranks that launch different collectives would wait for each
-other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a collective in one function,
-``launch_observed``.
+other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a collective in one method,
+``Pass.launch``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ __all__ = [
     "Answer",
     "CanJoin",
     "Collective",
-    "Joins",
     "Launch",
     "ObservedGroup",
     "Observer",
     "PassKind",
     "Unobserved",
-    "launch_observed",
     "launch_unobserved",
     "make_observer",
-    "nothing",
     "observe_with",
 ]
 
@@ -96,23 +93,9 @@ class Answer(Enum):
 
 
 CanJoin = Callable[[Collective, bool], bool]
-"""``Joins.can_join``."""
+"""``Pass.can_join``: whether a pass can *join* a collective, that is launch it because other ranks need it.
 
-
-class Joins(Protocol):
-    """A pass, as far as ``launch_observed`` has to know one.
-
-    It can *join* a collective: launch it because other ranks need it, although this rank does not.
-    """
-
-    def can_join(self, collective: Collective, planned: bool) -> bool:
-        """Return whether the pass can launch ``collective``, with a group that this rank does not use now.
-
-        Ranks that follow a known pass have ``planned`` it; else they have just chosen it.
-        """
-
-    def join(self, collective: Collective) -> bool:
-        """Launch ``collective``; return False if there was nothing to launch after all."""
+Called with the collective and with True if all ranks planned it, since they follow a known pass."""
 
 
 class Observer(Protocol):
@@ -180,35 +163,6 @@ class Launch(Protocol):
 
     def __call__(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Return whether ``start`` was called."""
-
-
-def launch_observed(
-    observer: Observer, joins: Joins, collective: Collective, start: Callable[[], None], *, optional: bool = False
-) -> bool:
-    """Show ``collective`` to ``observer`` and call ``start``; the only place where an observer is asked about one.
-
-    Collectives that the other ranks launch first are launched first here as well. Returns False if an ``optional``
-    collective is left for later.
-    """
-    can_join = joins.can_join
-    while True:
-        answer = observer.before(collective, optional=optional, can_join=can_join)
-        if answer is Answer.LAUNCH:
-            start()
-            return True
-        if not isinstance(answer, Collective):
-            return False
-        if not joins.join(answer):
-            can_join = _cannot_join  # the observer has to decide otherwise, or this would never end
-
-
-def _cannot_join(collective: Collective, planned: bool) -> bool:
-    """Return False."""
-    return False
-
-
-def nothing() -> None:
-    """Start nothing: the end of a pass is shown to the observer, but starts no collective."""
 
 
 def launch_unobserved(collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:

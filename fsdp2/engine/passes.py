@@ -20,7 +20,7 @@ from fsdp2.autograd.hooks import Arguments, Gate, is_made_since
 from fsdp2.autograd.reach import Targets
 from fsdp2.autograd.trees import PLAIN, Copies, find_tensors
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.observer import END, Collective, Observer, launch_observed, nothing
+from fsdp2.engine.observer import END, Answer, Collective, Observer
 from fsdp2.engine.phase import Phase
 
 __all__ = ["Call", "CallKind", "HiddenInputs", "Pass", "Unit", "backward_runs"]
@@ -36,6 +36,11 @@ class Unit(Protocol):
 
     name: str
     groups: list[FSDPParamGroup]
+
+
+def _cannot_join(collective: Collective, planned: bool) -> bool:
+    """Return False."""
+    return False
 
 
 class CallKind(Enum):
@@ -105,30 +110,37 @@ class Pass:
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
         self.gathered_skippable: dict[Any, None] = {}  # groups that some ranks may skip; alike on all ranks
         self._launched = 0  # collectives so far
-        self._joining: FSDPParamGroup | None = None  # while a collective of this group is launched for the others' sake
+        self._joining: list[FSDPParamGroup] = []  # whose collectives are being launched because other ranks need them
+        # Asked for each reduction, so it is found once.
+        self._some_skip = any([group.options.reduce_unused for group in groups])
 
     # ---- collectives ----
 
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
-        """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later."""
-        launched = launch_observed(self.observer, self, collective, start, optional=optional)
-        self._launched += launched
-        if (
-            launched
-            and collective.kind == "gather"
-            and collective.group is not None
-            and collective.group.options.reduce_unused
-        ):
+        """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later.
+
+        This is the only place where an observer is asked about a collective. What the other ranks launch first is
+        launched first here as well. Returns False if ``collective`` is left for later.
+        """
+        can_join = self.can_join
+        while (answer := self.observer.before(collective, optional=optional, can_join=can_join)) is not Answer.LAUNCH:
+            if answer is Answer.LATER:
+                return False
+            if not self.join(answer):
+                can_join = _cannot_join  # the observer has to decide otherwise, or this would never end
+        start()
+        self._launched += 1
+        if collective.kind == "gather" and collective.group is not None and collective.group.options.reduce_unused:
             self.gathered_skippable[collective.group] = None
-        return launched
+        return True
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
         group.unshard(False, self.launch, self.in_backward, True)
 
     def end(self) -> None:
-        """The pass is over; ranks that others wait for launch their collectives first."""
-        self.launch(END, nothing)
+        """End the pass. The observer may first have this rank join collectives that other ranks wait for."""
+        self.launch(END, lambda: None)
         self.observer.end()
 
     # ---- units that only other ranks use ----
@@ -140,58 +152,49 @@ class Pass:
     def can_join(self, collective: Collective, planned: bool) -> bool:
         """Return whether the pass can launch ``collective`` with a group that this rank does not use at the moment.
 
-        That is possible for units marked with ``set_reduce_scatter_unused_params(True)``, and in models with such units
-        for the others too, ahead of this rank's use or behind it. Ranks that follow a known pass have ``planned`` the
-        collective; else they have just chosen it.
+        That is possible for units marked with ``set_reduce_scatter_unused_params(True)``. In models with such units it
+        is possible for the others too: ranks that skip a unit come to the next ones earlier than those that use it.
+        Ranks that follow a known pass have ``planned`` the collective. Otherwise they have just chosen it together.
         """
         group = self._group_of(collective)
-        # A collective that is being joined may turn out to be another than the expected one; asking for it again would
+        # What is being joined may turn out to be another collective than the expected one; to ask for it again would
         # not end. And nothing is gathered or freed of what summon_full_params shows.
-        if group is None or group is self._joining or group.residency.summoned:
+        if group is None or group in self._joining or group.residency.summoned:
             return False
-        if collective.kind == "gather over replicas":
-            return False  # all ranks launch it when their pass begins
-        gathers = collective.kind == "gather"
+        if collective.kind == "gather":
+            return self._can_join_gather(group)
+        # All ranks launch a "gather over replicas" when their pass begins.
+        return collective.kind == "reduce" and self._can_join_reduction(group, planned)
+
+    def _can_join_gather(self, group: FSDPParamGroup) -> bool:
+        residency = group.residency
         if not group.options.reduce_unused:
-            # All ranks use this unit. Those that skip another unit come to it earlier or later than those that do not.
-            if not any(other.options.reduce_unused for other in self.groups):
-                return False
-            return self._can_gather_early(group) if gathers else self.can_reduce_rest(group)
-        if not gathers:
-            return self.can_reduce_unused(group, planned)
-        if group.residency.is_gathering:
-            # This rank joined a gather of it before. The others have used it and gather it again, which a forward after
-            # which it stays gathered does not do.
+            return self._some_skip and residency.needs_gather and group.phases.phase is Phase.IDLE
+        if residency.is_gathering:
+            # A gather that this rank joined is in flight. The others have used and freed the group, and gather it
+            # again: in a backward, or in a forward that frees the group.
             return self.in_backward or group.after_forward is not False
-        return group.residency.needs_gather or self.is_done_with(group)
+        return residency.needs_gather or self.is_done_with(group)
 
-    def _can_gather_early(self, group: FSDPParamGroup) -> bool:
-        """Return whether ``group``, which all ranks use, can be gathered before this rank comes to it.
-
-        Ranks that skip a unit come to the next one earlier than those that use it.
-        """
-        return group.residency.needs_gather and group.phases.phase is Phase.IDLE
-
-    def can_reduce_rest(self, group: FSDPParamGroup) -> bool:
-        """Return whether gradients of ``group``, which all ranks use, were left for later and can leave now."""
-        return False
-
-    def can_reduce_unused(self, group: FSDPParamGroup, planned: bool) -> bool:
-        """Return whether the gradients of ``group``, or zeros, may leave although this rank's backward is not there."""
-        return group.is_idle
+    def _can_join_reduction(self, group: FSDPParamGroup, planned: bool) -> bool:
+        """Return whether gradients of ``group`` may leave, or zeros, although this rank has not come to that."""
+        return group.options.reduce_unused and group.is_idle
 
     def join(self, collective: Collective) -> bool:
-        """Launch ``collective``, which ``can_join`` accepts, because other ranks do; return whether any one was."""
+        """Launch ``collective``, which ``can_join`` accepts, because other ranks do; return whether any one was.
+
+        This runs inside ``launch``, before this rank's own collective.
+        """
         group, before = self._group_of(collective), self._launched
         assert group is not None
-        self._joining = group  # it may differ from the expected collective; then it must not be joined again and again
+        self._joining.append(group)
         try:
             if collective.kind == "gather":
                 self._join_gather(group)
             else:
                 self.post_backward(group)
         finally:
-            self._joining = None
+            self._joining.pop()
         return self._launched > before
 
     def _join_gather(self, group: FSDPParamGroup) -> None:

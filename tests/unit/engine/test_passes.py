@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
 from fsdp2._trace import listening
-from fsdp2.engine.observer import Answer
+from fsdp2.engine.observer import Answer, CanJoin, Collective, Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from tests.support.fake import fake_mesh
@@ -175,3 +175,33 @@ def test_what_a_backward_keeps_is_there_for_the_next_forward(mesh: DeviceMesh) -
     with listening(lambda event, name: events.append(event)):
         model(torch.ones(2, 4))
     assert "unshard" not in events
+
+
+class Elsewhere:
+    """An observer of other ranks, which launch the second of three units first, and then the first in another format."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self.groups, self.seen = groups, list[Any]()
+
+    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
+        """Ask for the first unit, and inside its join for the second and for the first again."""
+        first, second, _ = self.groups
+        if collective.group is first and second not in self.seen:
+            return Collective("gather", second)
+        wanted = Collective("gather", first, (1,))  # in another format than this rank's
+        if collective.group is not second and first not in self.seen and can_join(wanted, True):
+            return wanted
+        self.seen.append(collective.group)
+        return Answer.LAUNCH
+
+
+def test_a_unit_that_is_being_joined_is_not_joined_in_itself(mesh: DeviceMesh) -> None:
+    """It was, after another one had been joined in it, without end."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh).set_reduce_scatter_unused_params(True)
+    groups = [layer._get_fsdp_state().groups[0] for layer in model]
+    observer = Elsewhere(groups)
+    run = Pass(groups, cast(Observer, observer))
+    run.prefetch(groups[2])
+    assert observer.seen == [groups[1], groups[0], groups[2]]

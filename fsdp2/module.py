@@ -63,7 +63,6 @@ class FSDPModule(TorchFSDPModule):
         used = {group: state for state in self._states(recurse) for group in state.groups}
         for group in used:
             group.residency.refuse_summoned("unshard")
-            group.lazy_init(in_root=group.in_root)
         gather_by_hand(used, "unshard()")
         handle = _Unsharding(list(used))
         if async_op:

@@ -6,10 +6,11 @@ what backwards left unreduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.autograd.hooks import Inputs
+from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Collective, Observer
 from fsdp2.engine.order import BackwardOrder
@@ -32,9 +33,25 @@ class Pending:
         self.manual: bool | None = None  # whether the caller ends these backwards; settled when the first begins
         self.deferred: dict[FSDPParamGroup, None] = {}  # left to ``finalize_backward``
 
+    def record(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Note that a forward has computed with ``groups``, so that backward gathers them ahead."""
+        for group in groups:
+            self.calls.record(group, self.forwards)
+
+    def end_forward(self, run: ForwardPass) -> None:
+        """Note what backward has to know of a forward with gradients."""
+        self.used.update(run.gathered_skippable)
+        self.stayed.update(run.stayed)
+        self.forwards += 1
+
 
 class BackwardPass(Pass):
-    """One backward, or the finalization of several."""
+    """One backward, or the finalization of several.
+
+    The first hook that runs in a backward makes it, perhaps in a recomputation (``RootContext.enter_backward``). It is
+    ``started`` when a gradient arrives or a unit is entered (``start_backward``), and ``over`` when autograd's backward
+    has ended (``end_backward``). A finalization is never started and never over.
+    """
 
     in_backward = True
 

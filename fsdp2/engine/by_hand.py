@@ -23,8 +23,8 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
     # Where no forward has run, nothing is known of a root: the first such unit stands for it.
     first = next((state for state in used.values() if state.is_root is None), None)
     for group, state in used.items():
+        group.lazy_init(in_root=group.in_root)
         if state.is_root is None and first is not None:
-            group.lazy_init(in_root=group.in_root)
             state = first
         by_root.setdefault(state.root, []).append(group)
     for root, groups in by_root.items():

@@ -67,7 +67,7 @@ class FSDPParamGroup:
 
     def set_names(self, name: str, places: dict[Slot, tuple[int, str]]) -> None:
         """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
-        self.name = self.phases.name = self.residency.name = name
+        self.name = self.phases.name = name
         prefix = f"{name}." if name and len(self.modules) == 1 else ""
         for param in self.params:
             own = param.name if param.name.startswith(prefix) else prefix + param.name  # where somebody removed it
@@ -86,6 +86,7 @@ class FSDPParamGroup:
             self.reshard()  # shards move to a new buffer, and with them all that is made of them
         self.options = options
         self.store.set_options(options)
+        self.residency.follow_options()
 
     def lazy_init(self, *, in_root: bool) -> None:
         """Take in what happened to the parameters since ``fully_shard``; the first forward calls this.

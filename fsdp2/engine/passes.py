@@ -61,7 +61,7 @@ class Call:
     members: set[nn.Module] = field(default_factory=set)  # that have not run yet
     hidden: HiddenInputs | None = None  # inputs that no hook can be put on
     copies: list[Copies] = field(default_factory=list)  # of the caller's containers, in which tensors were replaced
-    written: list[Any] = field(default_factory=list)  # what the module wrote to them
+    written: list[Any] = field(default_factory=list)  # what the module wrote to those containers
     objects: list[Any] = field(default_factory=list)  # arguments that the module may leave its results in
 
     def note_arguments(self, given: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

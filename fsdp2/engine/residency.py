@@ -163,7 +163,6 @@ class Residency:
     """The parameters of one group: what of them is in memory, and what its modules show."""
 
     def __init__(self, group: ObservedGroup, store: ShardStore, comm: CommContext) -> None:
-        self.name = ""
         self.store = store
         self.comm = comm
         self.state: State = Sharded()
@@ -185,6 +184,11 @@ class Residency:
                 f"expected one of: {', '.join(allowed.__name__ for allowed in _MOVES[type(self.state)])}"
             )
         self.state = state
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self._group.name
 
     # ---- questions ----
 
@@ -337,12 +341,15 @@ class Residency:
         portions.start(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, Held(self.store.params))
 
     def drop_passing_portions(self) -> None:
-        """Forget portions of a pass that did not come to its end, because a forward or a gather by hand starts."""
+        """Begin a forward or a gather by hand: forget portions of a pass that did not reach its end."""
         if self.store.portions is not None:
             self.store.portions.forget_unless_lasting()
 
     def end_portions(self, *, keep: bool) -> None:
-        """End a forward or a gather by hand: ``keep`` portions for the iteration, or only those that it has found."""
+        """End a forward or a gather by hand.
+
+        With ``keep``, its portions serve the rest of the iteration; otherwise only earlier ones stay.
+        """
         if self.store.portions is not None:
             self.store.portions.end_pass(self.comm.lanes, keep=keep)
 
@@ -433,7 +440,8 @@ class Residency:
         elif _trace.recording:
             _trace.emit("reshard", self.name, self.store.full_bytes)
         # Where shards are shown already, others may have been put in their place, for the next gather to take in.
-        # A gather in flight has taken them in: show them again, to follow requires_grad on ranks that skip the unit.
+        # A gather in flight has taken those in. Then show() runs although shards are shown: it carries a change of
+        # requires_grad to the other tensors, on ranks that skip the unit as on those that use it.
         if self.shown != "sharded" or type(state) is InFlight:
             self.show("sharded")
         if state.held is not None:
@@ -447,6 +455,11 @@ class Residency:
         if pieces is not None:
             pieces.free()
         self._move(Sharded())
+
+    def follow_options(self) -> None:
+        """Free storage that ``set_keep_unsharded_storage(True)`` has kept, if that was taken back."""
+        if not self.in_memory:
+            self._free_full()
 
     def _free_full(self) -> None:
         # Memory goes back to the lane that it came from, so that lane waits until compute has read it.
@@ -573,7 +586,8 @@ class Residency:
             self.refuse_summoned("reset_iter_state")
         self.summoned.clear()
         self.free()
-        # A gather that raised while it started left its memory allocated, in the state before.
+        # A gather that raised while it was being started has left memory allocated, although the state is still the
+        # one before it.
         self.show("sharded")
         self._free_full()
         if self.store.portions is not None:

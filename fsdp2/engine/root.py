@@ -30,7 +30,7 @@ U = TypeVar("U", bound=Unit)
 
 
 class RootContext(Generic[U]):
-    """One per root. ``all_states`` are the units under it in ``named_modules`` order, the root's first."""
+    """One per root. ``all_states`` (torch's name) are the units under it in ``named_modules`` order, its own first."""
 
     def __init__(self, device: torch.device, unit: U) -> None:
         self.comm = CommContext(device)
@@ -43,8 +43,10 @@ class RootContext(Generic[U]):
         self.manual = False  # the caller ends backwards
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer = Unobserved()  # of the passes under this root
-        self._ended_with: FSDPParamGroup | None = None  # the last forward with gradients
-        self._needed_first: FSDPParamGroup | None = None  # by the last backward
+        # The group that the last forward with gradients ended with; the one before the last backward, which needed it
+        # first.
+        self._ended_with: FSDPParamGroup | None = None
+        self._needed_first: FSDPParamGroup | None = None
         self._compared = False  # whether the ranks have compared their units
         self._children: list[dict[str, nn.Module | None]] = []  # of all modules below the root, and how many there are
         self._children_count = 0
@@ -53,6 +55,11 @@ class RootContext(Generic[U]):
     def groups(self) -> list[FSDPParamGroup]:
         """Every group under the root, each once."""
         return list(dict.fromkeys([group for state in self.all_states for group in state.groups]))
+
+    @property
+    def groups_backward(self) -> list[FSDPParamGroup]:
+        """Every group under the root, each once, in about the order in which a backward meets them."""
+        return list(dict.fromkeys([group for state in reversed(self.all_states) for group in reversed(state.groups)]))
 
     @property
     def running(self) -> Pass | None:
@@ -84,17 +91,17 @@ class RootContext(Generic[U]):
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.
 
-        Without such a wish it is what suits the backend and the group with the most chunks, but no more than the
-        gradients of the largest group: a compiled block's leave at once, and where communication is what takes long,
-        compute goes on to the next unit meanwhile. Where several roots share ``comm``, the largest limits hold.
+        By default the backend and the group with the most chunks decide, within the bytes of the largest group's
+        gradients: those of a compiled block leave at once, and if communication is slow, compute goes on to the next
+        unit meanwhile. If several roots share ``comm``, the largest limits hold.
         """
         self.comm = comm
         groups = self.groups
         asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
         chunks, units = asked, max(asked, default=1)
         if not asked:
-            sizes = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
-            chunks = [chunks_in_flight(group.mesh.first, most) for group, most in zip(groups, sizes)]
+            counts = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
+            chunks = [chunks_in_flight(group.mesh.first, count) for group, count in zip(groups, counts)]
         largest = max((group.store.full_bytes for group in groups), default=0)
         comm.set_limits(self, max(chunks, default=1), units, largest)
         for group in groups:
@@ -114,7 +121,9 @@ class RootContext(Generic[U]):
         return are_copied(self.groups)
 
     def observe(self, error: RuntimeError | None, kind: PassKind) -> None:
-        """Show the units to an observer, as soon as all ranks come here, where a pass of ``kind`` is the first.
+        """Make the observer, which compares the units of all ranks; the first pass is of ``kind``.
+
+        Not yet if that is a pass that one replica may run alone.
 
         Raises:
             RuntimeError: the observer refuses them, or passes ``error`` on.
@@ -126,16 +135,17 @@ class RootContext(Generic[U]):
 
     def observer_by_hand(self, states: list[U], kind: PassKind) -> Observer:
         """Return the observer of gathers between passes; before the first forward, of what the caller gathers first."""
+        # Before the first forward nobody has listed the units below; it will list all of them anew.
         self.all_states += [state for state in states if state not in self.all_states]
         if not self._compared:
             self.observe(None, kind)
         return self.observer
 
     def options_changed(self, setter: str) -> None:
-        """``setter`` has changed what all ranks must be asked for alike: they compare it, and agree anew on what
-        collectives to expect.
+        """Note that ``setter`` has changed an option that must be equal on all ranks.
 
-        A prefetch that comes earlier than it did would be left for later otherwise, as one that other ranks may not do.
+        They compare it before the next pass, and learn its collectives anew. As long as the old ones are expected, a
+        prefetch that now comes earlier would be left for later, as if other ranks did not start it.
         """
         self.observer.forget(setter)
 
@@ -149,22 +159,22 @@ class RootContext(Generic[U]):
                 ``finalize_backward`` started to reduce were not waited for.
         """
         running = self.forward
+        # The unit that began the pass, or the root, called again: an interrupt has left that pass. (A call of a module
+        # inside its own call does not come here.)
         if running is not None and running.outermost is not unit and self.all_states[0] is not unit:
             return running
         self._check_last_iteration_ended()
-        alone = self.runs_alone
-        kind = PassKind("forward" if torch.is_grad_enabled() else "evaluation")
+        alone, name = self.runs_alone, "forward" if torch.is_grad_enabled() else "evaluation"
         if not self._compared:
-            self.observe(None, kind)
+            self.observe(None, PassKind(name))
         # A forward that is still there was interrupted (KeyboardInterrupt), which no hook tells. One without gradients
         # holds nothing.
         aborted = running is not None and running.trains
-        run = ForwardPass(self.groups, self.observer, unit, self.known, self._needed_first, observed=not alone)
-        if alone:
-            run.observer = Unobserved()
+        observer = Unobserved() if alone else self.observer
+        run = ForwardPass(self.groups, observer, unit, self.known, self._needed_first, observed=not alone)
         for group in run.groups:
             group.begin_forward_pass(aborted=aborted)
-        kind = PassKind(kind.name, anew=self.portions_anew(run.groups))
+        kind = PassKind(name, anew=self.portions_anew(run.groups))
         self.forward, self.backward = run, None
         _trace.refresh()
         if _trace.recording:
@@ -199,19 +209,17 @@ class RootContext(Generic[U]):
             )
 
     def end_forward(self) -> None:
-        """The outermost forward is over."""
+        """End the forward pass: the outermost forward is over."""
         run = self.forward
         assert run is not None
         run.end()
         self.forward = None
-        if not run.trains:  # no reduction will make the host wait, and it may write to shards from here on
+        if not run.trains:  # the host may write to shards from here on; else it may from the end of backward on
             self.comm.copies.wait()
         if run.observed:
             self.known = run.order.calls or self.known
         if run.trains:
-            self.pending.used.update(run.gathered_skippable)
-            self.pending.stayed.update(run.stayed)
-            self.pending.forwards += 1
+            self.pending.end_forward(run)
             self._ended_with = run.ended_with
 
     def break_off_forward(self) -> None:
@@ -242,6 +250,7 @@ class RootContext(Generic[U]):
         run = self.enter_backward()
         if run.started:
             return run
+        # With manual finalization the caller frees what was gathered ahead.
         run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)
         self._needed_first = self._ended_with  # not at the end of forward: no backward follows a frozen teacher's
         _trace.refresh()
@@ -283,17 +292,18 @@ class RootContext(Generic[U]):
         self.comm.forget_later()  # backward never came to it
         with _trace.span("root_post_backward", ""):
             run.join_before_end()
-            for state in self.all_states:
-                for group in reversed(state.groups):
-                    if group in ended:
-                        self._end_group(run, group, manual)
+            for group in self.groups_backward:
+                if group in ended:
+                    self._end_group(run, group, manual)
+            # Before waiting: an unscheduled pass is compared here, and ranks that differ must not wait for reductions.
             run.end()
             if manual:
                 for group in groups:
                     group.phases.enter("defer_backward")
             else:
                 self.wait_for_reductions(groups)
-            # Not before: an interrupt while this waits leaves gradients that are not there, and must be noticed.
+            # Not earlier: after an interrupt of that wait gradients are missing, and the next forward must find this
+            # pass and raise.
             self.backward = None
             self.comm.lanes.compute.leave_backward()
         if _trace.recording:
@@ -329,6 +339,7 @@ class RootContext(Generic[U]):
         for group in groups:
             group.end_backward_pass(last=last)
         self.comm.reductions.finish()
+        self.comm.copies.wait()  # the host may write to shards from here on, also if no reduction has made it wait
         if last:
             self.pending = Pending()
 
@@ -392,7 +403,7 @@ class RootContext(Generic[U]):
         with torch.no_grad(), _trace.span("finalize_backward", ""):
             self.observer.begin(self._backward_kind("finalization"), outermost=False)
             run.join_before_end()
-            for group in [group for state in reversed(self.all_states) for group in reversed(state.groups)]:
+            for group in self.groups_backward:
                 if group in deferred:
                     del deferred[group]
                     run.post_backward(group)
@@ -408,7 +419,7 @@ class RootContext(Generic[U]):
     def synchronize(self, groups: list[FSDPParamGroup]) -> None:
         """Reduce the gradients that backwards left unreduced in ``groups``, as a pass of its own."""
         self._check_synchronization(groups)
-        left = [group for group in reversed(groups) if group.gradients.unreduced]
+        left = [group for group in self.groups_backward if group in groups and group.gradients.unreduced]
         if not left:
             return
         run = Synchronization(self.groups, self.observer)

@@ -1,7 +1,7 @@
 """A unit, one ``fully_shard`` call at run time: what happens around the forward and backward of its modules.
 
-Here hooks of torch become calls of the engine. A forward call is classified at its entry (``FSDPState._enter``); passes
-and groups do the rest.
+Here hooks of torch become calls of the engine. A forward call is classified at its entry (``FSDPState._classify``);
+passes and groups do the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import autograd_sequence_number, graph_task_id
+from fsdp2._torch.autograd import autograd_sequence_number
 from fsdp2._torch.fsdp import TorchFSDPState, torch_fully_shard
 from fsdp2._torch.hooks import dispatch_modes, outside_dynamo, outside_dynamo_and_modes
 from fsdp2._torch.modules import (
@@ -113,7 +113,7 @@ class FSDPState(ComposableState):
         self.name = ""
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
-        # torch's memory tracker takes our hooks out and puts its own in; then handles are all it needs.
+        # torch's memory tracker removes our forward hooks by these handles, to put its own around them.
         self._pre_forward_hook_handle: RemovableHandle | None = None
         self._post_forward_hook_handle: RemovableHandle | None = None
         # Its own root holds settings until the first forward, and for good in the outermost unit. The root that it runs
@@ -134,7 +134,7 @@ class FSDPState(ComposableState):
         # it can. It is not on the groups, because it depends on all of them, and a unit without parameters has none.
         self.summoned: str | None = None
         _live.add(self)
-        # Not when a root is made: the call that fails may be the first one (``generate``, say).
+        # Here and not in ``init_root``: the call that fails may be one that makes no root (``generate``, say).
         explain_at_exit(lambda: [group for state in live_states() for group in state.groups])
 
     @property
@@ -196,37 +196,49 @@ class FSDPState(ComposableState):
         return args, kwargs
 
     def _enter(self, module: nn.Module) -> tuple[Call, bool]:
-        """Classify a forward call at its entry; return it, and whether it starts or goes on.
-
-        In this order: recomputed inside the unit's own backward; another member of a grouped call that is under way; a
-        call inside a call of the same module (recursion); an ordinary one.
-        """
+        """Return the call that a forward starts or goes on with, and whether it starts."""
+        in_backward = backward_runs()
         if self._root is None or self._root() is None:
             self.init_root()
-        root, in_backward, calls = self.root, graph_task_id() != -1, self._calls
-        if root.forward is None and not in_backward:
+        if not in_backward:
+            self._look_for_changes()
+        return self._classify(module, in_backward)
+
+    def _look_for_changes(self) -> None:
+        """Take in modules and parameters that were added since the last forward."""
+        root = self.root
+        if root.forward is None:
             root.notice_inserted(root.all_states[0].modules[0])
-        if self._registrations != hooks.registrations and not in_backward:
+        if self._registrations != hooks.registrations:
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for state in root.all_states if root.forward is None else [self]:
                 state.notice_added()
+
+    def _classify(self, module: nn.Module, in_backward: bool) -> tuple[Call, bool]:
+        """Classify a forward call: the first of these that it is.
+
+        Recomputed inside the unit's own backward; another member of a grouped call that is under way, which goes on; a
+        call inside a call of the same module (recursion); an ordinary one.
+        """
+        root, calls = self.root, self._calls
         if in_backward and any([group.phases.in_backward for group in self.groups]):
-            calls.append(Call(CallKind.RECOMPUTED, root.enter_backward()))
-            return calls[-1], True
-        if calls and calls[-1].run is (root.backward if in_backward else root.forward):
-            if len(self.modules) > 1 and calls[-1].members:
-                return calls[-1], False
-            depth = calls_under_way(module)
-            if depth > 1:  # gathered already, and both are through when the outer call is
-                calls.append(Call(CallKind.RECURSIVE, calls[-1].run, depth))
-                return calls[-1], True
+            return self._start_call(Call(CallKind.RECOMPUTED, root.enter_backward())), True
+        running = root.backward if in_backward else root.forward
+        latest = calls[-1] if calls and calls[-1].run is running else None
+        if latest is not None and latest.members and len(self.modules) > 1:
+            return latest, False
+        if latest is not None and (depth := calls_under_way(module)) > 1:
+            # Gathered already, and both are through when the outer call is.
+            return self._start_call(Call(CallKind.RECURSIVE, latest.run, depth)), True
         run = root.enter_backward() if in_backward else root.begin_forward(self)
         if calls and calls[-1].run is not run:
             calls.clear()  # left behind by exceptions
-        call = Call(CallKind.NORMAL, run, members=set(self.modules))
-        calls.append(call)
-        run.entered[self] = call
+        call = run.entered[self] = self._start_call(Call(CallKind.NORMAL, run, members=set(self.modules)))
         return call, True
+
+    def _start_call(self, call: Call) -> Call:
+        self._calls.append(call)
+        return call
 
     @outside_dynamo_and_modes(lambda state: state.outer_modes)
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -248,9 +260,9 @@ class FSDPState(ComposableState):
             root = self.root
             if root.forward is not None and root.forward.outermost is self:
                 # Grouped calls whose other members did not run in this forward end with it.
-                for state, open_call in reversed(list(root.forward.entered.items())):
+                for state, unfinished in reversed(list(root.forward.entered.items())):
                     state._calls.clear()
-                    output = state._complete(open_call, output)
+                    output = state._complete(unfinished, output)
                 root.end_forward()
         return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
 
@@ -260,7 +272,7 @@ class FSDPState(ComposableState):
 
         An inner mode belongs to a checkpoint (it caches outputs of operators) or the like, not to the program.
         """
-        if graph_task_id() == -1 and self.is_root is not False:
+        if not backward_runs() and self.is_root is not False:
             return dispatch_modes()
         running = self.root.running
         return 0 if running is None else running.outer_modes
@@ -283,38 +295,45 @@ class FSDPState(ComposableState):
 
     def _complete(self, call: Call | None, output: Any) -> Any:
         """End the forward of all members, whether they ran or not: free, and put hooks on the ``output``."""
-        in_backward = graph_task_id() != -1
         if call is not None and call.hidden is not None:
             call.hidden.open_if_unused(output)
-        # An exception may have ended the pass of the call, or the call before its end: then nothing is kept.
-        run = None if call is None or call.run.entered.pop(self, None) is None else call.run
-        for group in self.groups:
-            if call is None or not group.shared or call.run.leave_shared(group, self):
-                after = run.decide_after(group) if isinstance(run, ForwardPass) else True
-                group.post_forward()
-                # In a recomputation the backward that runs computes with it next. A forward without gradients inside
-                # another root's backward (a teacher in a checkpointed loss) has none that would free it.
-                alone = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()
-                if alone or not in_backward:
-                    group.release(after)
-                if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
-                    group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
+        self._release(call)
         if torch.is_grad_enabled() and self.groups:
-            made = autograd_sequence_number() - self._first_node
-            for group in self.groups:
-                group.gradients.expect_from(made)
-            watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
-            if call is not None and not watched:  # it returns nothing, so its results may be in its arguments
-                made_here = partial(hooks.is_made_since, since=self._first_node)
-                call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
-            if call is not None and call.written:
-                watched |= hooks.watch_outputs(call.written, self.pre_backward, self._first_node)[0]
-            if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
-                watched |= self._watch_side_outputs(call)
-            pending = self.root.pending
-            if watched and not in_backward:
-                for group in self.groups:
-                    pending.calls.record(group, pending.forwards)
+            output = self._watch_results(call, output)
+        return output
+
+    def _release(self, call: Call | None) -> None:
+        """Free what the call computed with, or keep it, as its pass decides."""
+        # An exception may have ended the pass of the call, or the call before its end: then the groups are freed.
+        run = None if call is None or call.run.entered.pop(self, None) is None else call.run
+        # Inside another root's backward (a teacher in a checkpointed loss), a forward without gradients has no backward
+        # that would free what it gathered.
+        unfreed = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()
+        for group in self.groups:
+            if call is not None and group.shared and not call.run.leave_shared(group, self):
+                continue  # another unit computes with it
+            after = run.decide_after(group) if isinstance(run, ForwardPass) else True
+            group.post_forward()
+            if unfreed or not backward_runs():  # after a recomputation, backward computes with it next, and frees it
+                group.release(after)
+            if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
+                group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
+
+    def _watch_results(self, call: Call | None, output: Any) -> Any:
+        """Put hooks on what the forward computed, by which backward enters the unit, and return the output."""
+        made = autograd_sequence_number() - self._first_node
+        for group in self.groups:
+            group.gradients.expect_from(made)
+        watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
+        if call is not None and not watched:  # it returns nothing, so its results may be in its arguments
+            made_here = partial(hooks.is_made_since, since=self._first_node)
+            call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
+        if call is not None and call.written:
+            watched |= hooks.watch_outputs(call.written, self.pre_backward, self._first_node)[0]
+        if not backward_runs():  # also if parameters are kept: a backward on another forward may free them first
+            watched |= self._watch_side_outputs(call)
+            if watched:
+                self.root.pending.record(self.groups)
         return output
 
     def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:

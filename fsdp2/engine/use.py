@@ -51,8 +51,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     finally:
         for (group, state), (held, shown) in zip(used.items(), before):
             if torch.is_grad_enabled():
-                pending = state.root.pending
-                pending.calls.record(group, pending.forwards)  # so that backward gathers it ahead
+                state.root.pending.record([group])
             if held and shown == "sharded":
                 group.residency.show_shards()  # again: it stays for backward alone
             if held or not group.is_idle:

@@ -195,5 +195,6 @@ def test_kept_storage_stays_where_it_is(rank, world):
         backward(module)
         assert weights[0].data_ptr() == places[0]
     module.set_keep_unsharded_storage(False)
+    assert [weight.untyped_storage().size() for weight in weights] == [0, 0, 0]
     backward(module)
     assert [weight.untyped_storage().size() for weight in weights] == [0, 0, 0]

@@ -516,6 +516,17 @@ def test_the_host_writes_to_shards_behind_an_evaluation(write):
     assert not device.mistakes
 
 
+def test_the_host_writes_to_shards_behind_a_backward_that_reduces_nothing():
+    """No gradient made it wait, so what it wrote to shards could overtake their copies of that backward."""
+    with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
+        run = offloaded(mesh, device, "copied from the host")
+        run.model.set_requires_gradient_sync(False)
+        run.backward()
+        by_their_shards(run)
+        run.evaluate()
+    assert not device.mistakes
+
+
 def test_every_wait_is_left_out_once():
     """The table of waits and the tests of them are about the same."""
     rows = [line.strip("|").split("|") for line in (streams.__doc__ or "").splitlines() if line.startswith("| ")][1:]

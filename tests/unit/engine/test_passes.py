@@ -178,7 +178,7 @@ def test_what_a_backward_keeps_is_there_for_the_next_forward(mesh: DeviceMesh) -
 
 
 class Elsewhere:
-    """An observer of other ranks, which launch the second of three units first, and then the first in another format."""
+    """An observer of other ranks, which launch the second of three units first, then the first in another format."""
 
     def __init__(self, groups: list[Any]) -> None:
         self.groups, self.seen = groups, list[Any]()

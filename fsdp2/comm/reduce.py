@@ -322,6 +322,9 @@ class _CustomReduceScatter:
         """Pack on the reduce lane: the collective may allocate the same memory each time, which this lane reads."""
         plan, custom, lane = self._plan, self._custom, reductions.lanes.reduce
         device, dtype, scaling = grads[0].device, plan.reduce_dtype, plan.scaling
+        nbytes = sum([grad.nbytes for grad in grads])
+        if finished != "together":
+            reductions.make_room(nbytes)
         with lane.after(reductions.lanes.compute) as done:
             rows = custom.allocate((row.numel * plan.shard.size,), dtype=dtype, device=device)
             pack_gradients(grads, row, rows)
@@ -335,7 +338,7 @@ class _CustomReduceScatter:
                 for work in works:
                     work.wait()
                 works = []
-        reductions.retain(packed, list(grads), sum([grad.nbytes for grad in grads]))
+        reductions.retain(packed, list(grads), nbytes)
         grads.clear()
         # A sum of our own: it may wait for later backwards and become a gradient, while the collective may write its
         # memory again.

@@ -183,7 +183,7 @@ def reduce_chunk(
     this comes to its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
     How they were ``finished`` says what compute does meanwhile.
     """
-    lanes, lane = reductions.lanes, reductions.lanes.reduce
+    lanes, lane = reductions.lanes, reductions.use(reductions.lanes.reduce)
     flying = plan.over_shards(row).start(grads, row, reductions, finished)
     yield from _until(flying.works)
     out, event, add_up = flying.received, flying.event, flying.add_up
@@ -195,18 +195,18 @@ def reduce_chunk(
             go_on = defer_or_reduce is None or defer_or_reduce(_slots(out, row))
         event = done.event
         if not go_on:
-            reductions.end(lane, event)
             return
+    # Memory of the reduce lane, which others read from here on; what a second row makes is of the replicate lane.
     summed, rank = out, plan.shard.rank
     if row.second is not None:
-        lane = lanes.replicate
+        lane = reductions.use(lanes.replicate)
         out, event = yield from plan.scatter_over_replicas.run(_cut(out, row, rank), row.second, lane, event)
         row, rank = row.second, plan.replicate.rank
     elif plan.replicate.size > 1:
-        lane = lanes.replicate
+        lane = reductions.use(lanes.replicate)
         event = yield from plan.all_reduce_over_replicas.run(out, lane, event)
     if plan.hook is not None:
-        lane = plan.hook_lane or lanes.replicate
+        lane = reductions.use(plan.hook_lane or lanes.replicate)  # not reduce: the hook may communicate
         with lane.after(event):
             plan.hook(out)
     with lane.after() as done:
@@ -217,7 +217,6 @@ def reduce_chunk(
     if lane is not lanes.reduce:
         reductions.retain_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
     del summed  # while the host waits below, the sum on the device would stay allocated
-    reductions.end(lane, done.event)
     if host_waits is not None:
         yield
         host_waits.synchronize()  # the host reads what the copy engine writes
@@ -328,7 +327,9 @@ class _CustomReduceScatter:
         with lane.after(reductions.lanes.compute) as done:
             rows = custom.allocate((row.numel * plan.shard.size,), dtype=dtype, device=device)
             pack_gradients(grads, row, rows)
-            packed = lane.event()
+            # Here, since the collective may raise. ``rows`` are memory of this lane or of the collective.
+            reductions.retain(lane.event(), list(grads), nbytes)
+            grads.clear()
             if scaling.pre != 1.0:
                 divide_(rows, scaling.pre)
             out = custom.allocate((row.numel,), dtype=dtype, device=device)
@@ -338,8 +339,6 @@ class _CustomReduceScatter:
                 for work in works:
                     work.wait()
                 works = []
-        reductions.retain(packed, list(grads), nbytes)
-        grads.clear()
         # A sum of our own: it may wait for later backwards and become a gradient, while the collective may write its
         # memory again.
         return _Flying(out, works, done.event, [rows], torch.clone)

@@ -30,6 +30,7 @@ Every wait between lanes, and what it protects:
 | replicate, hook | the sum, before the user's hook   | order  | reduce.reduce_chunk           |
 | reduce          | replicate, hook, before sums go   | memory | Retained.add                  |
 | compute         | all of them, at the end           | order  | Retained.finish               |
+| compute         | all of them, after an error       | memory | Retained.abandon              |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
 this wait. Memory goes back to the lane that it came from, so no block is ever recorded on a second stream: what is
@@ -297,7 +298,7 @@ class Retained:
         self._retained_bytes = 0
         self._rows: deque[_Retention] = deque()
         self._sums: deque[_Retention] = deque()
-        self._ends: dict[Lane, torch.Event | None] = {}
+        self._used: dict[Lane, None] = {}  # the lanes that operations are on, in order
 
     def add(self, operation: Generator[None, None, None], nbytes: int = 0) -> None:
         """Start ``operation`` on gradients of so many bytes, and keep it in flight."""
@@ -368,10 +369,10 @@ class Retained:
         if event is not None:
             self._sums.append(_Retention(event, [sums]))
 
-    def end(self, lane: Lane, event: torch.Event | None) -> None:
-        """Let the end wait for ``event`` of ``lane``."""
-        if event is not None:
-            self._ends[lane] = event
+    def use(self, lane: Lane) -> Lane:
+        """Return ``lane``, on which an operation will put work that ``finish`` has to wait for."""
+        self._used[lane] = None
+        return lane
 
     def _advance_oldest(self) -> None:
         oldest, nbytes = self._started.popleft()
@@ -390,9 +391,10 @@ class Retained:
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        for event in self._ends.values():
-            self.lanes.compute.wait(event)
-        self._ends.clear()
+        # All that is on them, since an operation that raised has no end: lanes may still read its inputs and sums.
+        for lane in self._used:
+            self.lanes.compute.wait(lane.event())
+        self._used.clear()
         self._inputs.clear()
         self.packed.clear()
         self._retained_bytes = 0
@@ -408,10 +410,12 @@ class Retained:
         self._started.clear()
         self._flying_bytes = 0
         self._advanced.clear()
-        with ExitStack() as closing:  # closes all of them, also where waiting for one raises
-            closing.callback(self._wait_for_all)
-            for operation in reversed(operations):
-                closing.callback(operation.close)
+        try:
+            with ExitStack() as closing:  # closes all of them, also where waiting for one raises
+                for operation in reversed(operations):
+                    closing.callback(operation.close)
+        finally:
+            self._wait_for_all()
 
 
 @dataclass

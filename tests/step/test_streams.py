@@ -261,6 +261,23 @@ def raising(run: Training) -> None:
     run.step(2)
 
 
+def hook_raises(run: Training) -> None:
+    """A hook of a reduction raises: what the reduction has put on lanes still reads gradients and sums."""
+
+    def fail(gradient: Tensor) -> None:
+        gradient.mul_(1.0)
+        raise KeyError("nothing")
+
+    run.step()
+    run.model.blocks[1].set_all_reduce_hook(fail)
+    with contextlib.suppress(KeyError):
+        run.backward()
+    run.model.reset_iter_state()
+    run.model.blocks[1].set_all_reduce_hook(lambda gradient: gradient.mul_(1.0))
+    run.update()
+    run.step(2)
+
+
 def finalized(run: Training) -> None:
     """Gradients that are waited for when the caller says so."""
     run.model.set_manual_backward_finalization(True)
@@ -309,7 +326,8 @@ def captured(run: Training) -> None:
 
 PROGRAMS: list[Callable[[Training], None]] = [
     *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
-    *(outside, recomputed, unused, raising, finalized, ahead_of_the_step, skipping, captured, synchronization),
+    *(outside, recomputed, unused, raising, hook_raises, finalized, ahead_of_the_step, skipping, captured),
+    synchronization,
 ]
 
 
@@ -413,6 +431,7 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
     ("replicate, hook", "reduce.reduce_chunk"): (("wait", "after", "reduce_chunk"), hooks, "mixed", "packed"),
     ("reduce", "Retained.add"): (("wait", "_drop_sums", "add"), training, "hybrid, bfloat16", "direct"),
     ("compute", "Retained.finish"): (("wait", "_wait_for_all", "finish"), training, "bfloat16", "packed"),
+    ("compute", "Retained.abandon"): (("wait", "_wait_for_all", "abandon"), hook_raises, "fp32", "packed"),
 }
 """For each wait of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it."""
 

@@ -139,8 +139,10 @@ class Device(TorchDispatchMode):
     def stream(self, stream: Stream) -> Iterator[None]:
         """Put kernels on ``stream``."""
         self._current.append(stream)
-        yield
-        self._current.pop()
+        try:
+            yield
+        finally:
+            self._current.pop()
 
     def wait_on_host(self, clocks: Clocks) -> None:
         """Let everything put on any stream from now on come behind ``clocks``."""

@@ -169,7 +169,7 @@ def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
             with replicate.after(reduced.event) as done:
                 sums.add_(1)
             flying.retain_sums(done.event, sums)
-            flying.end(replicate, done.event)
+            flying.use(replicate)
             held.extend(weakref.ref(tensor) for tensor in (rows, sums))
             return
             yield

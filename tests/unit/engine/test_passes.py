@@ -41,7 +41,7 @@ def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
             with lanes.reduce.after(lanes.compute) as done:
                 gradients.add(1)
             reductions.retain(done.event, [gradients], gradients.nbytes)
-            reductions.end(lanes.reduce, done.event)
+            reductions.use(lanes.reduce)
         del gradients
         root.reset()
         with device.stream(stream):

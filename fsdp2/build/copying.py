@@ -26,22 +26,25 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = [state for state in states_below(module) if id(state) not in memo]
     groups = list(dict.fromkeys(group for state in states for group in state.groups if id(group) not in memo))
     shown_before = {group: group.residency.shown for group in groups if not group.residency.summoned}
-    for state in states:
-        memo[id(state)] = FSDPState.__new__(FSDPState)
-    for group in groups:
-        memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
-        group.residency.show_shards()
-        for param in group.params:
-            _copy_shard(param, memo)
-    clone = nn.Module.__new__(type(module))
-    memo[id(module)] = clone
-    # nn.Module's own rule leaves out the result of ``module.compile()``, which computes with the old module's weights.
-    attributes = nn.Module.__getstate__(module)
-    clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
-    for state in states:
-        _finish_state(state, memo)
-    for group, shown in shown_before.items():
-        group.residency.show(shown)
+    try:  # an attribute that cannot be copied (a lock) must not leave shards where full parameters were shown
+        for state in states:
+            memo[id(state)] = FSDPState.__new__(FSDPState)
+        for group in groups:
+            memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
+            group.residency.show_shards()
+            for param in group.params:
+                _copy_shard(param, memo)
+        clone = nn.Module.__new__(type(module))
+        memo[id(module)] = clone
+        # nn.Module's own rule leaves out the result of ``module.compile()``, which computes with the old module's
+        # weights.
+        attributes = nn.Module.__getstate__(module)
+        clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
+        for state in states:
+            _finish_state(state, memo)
+    finally:
+        for group, shown in shown_before.items():
+            group.residency.show(shown)
     return clone
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 import weakref
 
 import pytest
@@ -76,6 +77,19 @@ def test_copying_a_part_of_a_unit(rank, world):
     with pytest.raises(NotImplementedError, match=r"0.weight: a part of a sharded unit cannot be deep-copied"):
         copy.deepcopy(module[0])
     copy.deepcopy(nn.Sequential(module))
+
+
+@on_ranks(2)
+def test_a_copy_that_fails_leaves_the_model_as_it_was(rank, world):
+    """An attribute that cannot be copied (a lock) ended ``copy.deepcopy`` while units showed shards to be copied. Full
+    parameters that ``unshard()`` had gathered were hidden for good."""
+    module = api.ours.fully_shard(mlp(4, 6, 3), mesh=mesh_of(world))
+    module.unshard()
+    shown = list(module.parameters())
+    module[-1].lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):
+        copy.deepcopy(module)
+    assert all(after is before for after, before in zip(module.parameters(), shown, strict=True))
 
 
 class Shifted(nn.Linear):

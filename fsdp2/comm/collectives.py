@@ -233,7 +233,8 @@ def reduce_scatter_together(
     if len(rows) == 1 or axis.size == 1:
         pairs = [reduce_scatter(*pair, axis, average=average, async_op=async_op) for pair in zip(outputs, rows)]
         return [work for works in pairs for work in works]
-    outputs, rows = [_real(tensor) for tensor in outputs], [_real(tensor) for tensor in rows]
+    if rows[0].is_complex():
+        outputs, rows = [_real(tensor) for tensor in outputs], [_real(tensor) for tensor in rows]
     what, options = ("reduce", "reduce_scatter"), _scatter_options(async_op, average)
     work = _start(what, axis, rows, group_reduce_scatter_coalesced, outputs, rows, options)
     return _works(work, axis, async_op, takes_limit=False)

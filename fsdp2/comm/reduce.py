@@ -447,8 +447,9 @@ def _lies_as(part: list[torch.Tensor], place: ShardLayout | RowPlan, dtype: torc
     if not isinstance(place, ShardLayout):
         return _sends_as_it_is(part, place, dtype)
     grad = part[0]
-    aligned = grad.storage_offset() * grad.itemsize % ALIGN_BYTES == 0
-    return aligned and grad.dtype == dtype and grad.stride() == place.stride
+    if grad.dtype != dtype or grad.stride() != place.stride:
+        return False
+    return grad.storage_offset() * grad.itemsize % ALIGN_BYTES == 0
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:

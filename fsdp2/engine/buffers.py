@@ -48,6 +48,7 @@ class ShardStore:
         self._plan: FlatPlan | None = None
         self._items: list[Item] = []  # the shards of the plain ones
         self._gathered: list[Item] = []  # gathered over the shard axis: these, or portions
+        self.full_bytes = 0  # of the full parameters as computed with; each backward asks for it
         self._placed: dict[FSDPParam, torch.Tensor] = {}  # the local tensor that each shard was given
         self._storages: list[int] = []  # of the DTensors around these
         self._full: Buffer | None = None
@@ -73,11 +74,6 @@ class ShardStore:
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards, padding included."""
         return sum(local.nbytes for local in self._placed.values()) if self._plan is None else self._plan.shard_bytes
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full parameters as computed with."""
-        return sum(item.full_bytes for item in self._gathered)
 
     @property
     def reduce_bytes(self) -> int:
@@ -290,6 +286,7 @@ class ShardStore:
         nested = self.mesh.nested is not None
         self._plain, self._items = plain, items
         self._gathered = portion_items(plain, items, self.mesh) if nested else items
+        self.full_bytes = sum(item.full_bytes for item in self._gathered)
         axis = self.mesh.replicate if nested else self.mesh.shard
         self._plan = plan_flat(items, self._sizes(self.options), coalesced=axis.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)

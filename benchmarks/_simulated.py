@@ -22,10 +22,10 @@ from _calls import calls_of
 from _llama import SHAPES, Block, Compiled, running_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+from fsdp2._torch.forecast import torch_placement
 from fsdp2.comm.streams import simulated_streams
 from fsdp2.forecasting.clock import Clock
 from fsdp2.forecasting.cost import H100, Hardware
@@ -348,7 +348,7 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
             which.fully_shard(block.feed.experts, **options)
         layers.append(Compiled(block) if row.kind == "compiled" else block)
         if row.kind == "groups":
-            options |= two_groups(block, mesh)
+            options |= two_groups(block, mesh, which)
         which.fully_shard(layers[-1], **options)
     options.pop("reshard_after_forward", None)
     model = which.fully_shard(nn.Sequential(*layers), **options)
@@ -357,15 +357,15 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def two_groups(block: Block, mesh: DeviceMesh) -> dict[str, Any]:
+def two_groups(block: Block, mesh: DeviceMesh, which: ModuleType) -> dict[str, Any]:
     """Options that give a unit two groups, as experts have: its feed-forward is cut over half of the ranks."""
-    most, half = (FSDPMeshInfo(one, shard_mesh_dim=0) for one in (flattened(mesh), mesh["shard"]))
     feed = {id(parameter) for parameter in block.feed.parameters()}
+    half, own = fsdp2.ShardPlacementResult(Shard(0), mesh["shard"]), flattened(mesh)
 
-    def place(parameter: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(Shard(0), half if id(parameter) in feed else most)
+    def place(parameter: nn.Parameter) -> fsdp2.ShardPlacementResult | None:
+        return half if id(parameter) in feed else None
 
-    return {"mesh": flattened(mesh), "shard_placement_fn": place}
+    return {"mesh": own, "shard_placement_fn": place if which is fsdp2 else torch_placement(place, own)}
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:

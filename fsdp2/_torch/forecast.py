@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,19 +124,30 @@ def unboxed_group(group: Any) -> dist.ProcessGroup:
     return _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]  # the stub takes a tensor
 
 
-def torch_placement(result: Any) -> Any:
-    """Convert a result of ``shard_placement_fn`` for torch's own fully_shard.
+def torch_placement(place: Callable[[Any], Any], own: dist.DeviceMesh | None = None) -> Callable[[Any], Any]:
+    """Convert the results of a ``shard_placement_fn`` for a call of torch's own fully_shard on the mesh ``own``.
 
     Raises:
-        NotImplementedError: This torch version accepts no mesh for a single parameter.
+        NotImplementedError: This torch version accepts no mesh for a single parameter. The new function raises it.
     """
-    mesh = getattr(result, "mesh_info", None)
-    if not isinstance(mesh, dist.DeviceMesh):
-        return result
-    if not hasattr(torch_common, "ShardPlacementResult"):
-        raise NotImplementedError(
-            f"shard_placement_fn returned a mesh for a parameter, which torch's own fully_shard of torch "
-            f"{torch.__version__} does not take"
-        )
-    info = torch_common.FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else torch_common.HSDPMeshInfo(mesh, 1, 0)
-    return torch_common.ShardPlacementResult(result.placement, info)
+    make = getattr(torch_common, "ShardPlacementResult", None)  # since torch 2.12
+    infos: dict[dist.DeviceMesh, Any] = {}  # torch asks for one object for all parameters on a mesh
+
+    def converted(parameter: Any) -> Any:
+        result = place(parameter)
+        mesh = getattr(result, "mesh_info", None)
+        if not isinstance(mesh, dist.DeviceMesh):
+            return result
+        if mesh == own:
+            return result.placement
+        if make is None:
+            raise NotImplementedError(
+                f"shard_placement_fn returned a mesh for a parameter, which torch's own fully_shard of torch "
+                f"{torch.__version__} does not take"
+            )
+        if mesh not in infos:
+            one = mesh.ndim == 1
+            infos[mesh] = torch_common.FSDPMeshInfo(mesh, 0) if one else torch_common.HSDPMeshInfo(mesh, 1, 0)
+        return make(result.placement, infos[mesh])
+
+    return converted

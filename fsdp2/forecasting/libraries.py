@@ -130,7 +130,7 @@ def _fully_shard(module: Any, **options: Any) -> Any:
     if isinstance(place, str):
         raise NotImplementedError(_LACKS.format(what=f"fully_shard(shard_placement_fn={place!r})"))
     if place is not None:
-        options["shard_placement_fn"] = lambda parameter: torch_placement(place(parameter))
+        options["shard_placement_fn"] = torch_placement(place, options.get("mesh"))
     return THEIRS["fully_shard"](module, **options)
 
 

@@ -68,7 +68,10 @@ def test_bytes_that_travel_are_the_parameters():
 )
 def test_units_with_experts_or_two_groups_take_no_longer_than_with_torchs(row, ratio):
     """What is gathered ahead is unpacked right behind its gather, and all groups of the next unit are."""
-    assert cluster.measure(row, fsdp2).total <= ratio * cluster.measure(row, torchs).total
+    ours = cluster.measure(row, fsdp2).total
+    if row.kind == "groups" and not api.torch_since("2.12"):
+        pytest.skip("torch's own fully_shard takes no mesh for a single parameter before torch 2.12")
+    assert ours <= ratio * cluster.measure(row, torchs).total
 
 
 @pytest.mark.parametrize("row", one_of(cluster.Row(ranks=256, kind="compiled"), cluster.Row(ranks=1024)), ids=str)

@@ -119,18 +119,24 @@ def test_what_depends_on_values_raises() -> None:
 
 
 @probes("torch_placement")
-def test_a_mesh_for_one_parameter_in_torchs_words() -> None:
-    """A result without a mesh goes to torch as it is."""
-    assert _torch.torch_placement(Shard(1)) == Shard(1) and _torch.torch_placement(None) is None
-    with fake_mesh(4) as mesh:
-        result = ShardPlacementResult(Shard(1), mesh)
-        if not hasattr(_fsdp_common, "ShardPlacementResult"):
-            with pytest.raises(NotImplementedError, match="returned a mesh for a parameter"):
-                _torch.torch_placement(result)
-            return
-        module = torch_fsdp.fully_shard(
-            torch.nn.Linear(8, 4, bias=False),
-            mesh=mesh,
-            shard_placement_fn=lambda param: _torch.torch_placement(result),
-        )
-        assert module.weight.placements == (Shard(1),)
+def test_a_mesh_for_parameters_in_torchs_words() -> None:
+    """A result without a mesh, or with that of the unit, needs no mesh; parameters on another one form one group."""
+    with fake_mesh(2, 2, names=("half", "other")) as mesh:
+        whole, half = mesh._flatten("all"), mesh["half"]
+        dims = {8: 0, 4: 1}
+        places = {
+            "no mesh": lambda p: Shard(dims[p.shape[0]]),
+            "the unit's": lambda p: ShardPlacementResult(Shard(dims[p.shape[0]]), whole),
+            "another": lambda p: ShardPlacementResult(Shard(dims[p.shape[0]]), half),
+        }
+        for name, place in places.items():
+            module = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 4, bias=False))
+            if name == "another" and not hasattr(_fsdp_common, "ShardPlacementResult"):
+                with pytest.raises(NotImplementedError, match="returned a mesh for a parameter"):
+                    torch_fsdp.fully_shard(module, mesh=whole, shard_placement_fn=_torch.torch_placement(place, whole))
+                continue
+            torch_fsdp.fully_shard(module, mesh=whole, shard_placement_fn=_torch.torch_placement(place, whole))
+            for weight, dim in ((module[0].weight, 0), (module[1].weight, 1)):
+                assert weight.placements == (Shard(dim),) and weight.device_mesh == (
+                    half if name == "another" else whole
+                )

@@ -28,11 +28,14 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+# Runs an operator on fake tensors as long as whole DTensors, to learn the shape of its result.
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
 # The store of a process group that sends nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# Sees each operator that runs, also in backward.
-from torch.utils._python_dispatch import TorchDispatchMode
+# The first sees each operator that runs, also in backward; the second hides operators from it.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DataDependentOutputException",
@@ -60,6 +63,9 @@ def fake_tensors() -> Iterator[None]:
 
     The converter keeps a weak reference to each fake tensor, which alone would make ``module.to(dtype)`` raise an
     error, so these references are dropped before a swap.
+
+    Dispatch modes do not see what DTensor runs to learn the shape of a result: no device does that, and DTensor
+    remembers it only while the arguments stay the same.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     remembered, swap = mode.fake_tensor_converter.meta_converter.tensor_memo, torch.utils.swap_tensors
@@ -68,15 +74,23 @@ def fake_tensors() -> Iterator[None]:
         remembered.clear()
         swap(first, second)
 
+    shape_of_result = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+        with _disable_current_modes():
+            return shape_of_result(propagator, schema)
+
     # An operator's error about its inputs is raised as well; the log would print its traceback before that.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     muted, log.disabled = log.disabled, True
     torch.utils.swap_tensors = swap_forgotten
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
     try:
         with mode:
             yield
     finally:
         torch.utils.swap_tensors = swap
+        ShardingPropagator._propagate_tensor_meta_non_cached = shape_of_result  # type: ignore[method-assign]
         log.disabled = muted
 
 

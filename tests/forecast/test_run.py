@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import count, repeat
 from typing import Any
 
 import pytest
@@ -61,6 +62,33 @@ def test_figures():
     assert result.padding_bytes == 0
     assert result.exposed_seconds == pytest.approx(result.step_seconds - result.compute_seconds)
     assert sum(result.exposed_by_unit.values()) == pytest.approx(result.exposed_seconds, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [lambda p, k: p.lerp_(p.grad, 0.1 / k), lambda p, k: p.addcmul_(p.grad, p, value=0.1 / k)],
+    ids=["lerp", "addcmul"],
+)
+def test_a_factor_that_changes_costs_nothing(update):
+    """A step whose learning rate changes takes as long, in as much memory, as one where it stays the same.
+
+    DTensor runs an operator whose numbers are new on fake tensors as long as whole parameters, to learn the shape of
+    its result. No device does that work.
+    """
+
+    def updates(factors: Any) -> Any:
+        def train(model: Any, optimizer: Any) -> None:
+            model(torch.empty(8, WIDTH)).sum().backward()
+            with torch.no_grad():
+                factor = next(factors)
+                for parameter in model.parameters():
+                    update(parameter, factor)
+            optimizer.zero_grad()
+
+        return train
+
+    changing, same = (forecast(build, updates(factors), mesh={"shard": 8}) for factors in (count(1), repeat(1)))
+    assert changing.step_seconds == same.step_seconds and changing.bytes_by_kind == same.bytes_by_kind
 
 
 def build_with(mesh: Any, over: bool = False) -> tuple[Any, Any]:

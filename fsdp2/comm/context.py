@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from fsdp2.comm.formats import Noise
 from fsdp2.comm.gather import HostCopies
-from fsdp2.comm.streams import Lanes, Retained
+from fsdp2.comm.reductions import Reductions
+from fsdp2.comm.streams import Lanes
 
 __all__ = ["CommContext"]
 
@@ -23,7 +24,7 @@ class CommContext:
         self.device = device
         self.lanes = Lanes(device)
         self.copies = HostCopies(self.lanes)
-        self.reductions = Retained(self.lanes)
+        self.reductions = Reductions(self.lanes)
         self.largest_bytes = 0  # of the full parameters of any group that communicates here
         self._limits: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for
@@ -36,8 +37,8 @@ class CommContext:
         that is gone has no say.
         """
         self._limits[root] = chunks, units * largest, largest
-        limits = list(self._limits.values())
-        self.reductions.limit, self.reductions.limit_bytes, self.largest_bytes = (max(some) for some in zip(*limits))
+        operations, nbytes, self.largest_bytes = (max(some) for some in zip(*self._limits.values()))
+        self.reductions.set_limits(operations, nbytes)
 
     def gather_later(self, start: Callable[[], None]) -> None:
         """Leave it to ``gather_now`` to ``start`` the gather of what backward needs after the unit that it enters.
@@ -56,7 +57,7 @@ class CommContext:
         """Start what was left for later. Compute waits for reductions first, and gives back what they read."""
         if self._ahead:
             starts, self._ahead = self._ahead, []
-            self.reductions.drop()
+            self.reductions.memory.drop()
             for start in starts:
                 start()
 

@@ -29,8 +29,9 @@ from fsdp2.comm.collectives import (
 )
 from fsdp2.comm.formats import Draw, decode, decode_sum, encode, encoded_views
 from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
+from fsdp2.comm.retained import Retained
 from fsdp2.comm.scaling import Scaling, divide_
-from fsdp2.comm.streams import Before, Lane, Retained
+from fsdp2.comm.streams import Before, Lane
 from fsdp2.policies import ReduceScatter
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
@@ -168,7 +169,7 @@ def reduce_chunk(
     grads: list[torch.Tensor],
     row: RowPlan,
     plan: ReducePlan,
-    reductions: Retained,
+    memory: Retained,
     deliver: Callable[[list[torch.Tensor]], None],
     defer_or_reduce: Callable[[list[torch.Tensor]], bool] | None = None,
     *,
@@ -183,8 +184,8 @@ def reduce_chunk(
     this comes to its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
     How they were ``finished`` says what compute does meanwhile.
     """
-    lanes, lane = reductions.lanes, reductions.use(reductions.lanes.reduce)
-    flying = plan.over_shards(row).start(grads, row, reductions, finished)
+    lanes, lane = memory.lanes, memory.use(memory.lanes.reduce)
+    flying = plan.over_shards(row).start(grads, row, memory, finished)
     yield from _until(flying.works)
     out, event, add_up = flying.received, flying.event, flying.add_up
     del flying  # what was sent must not live through the next wait
@@ -199,14 +200,14 @@ def reduce_chunk(
     # Memory of the reduce lane, which others read from here on; what a second row makes is of the replicate lane.
     summed, rank = out, plan.shard.rank
     if row.second is not None:
-        lane = reductions.use(lanes.replicate)
+        lane = memory.use(lanes.replicate)
         out, event = yield from plan.scatter_over_replicas.run(_cut(out, row, rank), row.second, lane, event)
         row, rank = row.second, plan.replicate.rank
     elif plan.replicate.size > 1:
-        lane = reductions.use(lanes.replicate)
+        lane = memory.use(lanes.replicate)
         event = yield from plan.all_reduce_over_replicas.run(out, lane, event)
     if plan.hook is not None:
-        lane = reductions.use(plan.hook_lane or lanes.replicate)  # not reduce: the hook may communicate
+        lane = memory.use(plan.hook_lane or lanes.replicate)  # not reduce: the hook may communicate
         with lane.after(event):
             plan.hook(out)
     with lane.after() as done:
@@ -215,7 +216,7 @@ def reduce_chunk(
         if host_waits is None:
             deliver(_cut(out, row, rank))
     if lane is not lanes.reduce:
-        reductions.retain_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
+        memory.retain_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
     del summed  # while the host waits below, the sum on the device would stay allocated
     if host_waits is not None:
         yield
@@ -257,7 +258,7 @@ class _Flying:
 
 
 class _OverShards(Protocol):
-    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
         """Send ``grads``, which it empties."""
         ...
 
@@ -268,12 +269,12 @@ class _ReduceScatter:
     def __init__(self, plan: ReducePlan) -> None:
         self._plan = plan
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
         """Send gradients that lie as they are sent, and the others packed, in one launch."""
-        plan, lane = self._plan, reductions.lanes.reduce
+        plan, lane = self._plan, memory.lanes.reduce
         device, scaling = grads[0].device, plan.scaling
         # A division before the sum needs memory of our own: the user may hold the gradient itself.
-        inputs, there = _inputs(grads, row, plan.reduce_dtype, reductions, finished, own=scaling.pre != 1.0)
+        inputs, there = _inputs(grads, row, plan.reduce_dtype, memory, finished, own=scaling.pre != 1.0)
         with lane.after(there) as done:
             if scaling.pre != 1.0:
                 for rows in inputs:
@@ -283,7 +284,7 @@ class _ReduceScatter:
             works = reduce_scatter_together(
                 outputs, inputs, plan.shard, average=scaling.average, async_op=lane.async_op
             )
-        reductions.retain(done.event, inputs, out.nbytes * plan.shard.size)
+        memory.retain_inputs(done.event, inputs, out.nbytes * plan.shard.size)
         return _Flying(out, works, done.event, inputs)
 
 
@@ -296,17 +297,17 @@ class _Exchange:
         narrow = plan.scaling.pre == 1.0 and plan.wire_dtype is not None
         self._dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
         """Send each rank its row."""
-        plan, lane = self._plan, reductions.lanes.reduce
+        plan, lane = self._plan, memory.lanes.reduce
         own = plan.scaling.pre != 1.0
-        (rows,), there = _inputs(grads, row, self._dtype, reductions, finished, own=own)
+        (rows,), there = _inputs(grads, row, self._dtype, memory, finished, own=own)
         with lane.after(there) as done:
             if own:
                 divide_(rows, plan.scaling.pre)
             received = torch.empty_like(rows)
             works = all_to_all(received, rows, plan.shard, async_op=lane.async_op)
-        reductions.retain(done.event, [rows], rows.nbytes)
+        memory.retain_inputs(done.event, [rows], rows.nbytes)
         add_up = partial(_sum_rows, axis=plan.shard, dtype=plan.reduce_dtype, scaling=plan.scaling)
         return _Flying(received, works, done.event, [rows], add_up)
 
@@ -317,18 +318,18 @@ class _CustomReduceScatter:
     def __init__(self, plan: ReducePlan, custom: ReduceScatter) -> None:
         self._plan, self._custom = plan, custom
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
         """Pack on the reduce lane: the collective may allocate the same memory each time, which this lane reads."""
-        plan, custom, lane = self._plan, self._custom, reductions.lanes.reduce
+        plan, custom, lane = self._plan, self._custom, memory.lanes.reduce
         device, dtype, scaling = grads[0].device, plan.reduce_dtype, plan.scaling
         nbytes = sum([grad.nbytes for grad in grads])
         if finished != "together":
-            reductions.make_room(nbytes)
-        with lane.after(reductions.lanes.compute) as done:
+            memory.make_room(nbytes)
+        with lane.after(memory.lanes.compute) as done:
             rows = custom.allocate((row.numel * plan.shard.size,), dtype=dtype, device=device)
             pack_gradients(grads, row, rows)
             # Here, since the collective may raise. ``rows`` are memory of this lane or of the collective.
-            reductions.retain(lane.event(), list(grads), nbytes)
+            memory.retain_inputs(lane.event(), list(grads), nbytes)
             grads.clear()
             if scaling.pre != 1.0:
                 divide_(rows, scaling.pre)
@@ -351,12 +352,12 @@ class _EncodedExchange:
         assert plan.compression.reduce is not None
         self._plan, self._form = plan, plan.compression.reduce
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, reductions: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
         """Encode on the pack lane, in its memory: that is little, and encoding takes several kernels."""
-        plan, form, lanes = self._plan, self._form, reductions.lanes
+        plan, form, lanes = self._plan, self._form, memory.lanes
         lane, ranks, nbytes = lanes.reduce, plan.shard.size, sum([grad.nbytes for grad in grads])
         if finished != "together":
-            reductions.make_room(nbytes)
+            memory.make_room(nbytes)
         with lanes.pack.after(lanes.compute) as packed:
             if _sends_as_it_is(grads, row, grads[0].dtype):
                 rows = grads[0].as_strided((grads[0].numel(),), (1,))
@@ -365,13 +366,13 @@ class _EncodedExchange:
                 pack_gradients(grads, row, rows)
             sent, own = _encode_for_others(rows, plan.shard, form, plan.compression.draw)
             del rows
-        reductions.retain(packed.event, list(grads), nbytes)
+        memory.retain_inputs(packed.event, list(grads), nbytes)
         grads.clear()
         with lane.after(packed.event) as done:
             received = torch.empty_like(sent)
             works = all_to_all(received, sent, plan.shard, async_op=lane.async_op, with_own=False)
             mine = own.clone() if lane.on_stream else own  # in this lane's memory, since it becomes the sum
-        reductions.retain_rows(done.event, [sent, own])
+        memory.retain_encoded(done.event, [sent, own])
         add_up = partial(_add_decoded, own=mine, axis=plan.shard, form=form, scaling=plan.scaling)
         return _Flying(received, works, done.event, [sent], add_up)
 
@@ -380,7 +381,7 @@ def _inputs(
     grads: list[torch.Tensor],
     row: RowPlan,
     dtype: torch.dtype,
-    reductions: Retained,
+    memory: Retained,
     finished: Finished,
     *,
     own: bool,
@@ -390,7 +391,7 @@ def _inputs(
     A gradient is an input itself where its memory is one row for each rank in ``dtype``, unless the inputs have to be
     our ``own``. Others are copied, in memory of the compute stream, whose memory gradients and activations give back.
     """
-    lanes, device = reductions.lanes, grads[0].device
+    lanes, device = memory.lanes, grads[0].device
     parts: list[_Part] = [([grads[i]], row.layouts[i]) for i in row.in_place]
     if row.rest.numel:
         parts.append(([grads[i] for i in row.packed], row.rest))
@@ -398,13 +399,13 @@ def _inputs(
     copied = [own or not _lies_as(part, place, dtype) for part, place in parts]
     left = sum([grad.nbytes for (part, _), copies in zip(parts, copied) if copies for grad in part])
     if finished != "together":  # their memory is taken already, so there is nothing to wait for
-        reductions.make_room(row.numel * row.ranks * dtype.itemsize + left)
+        memory.make_room(row.numel * row.ranks * dtype.itemsize + left)
     if not left:
         return [_flat(part[0]) for part, _ in parts], lanes.compute
     # The last of a unit are copied while compute goes on to the next one. They stay in memory until that has its first
     # gradient, so they are about half a unit: two of the three large matrices of a block. The rest is copied before,
     # and each gradient goes as soon as it is copied.
-    beside = reductions.limit_bytes * 3 // 5 if finished == "last" else 0
+    beside = memory.limit_bytes * 3 // 5 if finished == "last" else 0
     inputs: list[torch.Tensor] = []
     later: list[tuple[torch.Tensor, _Part]] = []
     with lanes.compute.here() as done:
@@ -426,7 +427,7 @@ def _inputs(
     with lanes.pack.after(lanes.compute) as done:
         for rows, (part, place) in later:
             _copy(rows, part, place)
-    reductions.retain_packed(done.event, [grad for _, (part, _) in later for grad in part], left)
+    memory.retain_packed(done.event, [grad for _, (part, _) in later for grad in part], left)
     return inputs, done.event
 
 

@@ -14,7 +14,7 @@ Every wait between lanes, and what it protects:
 | copy            | compute, shards are written       | order  | HostCopies.start              |
 | gather          | copy, shards are on the device    | order  | gather.start_gather           |
 | copy            | gather, before copies are dropped | memory | HostCopies._drop_oldest       |
-| compute         | gather, before the full is used   | order  | gather.finish_gather          |
+| compute         | gather, before they are used      | order  | gather.finish_gather          |
 | compute         | gather, before extensions decode  | order  | GroupExtensions.decode        |
 | gather          | compute, before sent inputs go    | memory | GroupExtensions.decode        |
 | compute         | compute of a hook's own stream    | order  | ComputeLane.event             |
@@ -25,12 +25,12 @@ Every wait between lanes, and what it protects:
 | compute         | pack, reduce, before inputs go    | memory | Retained.make_room            |
 | compute         | reduce, before the gather ahead   | memory | Retained.drop                 |
 | compute         | pack, before packed gradients go  | memory | Retained.drop_packed          |
-| pack            | reduce, before encoded rows go    | memory | Retained.add                  |
+| pack            | reduce, before encoded rows go    | memory | Retained.drop_encoded         |
 | replicate       | reduce, the shard is summed       | order  | _OverCopies.run               |
 | replicate, hook | the sum, before the user's hook   | order  | reduce.reduce_chunk           |
-| reduce          | replicate, hook, before sums go   | memory | Retained.add                  |
-| compute         | all of them, at the end           | order  | Retained.finish               |
-| compute         | all of them, after an error       | memory | Retained.abandon              |
+| reduce          | replicate, hook, before sums go   | memory | Retained.drop_sums            |
+| compute         | all of them, at the end           | order  | Reductions.finish             |
+| compute         | all of them, after an error       | memory | Reductions.abandon            |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
 this wait. Memory goes back to the lane that it came from, so no block is ever recorded on a second stream: what is
@@ -46,10 +46,8 @@ late, which is what overlaps them with compute there.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -58,7 +56,7 @@ import torch
 
 from fsdp2 import _trace
 
-__all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "Retained", "simulated_streams"]
+__all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "simulated_streams"]
 
 
 class Done:
@@ -272,170 +270,3 @@ class Lanes:
     def replicate(self) -> Lane:
         """The lane on which gradients are summed, and portions are gathered, over the replicate axis."""
         return Lane(self._device)
-
-
-class Retained:
-    """Operations in flight, and what they still need: bounded, because it is memory.
-
-    An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates: its
-    inputs stay alive in its frame, and the oldest is carried one step on when there are more than ``limit``, or than
-    ``limit_bytes`` of gradients. On streams it runs to its end at once, and what stays alive is what it named with
-    ``retain``, up to ``limit_bytes``: compute waits for the oldest before more is held.
-    """
-
-    def __init__(self, lanes: Lanes, limit: int = 1) -> None:
-        self.lanes = lanes
-        self.limit, self.limit_bytes = limit, 0
-        # On a CPU: operations at their first wait, with the bytes of their gradients, and those that are past it (they
-        # wait for the replicate axis). Of either no more than ``limit`` are in flight.
-        self._started: deque[tuple[Generator[None, None, None], int]] = deque()
-        self._flying_bytes = 0
-        self._advanced: deque[Generator[None, None, None]] = deque()
-        # On streams: memory of the compute stream that a lane still reads, of which ``packed`` are gradients that are
-        # copied beside compute; their bytes, which each chunk asks for; and memory of the pack and the reduce lane.
-        self._inputs: deque[_Retention] = deque()
-        self.packed: deque[_Retention] = deque()
-        self._retained_bytes = 0
-        self._rows: deque[_Retention] = deque()
-        self._sums: deque[_Retention] = deque()
-        self._used: dict[Lane, None] = {}  # the lanes that operations are on, in order
-
-    def add(self, operation: Generator[None, None, None], nbytes: int = 0) -> None:
-        """Start ``operation`` on gradients of so many bytes, and keep it in flight."""
-        if not self.lanes.on_streams:
-            while self._is_full(nbytes):
-                self._advance_oldest()
-        else:
-            self._drop_rows()
-            self._drop_sums()
-        if _resume(operation):
-            self._started.append((operation, nbytes))
-            self._flying_bytes += nbytes
-
-    def _is_full(self, nbytes: int) -> bool:
-        too_many = len(self._started) >= self.limit
-        return bool(self._started) and (too_many or self._flying_bytes + nbytes > self.limit_bytes)
-
-    def make_room(self, nbytes: int) -> None:
-        """Let compute wait for the oldest operations, until ``nbytes`` more may be held."""
-        while (self.packed or self._inputs) and self._retained_bytes + nbytes > self.limit_bytes:
-            self._drop_oldest()
-
-    def drop(self) -> None:
-        """Give back all that is held of the compute stream's memory, which waits for it."""
-        while self.packed or self._inputs:
-            self._drop_oldest()
-
-    def drop_packed(self) -> None:
-        """Give back the gradients that were copied beside compute, which waits for that."""
-        while self.packed:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        oldest = (self.packed or self._inputs).popleft()
-        self._retained_bytes -= oldest.nbytes
-        # Before the references go: the allocator gives this memory to the next kernel of the compute stream.
-        self.lanes.compute.wait(oldest.event)
-
-    def _drop_rows(self) -> None:
-        """Let the pack lane wait until all rows but the last were read: the communication of these may still run."""
-        while len(self._rows) > 1:
-            self.lanes.pack.wait(self._rows.popleft().event)
-
-    def _drop_sums(self) -> None:
-        """Let the reduce lane wait until all sums but the last were read."""
-        while len(self._sums) > 1:
-            self.lanes.reduce.wait(self._sums.popleft().event)
-
-    def retain(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
-        """Keep ``tensors``, ``nbytes`` of the compute stream, until ``event`` of the lane that reads them."""
-        if event is not None and tensors:
-            self._inputs.append(_Retention(event, tensors, nbytes))
-            self._retained_bytes += nbytes
-
-    def retain_packed(self, event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int) -> None:
-        """Keep gradients, ``nbytes`` of the compute stream, until ``event`` of the pack lane, which copies them."""
-        if event is not None and tensors:
-            self.packed.append(_Retention(event, tensors, nbytes))
-            self._retained_bytes += nbytes
-
-    def retain_rows(self, event: torch.Event | None, rows: list[torch.Tensor]) -> None:
-        """Keep ``rows``, of the pack lane, until ``event`` of the reduce lane."""
-        if event is not None:
-            self._rows.append(_Retention(event, rows))
-
-    def retain_sums(self, event: torch.Event | None, sums: torch.Tensor) -> None:
-        """Keep ``sums``, of the reduce lane, until ``event`` of the lane that they went to."""
-        if event is not None:
-            self._sums.append(_Retention(event, [sums]))
-
-    def use(self, lane: Lane) -> Lane:
-        """Return ``lane``, on which an operation will put work that ``finish`` has to wait for."""
-        self._used[lane] = None
-        return lane
-
-    def _advance_oldest(self) -> None:
-        oldest, nbytes = self._started.popleft()
-        self._flying_bytes -= nbytes
-        if _resume(oldest):
-            self._advanced.append(oldest)
-        while len(self._advanced) > self.limit:
-            _exhaust(self._advanced.popleft())
-
-    def finish(self) -> None:
-        """Carry every operation to its end, oldest first."""
-        while self._started:
-            self._advance_oldest()
-        while self._advanced:
-            _exhaust(self._advanced.popleft())
-        self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        # All that is on them, since an operation that raised has no end: lanes may still read its inputs and sums.
-        for lane in self._used:
-            self.lanes.compute.wait(lane.event())
-        self._used.clear()
-        self._inputs.clear()
-        self.packed.clear()
-        self._retained_bytes = 0
-        self._rows.clear()
-        self._sums.clear()
-
-    def abandon(self) -> None:
-        """Let communication end and throw the results away."""
-        operations: list[Generator[None, None, None]] = [
-            *self._advanced,
-            *[operation for operation, _ in self._started],
-        ]
-        self._started.clear()
-        self._flying_bytes = 0
-        self._advanced.clear()
-        try:
-            with ExitStack() as closing:  # closes all of them, also where waiting for one raises
-                for operation in reversed(operations):
-                    closing.callback(operation.close)
-        finally:
-            self._wait_for_all()
-
-
-@dataclass
-class _Retention:
-    """Memory that must not be used again before ``event``."""
-
-    event: torch.Event
-    tensors: list[torch.Tensor]
-    nbytes: int = 0
-
-
-def _resume(operation: Generator[None, None, None]) -> bool:
-    """Return whether ``operation`` is still in flight after one more step."""
-    try:
-        next(operation)
-    except StopIteration:
-        return False
-    return True
-
-
-def _exhaust(operation: Generator[None, None, None]) -> None:
-    while _resume(operation):
-        pass

@@ -193,8 +193,7 @@ class GroupGradients:
         plan, chunks = backward.plan, backward.chunks_wait
         if i not in plan.chunk_of:
             return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
-        if self.comm.reductions.packed:  # of the unit before: compute has come far enough for them to be copied
-            self.comm.reductions.drop_packed()
+        self.comm.reductions.memory.drop_packed()  # of the unit before: compute has come far enough to have copied them
         if backward.gather_waits:
             backward.gather_waits.discard(i)
             if not backward.gather_waits:
@@ -299,7 +298,7 @@ class GroupGradients:
         if self._at_once:
             finished = "together"
             if first:
-                self.comm.reductions.make_room(store.full_bytes + store.reduce_bytes)
+                self.comm.reductions.memory.make_room(store.full_bytes + store.reduce_bytes)
         self.comm.gather_now()  # needed before these gradients are, and collectives run in the order of their launch
         reduce = partial(self._reduce, plan, indices, finished)
         if store.mesh.shard.size == store.mesh.replicate.size == 1:
@@ -328,13 +327,13 @@ class GroupGradients:
             deliver([torch.empty(p.spec.shard_shape, dtype=reduction.out_dtype, device=p.local.device) for p in params])
             return
         defer_or_reduce = self._defer_or_reduce(params, reduction) if store.mesh.replicate.size > 1 else None
-        reductions = self.comm.reductions
-        operation = reduce_chunk(grads, row, reduction, reductions, deliver, defer_or_reduce, finished=finished)
+        memory = self.comm.reductions.memory
+        operation = reduce_chunk(grads, row, reduction, memory, deliver, defer_or_reduce, finished=finished)
         nbytes = sum([grad.nbytes for grad in grads])
         del grads
         if _trace.recorder is not None:
             operation = _trace.owned(self._group.name, operation)
-        reductions.add(operation, nbytes)
+        self.comm.reductions.add(operation, nbytes)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
         """Return a function that adds earlier sums to those over the shard axis; it returns whether to all-reduce now.

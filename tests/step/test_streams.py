@@ -429,9 +429,9 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
     ("compute", "Retained.drop_packed"): (("wait", "_drop_oldest", "drop_packed"), training, "mixed", "direct"),
     ("replicate", "_OverCopies.run"): (("wait", "after", "run"), training, "hybrid", "packed"),
     ("replicate, hook", "reduce.reduce_chunk"): (("wait", "after", "reduce_chunk"), hooks, "mixed", "packed"),
-    ("reduce", "Retained.add"): (("wait", "_drop_sums", "add"), training, "hybrid, bfloat16", "direct"),
-    ("compute", "Retained.finish"): (("wait", "_wait_for_all", "finish"), training, "bfloat16", "packed"),
-    ("compute", "Retained.abandon"): (("wait", "_wait_for_all", "abandon"), hook_raises, "fp32", "packed"),
+    ("reduce", "Retained.drop_sums"): (("wait", "_drop_oldest", "drop_sums"), training, "hybrid, bfloat16", "direct"),
+    ("compute", "Reductions.finish"): (("wait", "drop_all", "finish"), training, "bfloat16", "packed"),
+    ("compute", "Reductions.abandon"): (("wait", "drop_all", "abandon"), hook_raises, "fp32", "packed"),
 }
 """For each wait of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it."""
 
@@ -440,7 +440,8 @@ ELSEWHERE = {
     ("gather", "GroupExtensions.decode"),
     ("compute", "ComputeLane.event"),  # tests/unit/comm/test_streams.py: autograd's own streams are needed
     ("compute", "ComputeLane.here"),  # step/test_sequences.py
-    ("pack", "Retained.add"),  # the same file: here compute, which packing follows, has waited for a plain chunk
+    # tests/unit/comm/test_reductions.py: here compute, which packing follows, has waited for a plain chunk
+    ("pack", "Retained.drop_encoded"),
 }
 """Waits that no program here needs."""
 

@@ -18,15 +18,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp2.comm import reduce
 from fsdp2.comm.formats import Noise
 from fsdp2.comm.reduce import Compression, ReducePlan, pack_gradients, reduce_chunk
+from fsdp2.comm.reductions import Reductions
+from fsdp2.comm.retained import Retained
 from fsdp2.comm.scaling import choose_scaling
-from fsdp2.comm.streams import Lanes, Retained
+from fsdp2.comm.streams import Lanes
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import BlockFormat, RowPlan
 from tests.support.streams import Device
 from tests.unit.comm.ranks import Message, axes, sent, simulated
 from tests.unit.strategies import chunk, dense_strides, layouts
 
-REDUCTIONS = Retained(Lanes(torch.device("cpu")))
+MEMORY = Retained(Lanes(torch.device("cpu")))
 DTYPES = [  # of gradients, of the reduction, of the result
     (torch.float32, torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16, torch.float32),
@@ -79,7 +81,7 @@ class Chunk:
                 g,
                 self.row,
                 p,
-                REDUCTIONS,
+                MEMORY,
                 d.extend,
                 defer_or_reduce(i) if defer_or_reduce else None,
                 finished=finished,
@@ -540,10 +542,10 @@ def test_a_sum_on_its_way_to_the_host_is_not_kept_on_the_device() -> None:
     made = Chunk([weight(8, ranks=1)], options={"offload": True, "hook": lambda out: seen.append(weakref.ref(out))})
     on_host = mock.patch.object(reduce, "_finish", lambda out, plan: out.clone())
     with Device(), on_host:
-        flying = Retained(Lanes(torch.device("cpu")))
+        flying = Reductions(Lanes(torch.device("cpu")))
         for _ in range(3):
             grads = gradients(made)[0]
-            flying.add(reduce_chunk(grads, made.row, made.plans[0], flying, lambda pieces: None))
-        assert len(flying._started) == len(seen) == 3
+            flying.add(reduce_chunk(grads, made.row, made.plans[0], flying.memory, lambda pieces: None))
+        assert len(flying._window) == len(seen) == 3
         assert [reference() is None for reference in seen] == [True, False, False]  # the hook's lane reads two at most
         flying.finish()

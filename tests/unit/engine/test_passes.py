@@ -40,8 +40,8 @@ def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
             gradients = torch.ones(3)
             with lanes.reduce.after(lanes.compute) as done:
                 gradients.add(1)
-            reductions.retain(done.event, [gradients], gradients.nbytes)
-            reductions.use(lanes.reduce)
+            reductions.memory.retain_inputs(done.event, [gradients], gradients.nbytes)
+            reductions.memory.use(lanes.reduce)
         del gradients
         root.reset()
         with device.stream(stream):

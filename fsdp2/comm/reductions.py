@@ -1,0 +1,98 @@
+"""Operations in flight: started, and waited for as late as their number and size allow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from contextlib import ExitStack
+
+from fsdp2.comm.retained import Retained
+from fsdp2.comm.streams import Lanes
+
+__all__ = ["Reductions"]
+
+Operation = Generator[None, None, None]
+
+
+class Reductions:
+    """A window of operations, bounded because they need memory.
+
+    An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates, and
+    its inputs stay alive in its frame. So before one starts, the oldest are resumed once, until there are fewer than
+    ``limit``, with their gradients within the bytes that ``memory`` may hold. Those that wait for a second time (for
+    the replicate axis) stand in a window of their own, of ``limit`` as well.
+
+    On streams an operation runs to its end at once, and ``memory`` holds what lanes still read. Only one that copies
+    to the host waits once: its result is memory of the host by then, so there is no bound.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.memory = Retained(lanes)
+        self.limit = 1
+        self._window: deque[tuple[Operation, int]] = deque()  # at their first wait, with the bytes of their gradients
+        self._window_bytes = 0
+        self._past_first_wait: deque[Operation] = deque()
+
+    def set_limits(self, operations: int, nbytes: int) -> None:
+        """Let ``operations`` be in flight, and ``nbytes`` of gradients; of one operation, however large it is."""
+        self.limit, self.memory.limit_bytes = operations, nbytes
+
+    def add(self, operation: Operation, nbytes: int = 0) -> None:
+        """Start ``operation`` on gradients of so many bytes, and keep it in flight."""
+        if not self.lanes.on_streams:
+            while self._is_full(nbytes):
+                self._advance_oldest()
+        else:
+            self.memory.drop_encoded()
+            self.memory.drop_sums()
+        if _resume(operation):
+            self._window.append((operation, nbytes))
+            self._window_bytes += nbytes
+
+    def _is_full(self, nbytes: int) -> bool:
+        too_many = len(self._window) >= self.limit
+        return bool(self._window) and (too_many or self._window_bytes + nbytes > self.memory.limit_bytes)
+
+    def _advance_oldest(self) -> None:
+        oldest, nbytes = self._window.popleft()
+        self._window_bytes -= nbytes
+        if _resume(oldest):
+            self._past_first_wait.append(oldest)
+        while len(self._past_first_wait) > self.limit:
+            _exhaust(self._past_first_wait.popleft())
+
+    def finish(self) -> None:
+        """Carry every operation to its end, oldest first."""
+        while self._window:
+            self._advance_oldest()
+        while self._past_first_wait:
+            _exhaust(self._past_first_wait.popleft())
+        self.memory.drop_all()
+
+    def abandon(self) -> None:
+        """Let communication end and throw the results away."""
+        operations: list[Operation] = [*self._past_first_wait, *[operation for operation, _ in self._window]]
+        self._window.clear()
+        self._window_bytes = 0
+        self._past_first_wait.clear()
+        try:
+            with ExitStack() as closing:  # closes all of them, also where waiting for one raises
+                for operation in reversed(operations):
+                    closing.callback(operation.close)
+        finally:
+            self.memory.drop_all()
+
+
+def _resume(operation: Operation) -> bool:
+    """Return whether ``operation`` is still in flight after it was resumed."""
+    try:
+        next(operation)
+    except StopIteration:
+        return False
+    return True
+
+
+def _exhaust(operation: Operation) -> None:
+    while _resume(operation):
+        pass

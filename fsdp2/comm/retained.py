@@ -1,0 +1,114 @@
+"""Memory that a lane still reads when its owner is done with it: kept until the lane that it came from has waited."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2.comm.streams import ComputeLane, Lane, Lanes
+
+__all__ = ["Retained"]
+
+
+@dataclass
+class _Retention:
+    """Memory that must not be used again before ``event``."""
+
+    event: torch.Event
+    tensors: list[torch.Tensor]
+    nbytes: int
+
+
+class Retained:
+    """Memory of reductions on streams. It is empty on a CPU, where operations keep their inputs themselves.
+
+    Of the compute stream it holds no more than ``limit_bytes``, of the pack and the reduce lane what one reduction
+    needs: these lanes wait for all but the last before the next reduction.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.limit_bytes = 0
+        self._packed: deque[_Retention] = deque()
+        self._inputs: deque[_Retention] = deque()
+        self._nbytes = 0  # of both, which are memory of the compute stream
+        self._encoded: deque[_Retention] = deque()
+        self._sums: deque[_Retention] = deque()
+        self._used: dict[Lane, None] = {}  # the lanes that read, in the order in which they began
+
+    def use(self, lane: Lane) -> Lane:
+        """Return ``lane``, on which an operation will put work that the end has to wait for."""
+        self._used[lane] = None
+        return lane
+
+    def retain_packed(self, event: torch.Event | None, grads: list[torch.Tensor], nbytes: int) -> None:
+        """Keep gradients, ``nbytes`` of the compute stream, until ``event`` of the pack lane, which copies them."""
+        self._retain(self._packed, event, grads, nbytes)
+
+    def retain_inputs(self, event: torch.Event | None, inputs: list[torch.Tensor], nbytes: int) -> None:
+        """Keep inputs, ``nbytes`` of the compute stream, until ``event`` of the lane that reads them."""
+        self._retain(self._inputs, event, inputs, nbytes)
+
+    def retain_encoded(self, event: torch.Event | None, rows: list[torch.Tensor]) -> None:
+        """Keep encoded ``rows``, of the pack lane, until ``event`` of the reduce lane, which sends them."""
+        self._retain(self._encoded, event, rows)
+
+    def retain_sums(self, event: torch.Event | None, sums: torch.Tensor) -> None:
+        """Keep ``sums``, of the reduce lane, until ``event`` of the lane that they went to."""
+        self._retain(self._sums, event, [sums])
+
+    def _retain(
+        self, kept: deque[_Retention], event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int = 0
+    ) -> None:
+        if event is not None and tensors:
+            kept.append(_Retention(event, tensors, nbytes))
+            self._nbytes += nbytes
+
+    def make_room(self, nbytes: int) -> None:
+        """Let compute wait until ``nbytes`` more may be held.
+
+        Packed gradients are given back before inputs, whatever is older: the pack lane is done with them first.
+        """
+        while (self._packed or self._inputs) and self._nbytes + nbytes > self.limit_bytes:
+            self._drop_oldest(self._packed or self._inputs, self.lanes.compute)
+
+    def drop(self) -> None:
+        """Give back all that is held of the compute stream's memory, which waits for it."""
+        while self._packed or self._inputs:
+            self._drop_oldest(self._packed or self._inputs, self.lanes.compute)
+
+    def drop_packed(self) -> None:
+        """Give back the gradients that were copied beside compute, which waits for that."""
+        while self._packed:
+            self._drop_oldest(self._packed, self.lanes.compute)
+
+    def drop_encoded(self) -> None:
+        """Let the pack lane wait until all encoded rows but the last were read.
+
+        The last were sent just now: to wait for them would stop the packing of the next chunk.
+        """
+        while len(self._encoded) > 1:
+            self._drop_oldest(self._encoded, self.lanes.pack)
+
+    def drop_sums(self) -> None:
+        """Let the reduce lane wait until all sums but the last were read, beside which it computes the next one."""
+        while len(self._sums) > 1:
+            self._drop_oldest(self._sums, self.lanes.reduce)
+
+    def _drop_oldest(self, kept: deque[_Retention], lane: Lane | ComputeLane) -> None:
+        oldest = kept.popleft()
+        self._nbytes -= oldest.nbytes
+        # Before the references go: the allocator gives this memory to the next kernel of the lane that it came from.
+        lane.wait(oldest.event)
+
+    def drop_all(self) -> None:
+        """Let compute wait for all that lanes do, and give everything back."""
+        # Whole lanes, since an operation that raised has marked no end: lanes may still read its inputs and sums.
+        for lane in self._used:
+            self.lanes.compute.wait(lane.event())
+        self._used.clear()
+        for kept in (self._packed, self._inputs, self._encoded, self._sums):
+            kept.clear()  # the other lanes wait for compute before they take memory again
+        self._nbytes = 0

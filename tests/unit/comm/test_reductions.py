@@ -1,0 +1,227 @@
+"""Reductions in flight, and the memory that they keep."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp2.comm.reductions import Reductions
+from fsdp2.comm.streams import Lanes
+from tests.support.streams import Device
+
+CPU = torch.device("cpu")
+
+
+def window(limit: int, nbytes: int = 0) -> Reductions:
+    """Return an empty window for so many operations, or for gradients of so many bytes."""
+    reductions = Reductions(Lanes(CPU))
+    reductions.set_limits(limit, nbytes)
+    return reductions
+
+
+class Operations:
+    """Makes operations that log their steps as (name, step), and counts those in flight."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[int, int]] = []
+        self.alive: set[int] = set()
+        self.most = 0
+
+    def make(self, name: int, waits: int) -> Generator[None, None, None]:
+        """Return an operation that waits so many times."""
+        self.alive.add(name)
+        self.most = max(self.most, len(self.alive))
+        try:
+            for step in range(waits):
+                self.log.append((name, step))
+                yield
+            self.log.append((name, waits))
+        finally:
+            self.alive.discard(name)
+
+
+# ---- operations in flight ----
+
+
+def test_an_operation_starts_at_once_and_ends_when_asked() -> None:
+    operations, flying = Operations(), window(2)
+    flying.add(operations.make(0, 1))
+    assert operations.log == [(0, 0)]
+    flying.finish()
+    assert operations.log == [(0, 0), (0, 1)]
+    assert not operations.alive
+
+
+def test_one_more_than_the_limit_carries_the_oldest_on() -> None:
+    operations, flying = Operations(), window(2)
+    for name in range(3):
+        flying.add(operations.make(name, 1))
+    assert operations.log == [(0, 0), (1, 0), (0, 1), (2, 0)]
+
+
+def test_a_second_wait_does_not_hold_up_the_first_of_others() -> None:
+    operations, flying = Operations(), window(1)
+    for name in range(4):
+        flying.add(operations.make(name, 2))
+    # Operation 0 ends when operation 2 waits for the second time: one more than the limit.
+    assert operations.log == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (2, 1), (1, 2), (3, 0)]
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=12))
+def test_operations_end_in_order_within_their_limit(limit: int, waits: list[int]) -> None:
+    operations, flying = Operations(), window(limit)
+    for name, count in enumerate(waits):
+        flying.add(operations.make(name, count))
+        assert len(operations.alive) <= 2 * limit  # as many again between their first wait and their last
+    flying.finish()
+    assert not operations.alive
+    assert sorted(operations.log) == [(n, step) for n, count in enumerate(waits) for step in range(count + 1)]
+    for count in set(waits):
+        ends = [n for n, step in operations.log if waits[n] == count and step == count]
+        assert ends == sorted(ends)
+
+
+@given(st.integers(1, 4), st.integers(0, 12))
+def test_operations_with_one_wait_are_never_more_than_the_limit(limit: int, count: int) -> None:
+    operations, flying = Operations(), window(limit)
+    for name in range(count):
+        flying.add(operations.make(name, 1))
+        assert len(operations.alive) <= limit
+    assert len(operations.alive) == min(limit, count)
+
+
+def test_operations_are_no_more_than_their_bytes_allow() -> None:
+    """Gradients of a unit may be in flight: eight chunks of it, or two that are larger. One is, whatever its size."""
+    operations, flying = Operations(), window(8, 10)
+    for name, nbytes in enumerate((4, 4, 4, 2, 12, 1)):
+        flying.add(operations.make(name, 1), nbytes)
+        assert operations.alive == [{0}, {0, 1}, {1, 2}, {1, 2, 3}, {4}, {5}][name]
+
+
+def test_a_lower_limit_holds_from_the_next_operation_on() -> None:
+    operations, flying = Operations(), window(4)
+    for name in range(4):
+        flying.add(operations.make(name, 1))
+    flying.set_limits(1, 0)
+    flying.add(operations.make(4, 1))
+    assert operations.alive == {4}
+
+
+def test_finishing_twice_or_nothing_is_harmless() -> None:
+    operations, flying = Operations(), window(2)
+    flying.finish()
+    flying.add(operations.make(0, 2))
+    flying.finish()
+    flying.finish()
+    assert operations.log == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_an_operation_that_raises_is_dropped_and_the_others_go_on() -> None:
+    def failing() -> Generator[None, None, None]:
+        yield
+        raise RuntimeError("lost connection")
+
+    operations, flying = Operations(), window(2)
+    flying.add(failing())
+    flying.add(operations.make(1, 1))
+    with pytest.raises(RuntimeError, match="lost connection"):
+        flying.finish()
+    flying.finish()
+    assert operations.log == [(1, 0), (1, 1)]
+
+
+def test_all_operations_are_abandoned_though_waiting_for_one_raises() -> None:
+    """``reset_iter_state()`` raised before it had reset any group, and had to be called twice."""
+
+    def failing() -> Generator[None, None, None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("lost connection")
+
+    operations, flying = Operations(), window(2)
+    flying.add(failing())
+    flying.add(operations.make(1, 1))
+    with pytest.raises(RuntimeError, match="lost connection"):
+        flying.abandon()
+    assert not operations.alive
+    flying.abandon()
+
+
+def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
+    operations, flying = Operations(), window(1)
+    inputs = torch.ones(3)
+    reference = weakref.ref(inputs)
+
+    def holding(held: torch.Tensor) -> Generator[None, None, None]:
+        yield
+        held.add_(1)
+
+    flying.add(operations.make(0, 2))
+    flying.add(holding(inputs))
+    del inputs
+    flying.abandon()
+    assert not operations.alive and reference() is None
+    flying.finish()
+    assert operations.log == [(0, 0), (0, 1)]
+
+
+# ---- on streams ----
+
+
+def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
+    """The operation itself is through at once."""
+    with Device():
+        flying = window(1, 12)
+        inputs = [torch.ones(numel) for numel in (1, 2, 1, 1, 4, 1)]
+        held = [weakref.ref(tensor) for tensor in inputs]
+
+        def operation(tensor: torch.Tensor) -> Generator[None, None, None]:
+            with flying.lanes.reduce.after(flying.lanes.compute) as done:
+                tensor + 1
+            flying.memory.make_room(tensor.nbytes)
+            flying.memory.retain_inputs(done.event, [tensor], tensor.nbytes)
+            return
+            yield
+
+        alive = []
+        for i in range(6):
+            flying.add(operation(inputs.pop(0)))
+            alive.append([j for j, reference in enumerate(held[: i + 1]) if reference() is not None])
+        assert alive == [[0], [0, 1], [1, 2], [2, 3], [4], [5]]
+        flying.finish()
+        assert not any(reference() for reference in held)
+
+
+def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
+    """The third chunk is packed beside the second's reduction, and summed beside the second's all-reduce; waiting for
+    the second as well would leave one of them idle. At the end nothing is held any more."""
+    with Device():
+        flying, held = window(1), []
+        pack, reduce, replicate = (getattr(flying.lanes, name) for name in ("pack", "reduce", "replicate"))
+
+        def operation() -> Generator[None, None, None]:
+            with pack.after() as packed:
+                rows = torch.ones(2)
+            with reduce.after(packed.event) as reduced:
+                sums = rows + 1
+            flying.memory.retain_encoded(reduced.event, [rows])
+            with replicate.after(reduced.event) as done:
+                sums.add_(1)
+            flying.memory.retain_sums(done.event, sums)
+            flying.memory.use(replicate)
+            held.extend(weakref.ref(tensor) for tensor in (rows, sums))
+            return
+            yield
+
+        for _ in range(3):
+            flying.add(operation())
+        for lane, other in ((pack, reduce), (reduce, replicate)):
+            assert lane._stream.clocks[other._stream.name] == other._stream.clocks[other._stream.name] // 3
+        flying.finish()
+        assert len(held) == 6 and not any(reference() is not None for reference in held)

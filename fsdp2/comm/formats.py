@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp2.comm.scaling import divide_
-from fsdp2.sharding.packing import BlockFormat
+from fsdp2.sharding.packing import NO_LIMIT, BlockFormat
 
 __all__ = ["Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encoded_views"]
 
@@ -104,17 +104,17 @@ def _memory(last: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 def _pieces(blocks: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """(Rows, blocks) of pieces of ``blocks`` (rows, blocks, elements): parts of a row, or several short rows."""
     rows, count, size = blocks.shape
-    step = min(max(_piece_numel(blocks) // size, 1), max(count, 1))
-    at_once = max(_piece_numel(blocks) // (step * size), 1)
-    for first in range(0, count, step):
-        for row in range(0, rows, at_once):
-            yield slice(row, row + at_once), slice(first, first + step)
+    count_at_once = min(max(_piece_numel(blocks) // size, 1), max(count, 1))
+    rows_at_once = max(_piece_numel(blocks) // (count_at_once * size), 1)
+    for first in range(0, count, count_at_once):
+        for row in range(0, rows, rows_at_once):
+            yield slice(row, row + rows_at_once), slice(first, first + count_at_once)
 
 
 def _piece_numel(tensor: torch.Tensor) -> int:
     """Elements of a piece: as fit in a cache, or many where each is a launch (which a forecast's only counts as)."""
     if torch.compiler.is_compiling():  # its kernels keep nothing in between
-        return 1 << 62
+        return NO_LIMIT
     launches = tensor.device.type != "cpu" or tensor.untyped_storage().device.type == "meta"
     return _PIECE if launches else _CPU_PIECE
 
@@ -129,9 +129,9 @@ def _write(numbers: torch.Tensor, payload: torch.Tensor, form: BlockFormat, draw
         if draw is not None:
             _, bits, smallest = _FLOATS[form.kind]
             # The power of two below each number is its bits without sign and fraction.
-            step = numbers.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-            step = step.clamp_(min=2.0**smallest).mul_(2.0**-bits)
-            numbers = numbers.div_(step).add_(draw(numbers)).round_().mul_(step)
+            spacing = numbers.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+            spacing = spacing.clamp_(min=2.0**smallest).mul_(2.0**-bits)
+            numbers = numbers.div_(spacing).add_(draw(numbers)).round_().mul_(spacing)
         payload.view(form.kind).copy_(numbers)
         return
     if draw is not None:

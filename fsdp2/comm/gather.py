@@ -16,12 +16,12 @@ from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.policies import AllGather
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, CastRun, FlatPlan, Item, align
+from fsdp2.sharding.packing import BlockFormat, CastSpan, FlatPlan, Item, align
 
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "HostCopies", "finish_gather", "start_gather"]
 
 Planned = Callable[[], object]
-"""Kernels with the tensors that they read and write, found once and run in every gather."""
+"""A call with its tensors bound: planned once, run in every gather."""
 
 
 class Buffer:
@@ -85,7 +85,7 @@ class GatherBuffers:
         # Views keep the storages; their memory is only there while a gather needs it.
         self.free_temporaries()
         if self.wire is not None:
-            self.wire.free()
+            self.wire.free()  # also that of shards on the host, which free_temporaries leaves
 
     def _send_directly(self, i: int, wire_bytes: torch.Tensor) -> None:
         """Gather item ``i`` by a collective of its own, into its place."""
@@ -101,41 +101,43 @@ class GatherBuffers:
         ranks, nbytes = self._ranks, self.packed.nbytes
         in_order = all(self.items[i].layout.rank_major for i in self.plan.packed)
         encoded = any(self.items[i].form is not None for i in self.plan.packed)
-        slots = self._slots() if fused and in_order and not encoded else []
+        segments = self._segments() if fused and in_order and not encoded else []
         # One kernel splits whole rows, so it needs somewhere to put what lies between the items, too.
-        gap = max((size for place, size in slots if place is None), default=0)
+        gap = max((size for offset, size in segments if offset is None), default=0)
         self.staging = Buffer(ranks * (nbytes + gap), self.full.bytes.device)
         self.received = self.staging.bytes[: ranks * nbytes].view(self.packed.dtype)
         rows = self.received.view(torch.uint8).view(ranks, nbytes)
-        if not slots:
+        if not segments:
             self.unpacks = self._plan_unpacks(rows)
             return
         unused = self.staging.bytes[ranks * nbytes :]
         targets = [
-            unused[: ranks * size] if place is None else self.full.view(place, ranks * size, torch.uint8)
-            for place, size in slots
+            unused[: ranks * size] if offset is None else self.full.view(offset, ranks * size, torch.uint8)
+            for offset, size in segments
         ]
-        shaped = [target.view(ranks, size) for target, (_, size) in zip(targets, slots)]
-        self.unpacks = [partial(torch.split_with_sizes_copy, rows, [size for _, size in slots], 1, out=shaped)]
+        shaped = [target.view(ranks, size) for target, (_, size) in zip(targets, segments)]
+        self.unpacks = [partial(torch.split_with_sizes_copy, rows, [size for _, size in segments], 1, out=shaped)]
 
     def _plan_fills(self, wire: Buffer, shards: torch.Tensor) -> torch.Tensor:
-        """Plan how each run of shards is cast or encoded before it is sent, and return the bytes that are sent."""
-        for run in self.plan.runs:
-            shard = shards[run.shard_offset : run.shard_offset + run.numel * run.dtype.itemsize].view(run.dtype)
-            self.fills.append(_casting(run, shard, wire) if run.form is None else _encoding(run, run.form, shard, wire))
+        """Plan how each span of shards is cast or encoded before it is sent, and return the bytes that are sent."""
+        for span in self.plan.spans:
+            start = span.shard_offset
+            shard = shards[start : start + span.numel * span.dtype.itemsize].view(span.dtype)
+            form = span.form
+            self.fills.append(_casting(span, shard, wire) if form is None else _encoding(span, form, shard, wire))
         return wire.bytes
 
-    def _slots(self) -> list[tuple[int | None, int]]:
-        """Return (where it goes in the full buffer, bytes) of all that lies in a packed row; None is a gap."""
-        slots: list[tuple[int | None, int]] = []
+    def _segments(self) -> list[tuple[int | None, int]]:
+        """Return (offset in the full buffer, bytes) of all that lies in a packed row; a gap has None for its offset."""
+        segments: list[tuple[int | None, int]] = []
         end = self.plan.packed_start
         for i in self.plan.packed:
             if self.plan.wire_offset[i] > end:
-                slots.append((None, self.plan.wire_offset[i] - end))
+                segments.append((None, self.plan.wire_offset[i] - end))
             nbytes = self.items[i].layout.slot_numel * self.items[i].wire_dtype.itemsize
-            slots.append((self.plan.full_offset[i], nbytes))
+            segments.append((self.plan.full_offset[i], nbytes))
             end = self.plan.wire_offset[i] + nbytes
-        return slots if end == self.plan.wire_bytes else [*slots, (None, self.plan.wire_bytes - end)]
+        return segments if end == self.plan.wire_bytes else [*segments, (None, self.plan.wire_bytes - end)]
 
     def unpack(self, rows: torch.Tensor | None) -> None:
         """Bring packed parameters to their places, from ``rows`` (ranks, bytes) or from where they are received."""
@@ -171,10 +173,10 @@ class GatherBuffers:
 
     def _encoded_pieces(self, i: int, form: BlockFormat, rows: torch.Tensor) -> Encoded:
         """Return the pieces of item ``i`` in ``rows``, which were encoded together with its neighbours."""
-        run = self.plan.run_of(i)
-        start = run.wire_offset - self.plan.packed_start
-        sent = encoded_views(rows[:, start : start + form.nbytes(run.numel)], run.numel, form)
-        first = (self.plan.shard_offset[i] - run.shard_offset) // run.dtype.itemsize // form.block
+        span = self.plan.span_of(i)
+        start = span.wire_offset - self.plan.packed_start
+        sent = encoded_views(rows[:, start : start + form.nbytes(span.numel)], span.numel, form)
+        first = (self.plan.shard_offset[i] - span.shard_offset) // span.dtype.itemsize // form.block
         return sent.part(slice(None), slice(first, first + -(-self.items[i].layout.slot_numel // form.block)))
 
     def allocate(self, *, staging: bool, full: bool) -> None:
@@ -192,22 +194,25 @@ class GatherBuffers:
             fill()
 
     def free_temporaries(self) -> None:
-        """Give back what only the gather itself needs."""
+        """Give back what only the gather itself needs.
+
+        A copy of shards on the host is given back by ``HostCopies``, when the copy lane has waited for the gather.
+        """
         if self.wire is not None and not self.from_host:
             self.wire.free()
         if self.staging is not None:
             self.staging.free()
 
 
-def _casting(run: CastRun, shard: torch.Tensor, wire: Buffer) -> Planned:
-    """Return the copy of a run's ``shard`` to its place in ``wire``, in the dtype that travels."""
-    return partial(wire.view(run.wire_offset, run.numel, run.wire_dtype).copy_, shard, non_blocking=True)
+def _casting(span: CastSpan, shard: torch.Tensor, wire: Buffer) -> Planned:
+    """Return the copy of a span's ``shard`` to its place in ``wire``, in the dtype that travels."""
+    return partial(wire.view(span.wire_offset, span.numel, span.wire_dtype).copy_, shard, non_blocking=True)
 
 
-def _encoding(run: CastRun, form: BlockFormat, shard: torch.Tensor, wire: Buffer) -> Planned:
-    """Return what encodes a run's ``shard`` to its place in ``wire``."""
-    row = wire.bytes[run.wire_offset : run.wire_end].unsqueeze(0)
-    return partial(encode, shard.unsqueeze(0), encoded_views(row, run.numel, form), form)
+def _encoding(span: CastSpan, form: BlockFormat, shard: torch.Tensor, wire: Buffer) -> Planned:
+    """Return what encodes a span's ``shard`` to its place in ``wire``."""
+    row = wire.bytes[span.wire_offset : span.wire_end].unsqueeze(0)
+    return partial(encode, shard.unsqueeze(0), encoded_views(row, span.numel, form), form)
 
 
 def _decode(sent: Encoded, flat: torch.Tensor, layout: ShardLayout, form: BlockFormat) -> None:
@@ -226,7 +231,7 @@ class Gathering:
     """A gather in flight on ``lane``, where it also ends: its unit may have got another root's lanes since.
 
     On a CPU the host has to wait for ``works``, elsewhere the compute stream for ``event``.
-    ``rows`` (ranks, bytes) holds the packed run, then each extra tensor, where one buffer was assembled for this
+    ``rows`` (ranks, bytes) holds the packed parameters, then each extra tensor, where one buffer was assembled for this
     gather; ``extras`` says where in a row each extra is: (offset, numel, dtype).
     """
 
@@ -289,8 +294,8 @@ def start_gather(
     """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
 
     It runs on ``lane``, by default the gather lane. ``extras`` are 1D tensors, as large on every rank, that travel with
-    the packed run. A ``custom`` collective gets one buffer that it allocated itself. Stages 3 and 4 of the life of a
-    parameter; on a stream stage 5 follows at once.
+    the packed parameters. A ``custom`` collective gets one buffer that it allocated itself. Stages 3 and 4 of the life
+    of a parameter; on a stream stage 5 follows at once.
     """
     lane = lane or copies.lanes.gather
     gathering = Gathering(buffers, lane)
@@ -313,6 +318,7 @@ def start_gather(
                 work.wait()
             works = []
             _unpack(gathering)
+            # The extras are read from these rows; without extras their memory can go.
             gathering.rows = gathering.rows if extras else None
     if buffers.from_host:
         copies.hold(buffers, done.event)
@@ -324,7 +330,7 @@ def _unpack(gathering: Gathering) -> None:
     """Put packed parameters in their places, and free what only that needed; stage 5 of the life of a parameter."""
     buffers = gathering.buffers
     if buffers.plan.packed or buffers.wire is not None:  # else everything was gathered into its place, from the shards
-        buffers.full.allocate()
+        buffers.full.allocate()  # on a CPU not before: until here collectives needed buffers of their own alone
         buffers.unpack(gathering.rows)
         buffers.free_temporaries()
 
@@ -332,7 +338,7 @@ def _unpack(gathering: Gathering) -> None:
 def _assemble(
     gathering: Gathering, axis: Axis, custom: AllGather | None, extras: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One output buffer for the packed run and the extras, and this rank's part of it, filled."""
+    """One output buffer for the packed parameters and the extras, and this rank's part of it, filled."""
     packed = gathering.buffers.packed
     pieces = [piece for piece in (packed, *extras) if piece is not packed or packed.numel()]
     dtypes = {piece.dtype for piece in pieces}
@@ -350,8 +356,8 @@ def _assemble(
     gathering.rows = output.view(-1).view(torch.uint8).view(axis.size, end)
     for piece, offset in zip(pieces, offsets):
         gathering.rows[axis.rank, offset : offset + piece.nbytes].view(piece.dtype).copy_(piece)
-    places = [(offset, piece.numel(), piece.dtype) for piece, offset in zip(pieces, offsets)]
-    gathering.extras = tuple(places[len(pieces) - len(extras) :])
+    spans = [(offset, piece.numel(), piece.dtype) for piece, offset in zip(pieces, offsets)]
+    gathering.extras = tuple(spans[len(pieces) - len(extras) :])
     part = output.narrow(0, axis.rank * (numel // axis.size), numel // axis.size)
     return wire_view(output), wire_view(part)
 

@@ -40,13 +40,13 @@ def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> 
     if layout.rank_major and layout.even and full.stride() == layout.stride:
         return [(full.as_strided(rows.shape, (layout.slot_numel, 1)), rows)]  # the same with fewer views
     order, chunk = layout.memory_order, layout.chunk
-    place = order.index(layout.dim)
+    position = order.index(layout.dim)
     whole, rest = divmod(layout.shape[layout.dim], chunk)
     pairs = []
     if whole:
-        cut = full.narrow(layout.dim, 0, whole * chunk).permute(order).unflatten(place, (whole, chunk))
+        cut = full.narrow(layout.dim, 0, whole * chunk).permute(order).unflatten(position, (whole, chunk))
         slots = rows[:whole].unflatten(1, [layout.shard_shape(0)[d] for d in order])
-        pairs.append((cut, slots.movedim(0, place)))
+        pairs.append((cut, slots.movedim(0, position)))
     if rest:
         piece = rows[whole].as_strided(layout.shard_shape(whole), layout.shard_stride(whole))
         pairs.append((full.narrow(layout.dim, whole * chunk, rest), piece))

@@ -65,7 +65,7 @@ class Compression:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """The facts that are the same for every chunk of a group and dtype.
+    """What is the same for all chunks of a group that share their dtypes.
 
     ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
     ``offload`` the shards are delivered on the CPU. ``wire_dtype`` may be narrower than ``reduce_dtype``; it must be
@@ -211,7 +211,7 @@ def reduce_chunk(
         with lane.after(event):
             plan.hook(out)
     with lane.after() as done:
-        out = _finish(out, plan)
+        out = _deliverable(out, plan)
         host_waits = lane.event() if plan.offload else None
         if host_waits is None:
             deliver(_cut(out, row, rank))
@@ -259,7 +259,7 @@ class _Flying:
 
 class _OverShards(Protocol):
     def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
-        """Send ``grads``, which it empties."""
+        """Start the sum of ``grads``; empties that list, so that their memory can be freed."""
         ...
 
 
@@ -270,7 +270,7 @@ class _ReduceScatter:
         self._plan = plan
 
     def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
-        """Send gradients that lie as they are sent, and the others packed, in one launch."""
+        """Send gradients from where they lie if their layout allows it, the others packed, in one launch."""
         plan, lane = self._plan, memory.lanes.reduce
         device, scaling = grads[0].device, plan.scaling
         # A division before the sum needs memory of our own: the user may hold the gradient itself.
@@ -396,37 +396,37 @@ def _inputs(
     if row.rest.numel:
         parts.append(([grads[i] for i in row.packed], row.rest))
     grads.clear()
-    copied = [own or not _lies_as(part, place, dtype) for part, place in parts]
+    copied = [own or not _lies_as(part, layout, dtype) for part, layout in parts]
     left = sum([grad.nbytes for (part, _), copies in zip(parts, copied) if copies for grad in part])
     if finished != "together":  # their memory is taken already, so there is nothing to wait for
         memory.make_room(row.numel * row.ranks * dtype.itemsize + left)
     if not left:
         return [_flat(part[0]) for part, _ in parts], lanes.compute
     # The last of a unit are copied while compute goes on to the next one. They stay in memory until that has its first
-    # gradient, so they are about half a unit: two of the three large matrices of a block. The rest is copied before,
-    # and each gradient goes as soon as it is copied.
+    # gradient, so they are limited: ``limit_bytes`` is one unit by default, of which three fifths are two of the three
+    # large matrices of a block. The rest is copied before, and each gradient goes as soon as it is copied.
     beside = memory.limit_bytes * 3 // 5 if finished == "last" else 0
     inputs: list[torch.Tensor] = []
     later: list[tuple[torch.Tensor, _Part]] = []
     with lanes.compute.here() as done:
         for copies in copied:
-            part, place = parts.pop(0)
+            part, layout = parts.pop(0)
             if not copies:
                 inputs.append(_flat(part[0]))
                 continue
-            numel = place.numel if isinstance(place, ShardLayout) else place.numel * place.ranks
+            numel = layout.numel if isinstance(layout, ShardLayout) else layout.numel * layout.ranks
             inputs.append(torch.empty(numel, dtype=dtype, device=device))
             if left <= beside:
-                later.append((inputs[-1], (part, place)))
+                later.append((inputs[-1], (part, layout)))
                 continue
             left -= sum([grad.nbytes for grad in part])
-            _copy(inputs[-1], part, place)
+            _copy(inputs[-1], part, layout)
             part.clear()
     if not later:
         return inputs, done.event
     with lanes.pack.after(lanes.compute) as done:
-        for rows, (part, place) in later:
-            _copy(rows, part, place)
+        for rows, (part, layout) in later:
+            _copy(rows, part, layout)
     memory.retain_packed(done.event, [grad for _, (part, _) in later for grad in part], left)
     return inputs, done.event
 
@@ -436,19 +436,19 @@ _Part = tuple[list[torch.Tensor], ShardLayout | RowPlan]
 the small ones."""
 
 
-def _copy(rows: torch.Tensor, part: list[torch.Tensor], place: ShardLayout | RowPlan) -> None:
-    if isinstance(place, ShardLayout):
-        rows.as_strided(place.shape, place.stride).copy_(part[0])
+def _copy(rows: torch.Tensor, part: list[torch.Tensor], layout: ShardLayout | RowPlan) -> None:
+    if isinstance(layout, ShardLayout):
+        rows.as_strided(layout.shape, layout.stride).copy_(part[0])
     else:
-        pack_gradients(part, place, rows)
+        pack_gradients(part, layout, rows)
 
 
-def _lies_as(part: list[torch.Tensor], place: ShardLayout | RowPlan, dtype: torch.dtype) -> bool:
+def _lies_as(part: list[torch.Tensor], layout: ShardLayout | RowPlan, dtype: torch.dtype) -> bool:
     """Return whether the memory of ``part`` is one row for each rank in ``dtype``, which NCCL reads fast."""
-    if not isinstance(place, ShardLayout):
-        return _sends_as_it_is(part, place, dtype)
+    if not isinstance(layout, ShardLayout):
+        return _sends_as_it_is(part, layout, dtype)
     grad = part[0]
-    if grad.dtype != dtype or grad.stride() != place.stride:
+    if grad.dtype != dtype or grad.stride() != layout.stride:
         return False
     return grad.storage_offset() * grad.itemsize % ALIGN_BYTES == 0
 
@@ -461,6 +461,8 @@ def _outputs(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
     """Return the part of ``out``, this rank's row, that each collective of a chunk writes."""
     if not row.in_place:
         return [out]
+    # What is reduced in place ends aligned, so the padding of the rest is that of the whole row.
+    assert row.rest_offset + row.rest.numel == row.numel
     outputs = [out[row.offsets[i] : row.offsets[i] + row.layouts[i].slot_numel] for i in row.in_place]
     return [*outputs, out[row.rest_offset :]] if row.rest.numel else outputs
 
@@ -604,8 +606,8 @@ class _OverReplicas:
 # ---- the end ----
 
 
-def _finish(out: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
-    """Divided, cast, and on its way to the CPU where gradients live there."""
+def _deliverable(out: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
+    """Divide and cast ``out``, and start its copy to the CPU if gradients live there."""
     if plan.scaling.post != 1.0:
         divide_(out, plan.scaling.post)
     if out.dtype != plan.out_dtype:

@@ -14,7 +14,7 @@ _SAFE_RANGE = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, to
 
 @dataclass(frozen=True)
 class Scaling:
-    """Multiply by nothing, divide by ``pre`` before the sum, let the backend average or not, divide by ``post`` after.
+    """How a sum becomes a mean: divide by ``pre`` before it, let the backend average or not, then divide by ``post``.
 
     ``average`` applies to both collectives: each divides by the size of its own axis.
     """

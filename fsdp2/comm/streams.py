@@ -34,10 +34,10 @@ Every wait between lanes, and what it protects:
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
 this wait. Memory goes back to the lane that it came from, so no block is ever recorded on a second stream: what is
-gathered to the gather lane, encoded gradients to the pack lane, what shards on the host are copied into to the copy
-lane. An allocator keeps memory for each stream, so what a lane takes for a moment is lost to all others for good. That
-is why gradients are packed into memory of the compute stream, where they and activations are freed. A step that follows
-a collective is queued right behind it.
+gathered to the gather lane, encoded gradients to the pack lane, and copies of shards on the host to the copy lane. An
+allocator keeps memory for each stream, so memory that one lane has taken, however briefly, is never available to the
+others. That is why gradients are packed into memory of the compute stream, where they and activations are freed. What
+follows a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
 late, which is what overlaps them with compute there.
@@ -123,7 +123,7 @@ class Lane:
         self.async_op = not self.on_stream  # collectives must be asked to run beside the host; a stream does so anyway
 
     def event(self) -> torch.Event | None:
-        """Marks all work put on this lane so far."""
+        """Return an event behind all work put on this lane so far; None on a CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, before: Before) -> None:
@@ -177,16 +177,16 @@ class ComputeLane:
         self._backward: Any = None
 
     def enter_backward(self) -> None:
-        """Backward runs on the current stream from now on."""
+        """Take the current stream for that of the backward."""
         if self._module is not None:
             self._backward = self._module.current_stream(self._device)
 
     def leave_backward(self) -> None:
-        """Backward is over."""
+        """Forget the backward's stream."""
         self._backward = None
 
     def event(self) -> torch.Event | None:
-        """Marks all work put on the compute stream so far."""
+        """Return an event behind all work put on the compute stream so far; None on a CPU."""
         if self._module is None:
             return None
         current = self._module.current_stream(self._device)
@@ -232,7 +232,7 @@ Before = torch.Event | Lane | ComputeLane | None
 class Lanes:
     """The lanes of one root: compute, copy, gather, pack, reduce, replicate (the all-reduce of hybrid sharding).
 
-    Streams are made when they are first used, by the root alone: a device has few, and shares them out beyond these.
+    Streams are made on first use, one set for each root: a device has few, and maps further ones onto these.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -252,7 +252,7 @@ class Lanes:
         return Lane(self._device, priority=-1)
 
     def gather_after_compute(self, event: torch.Event | None = None) -> None:
-        """Let gathers that start from now on read what compute has written, until ``event`` or until now."""
+        """Let gathers from now on wait for what compute has written, up to ``event`` or up to now."""
         self.shards_written = event or self.compute.event()
         self.gather.wait(self.shards_written)
 

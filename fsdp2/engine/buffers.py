@@ -18,11 +18,11 @@ from fsdp2.engine.portions import Portions, portion_items
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.packing import NO_LIMIT, FlatPlan, Item, TransferSizes, plan_flat
 
 __all__ = ["ShardStore"]
 
-_PACK_ALL = TransferSizes(direct_group_bytes=1 << 62)
+_PACK_ALL = TransferSizes(direct_group_bytes=NO_LIMIT)
 
 
 class ShardStore:

@@ -19,7 +19,7 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
 from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
+from fsdp2.sharding.packing import NO_LIMIT, BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
 
 __all__ = ["GradientDtypes", "GradientPlan"]
 
@@ -100,7 +100,7 @@ class GradientPlan:
     def _find_rounded(self) -> bool:
         """Return whether gradients are sent as computed, so that all ranks must have them in what is computed with."""
         options = self._store.options
-        exchanges = prefers_all_to_all(self._axis, 1 << 62, options.sizes.exchange_bytes)
+        exchanges = prefers_all_to_all(self._axis, NO_LIMIT, options.sizes.exchange_bytes)
         # A rank whose gradients accumulated sends them wider, and the others cannot know that it has.
         return exchanges and options.reduce_scatter is None and not options.may_accumulate
 
@@ -139,7 +139,7 @@ class GradientPlan:
         sizes = store.options.chunk_sizes
         if streams and self._reduces_in_place and all([key.reduce == key.computed for key in keys]):
             # Chunks bound the memory that gradients are packed into; these are sent from where they lie.
-            sizes = replace(sizes, chunk_bytes=1 << 62)
+            sizes = replace(sizes, chunk_bytes=NO_LIMIT)
         plan = plan_chunks(keys, nbytes, sizes, ranks, largest, streams=streams)
         return ChunkPlan(
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),

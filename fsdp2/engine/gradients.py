@@ -197,7 +197,7 @@ class GroupGradients:
         if backward.gather_waits:
             backward.gather_waits.discard(i)
             if not backward.gather_waits:
-                self.comm.gather_now()  # at the latest: backward may be done with the unit's inputs much later
+                self.comm.start_postponed()  # at the latest: backward may be done with the unit's inputs much later
         chunk = plan.chunk_of[i]
         if chunk < len(chunks) and self._store.options.reduce_gradients:  # chunks of the rest leave in reduce_rest
             chunks[chunk].discard(i)
@@ -299,7 +299,8 @@ class GroupGradients:
             finished = "together"
             if first:
                 self.comm.reductions.memory.make_room(store.full_bytes + store.reduce_bytes)
-        self.comm.gather_now()  # needed before these gradients are, and collectives run in the order of their launch
+        # Needed before these gradients are, and collectives run in the order of their launch.
+        self.comm.start_postponed()
         reduce = partial(self._reduce, plan, indices, finished)
         if store.mesh.shard.size == store.mesh.replicate.size == 1:
             reduce()

@@ -299,7 +299,7 @@ class FSDPParamGroup:
             self.reshard()
         else:
             self.residency.hold()
-        self.comm.gather_now()  # into the memory that the group has just left, and before its gradients are packed
+        self.comm.start_postponed()  # into the memory that the group has just left, and before its gradients are packed
         if self.options.reduce_gradients:
             self.gradients.reduce_rest(launch)
 

@@ -18,7 +18,7 @@ from fsdp2.policies import (
     ReduceScatter,
     check_dtypes,
 )
-from fsdp2.sharding.packing import TransferSizes
+from fsdp2.sharding.packing import NO_LIMIT, TransferSizes
 
 __all__ = ["GroupOptions"]
 
@@ -86,7 +86,7 @@ class GroupOptions:
         ranks for each new address, so there is one buffer per group.
         """
         at_once = self.all_reduce_hook is not None or self._symmetric
-        return replace(self.sizes, chunk_bytes=1 << 62) if at_once else self.sizes
+        return replace(self.sizes, chunk_bytes=NO_LIMIT) if at_once else self.sizes
 
     @property
     def _symmetric(self) -> bool:

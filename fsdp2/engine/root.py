@@ -289,7 +289,7 @@ class RootContext(Generic[U]):
             groups = [group for group in groups if not self._forward_uses(group)]
         ended = set(groups)
         run.over = True
-        self.comm.forget_later()  # backward never came to it
+        self.comm.drop_postponed()  # backward never came to it
         with _trace.span("root_post_backward", ""):
             run.join_before_end()
             for group in self.groups_backward:
@@ -358,7 +358,7 @@ class RootContext(Generic[U]):
                 "it, or reset that root first"
             )
         self.comm.finalizing = None
-        self.comm.forget_later()
+        self.comm.drop_postponed()
         self.comm.reductions.abandon()
         self.comm.lanes.compute.leave_backward()
         self.observer.abandon()

@@ -393,7 +393,7 @@ class FSDPState(ComposableState):
         run.creates_graph = torch.is_grad_enabled()
         if run.creates_graph:  # the backward of this backward enters here by a way that has no hook yet
             hooks.watch_exit(grad, self.pre_backward)
-        comm.forget_later()  # backward has come to what was to be gathered
+        comm.drop_postponed()  # backward has come to what was to be gathered
         entered = []
         for group in self.groups:  # all of this unit's gathers go ahead of those for later
             if group.pre_backward(run.launch, recorded=group in pending.inputs):
@@ -407,7 +407,7 @@ class FSDPState(ComposableState):
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.gathered_with):
                     if other.options.unshard_in_backward and group.gradients.gathers_later:
-                        comm.gather_later(partial(run.prefetch, other))
+                        comm.postpone_gather(partial(run.prefetch, other))
                     elif other.options.unshard_in_backward:
                         run.prefetch(other)
         for state in self.backward_prefetch:

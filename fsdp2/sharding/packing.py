@@ -18,8 +18,9 @@ from fsdp2.sharding.layout import ShardLayout
 
 __all__ = [
     "ALIGN_BYTES",
+    "NO_LIMIT",
     "BlockFormat",
-    "CastRun",
+    "CastSpan",
     "ChunkPlan",
     "FlatPlan",
     "Item",
@@ -31,6 +32,8 @@ __all__ = [
     "reduced_in_place",
 ]
 
+# A size in bytes, or a number of elements, that nothing reaches.
+NO_LIMIT = 1 << 62
 # NCCL and vectorized kernels need addresses and sizes that are multiples of this; it is aligned for every dtype.
 ALIGN_BYTES = 16
 # cuBLASLt chooses its kernels by the alignment of their operands, up to this many bytes.
@@ -127,7 +130,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class CastRun:
+class CastSpan:
     """Neighbouring items of equal dtypes that are cast or encoded at once, and their start in both buffers."""
 
     dtype: torch.dtype
@@ -143,7 +146,7 @@ class CastRun:
 
     @property
     def wire_end(self) -> int:
-        """The end of the run in the wire buffer."""
+        """The end of the span in the wire buffer."""
         nbytes = self.wire_bytes(self.numel) if self.form is None else self.form.nbytes(self.numel)
         return self.wire_offset + nbytes
 
@@ -160,16 +163,16 @@ class FlatPlan:
     shard_bytes: int
     wire_bytes: int
     full_bytes: int
-    runs: tuple[CastRun, ...]
+    spans: tuple[CastSpan, ...]
 
     @property
     def casts(self) -> bool:
         """True if any item is cast or encoded, so that a wire buffer is needed."""
-        return any(run.dtype != run.wire_dtype or run.form is not None for run in self.runs)
+        return any(span.dtype != span.wire_dtype or span.form is not None for span in self.spans)
 
-    def run_of(self, i: int) -> CastRun:
-        """Return the run that contains item ``i``."""
-        return [run for run in self.runs if run.shard_offset <= self.shard_offset[i]][-1]
+    def span_of(self, i: int) -> CastSpan:
+        """Return the span that contains item ``i``."""
+        return [span for span in self.spans if span.shard_offset <= self.shard_offset[i]][-1]
 
     @property
     def packed_start(self) -> int:
@@ -183,7 +186,7 @@ def align(value: int, multiple: int = ALIGN_BYTES) -> int:
 
 
 def _slot_numel(item: Item) -> int:
-    """Return the elements of one rank's slot, aligned in both dtypes so that one kernel can cast or encode a run."""
+    """Return the elements of one rank's slot, aligned in both dtypes so that one kernel can cast or encode a span."""
     numel = max(item.layout.slot_numel, item.room)
     if item.form is not None:
         return align(numel, item.form.block)
@@ -228,31 +231,31 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     # Empty parameters are left out: they have nothing to send and nothing to allocate.
     packed = [i for i in range(len(items)) if i not in set(direct) and items[i].layout.numel]
 
-    def key(item: Item | CastRun) -> tuple[torch.dtype, torch.dtype, BlockFormat | None]:
+    def key(item: Item | CastSpan) -> tuple[torch.dtype, torch.dtype, BlockFormat | None]:
         return item.dtype, item.wire_dtype, item.form
 
-    keys = {found: place for place, found in enumerate(dict.fromkeys(map(key, items)))}
+    rank_of_key = {found: number for number, found in enumerate(dict.fromkeys(map(key, items)))}
 
-    def place_of(i: int) -> int:
-        return keys[key(items[i])]
+    def rank(i: int) -> int:
+        return rank_of_key[key(items[i])]
 
-    # Direct items are sorted by dtype, packed ones in reverse: if both have items of the last dtype, one run casts the
-    # last direct and the first packed ones.
+    # Direct items are sorted by dtype, packed ones in reverse: if both have items of the last dtype, one span covers
+    # the last direct and the first packed ones.
     empty = [i for i in range(len(items)) if i not in set(direct) and not items[i].layout.numel]
-    order = sorted(direct + empty, key=place_of) + sorted(packed, key=lambda i: -place_of(i))
+    order = sorted(direct + empty, key=rank) + sorted(packed, key=lambda i: -rank(i))
     shard_offset, wire_offset, full_offset = [0] * len(items), [0] * len(items), [0] * len(items)
-    runs: list[CastRun] = []
+    spans: list[CastSpan] = []
     shard_end = wire_end = full_end = 0
     for i in order:
         item = items[i]
-        if not runs or key(runs[-1]) != key(item):
+        if not spans or key(spans[-1]) != key(item):
             shard_end, wire_end = align(shard_end), align(wire_end)
-            runs.append(CastRun(item.dtype, item.wire_dtype, shard_end, wire_end, form=item.form))
-        run, slot = runs[-1], _slot_numel(item)
-        shard_offset[i], wire_offset[i] = shard_end, run.wire_offset + run.wire_bytes(run.numel)
+            spans.append(CastSpan(item.dtype, item.wire_dtype, shard_end, wire_end, form=item.form))
+        span, slot = spans[-1], _slot_numel(item)
+        shard_offset[i], wire_offset[i] = shard_end, span.wire_offset + span.wire_bytes(span.numel)
         shard_end += slot * item.dtype.itemsize
-        runs[-1] = run = replace(run, numel=run.numel + slot)
-        wire_end = run.wire_end
+        spans[-1] = span = replace(span, numel=span.numel + slot)
+        wire_end = span.wire_end
     for i, item in enumerate(items):
         full_offset[i] = full_end
         full_end += align(item.layout.full_storage_numel * item.wire_dtype.itemsize, _FULL_ALIGN_BYTES)
@@ -265,7 +268,7 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
         shard_bytes=shard_end,
         wire_bytes=wire_end,
         full_bytes=full_end,
-        runs=tuple(runs),
+        spans=tuple(spans),
     )
 
 

@@ -540,7 +540,7 @@ def test_a_sum_on_its_way_to_the_host_is_not_kept_on_the_device() -> None:
     """Every reduced shard stayed allocated until the end of backward, since the waiting operation still named it."""
     seen: list[weakref.ref[Tensor]] = []
     made = Chunk([weight(8, ranks=1)], options={"offload": True, "hook": lambda out: seen.append(weakref.ref(out))})
-    on_host = mock.patch.object(reduce, "_finish", lambda out, plan: out.clone())
+    on_host = mock.patch.object(reduce, "_deliverable", lambda out, plan: out.clone())
     with Device(), on_host:
         flying = Reductions(Lanes(torch.device("cpu")))
         for _ in range(3):

@@ -74,25 +74,25 @@ def test_everything_is_aligned(drawn: tuple[list[Item], FlatPlan]) -> None:
 @given(plans)
 def test_cast_runs_cover_every_piece_and_keep_its_place(drawn: tuple[list[Item], FlatPlan]) -> None:
     items, plan = drawn
-    assert_apart([(run.shard_offset, run.numel * run.dtype.itemsize) for run in plan.runs], plan.shard_bytes)
-    assert_apart([(run.wire_offset, run.numel * run.wire_dtype.itemsize) for run in plan.runs], plan.wire_bytes)
+    assert_apart([(span.shard_offset, span.numel * span.dtype.itemsize) for span in plan.spans], plan.shard_bytes)
+    assert_apart([(span.wire_offset, span.numel * span.wire_dtype.itemsize) for span in plan.spans], plan.wire_bytes)
     for i, item in enumerate(items):
         homes = []
-        for run in plan.runs:
-            first, rest = divmod(plan.shard_offset[i] - run.shard_offset, item.dtype.itemsize)
-            if (run.dtype, run.wire_dtype) != (item.dtype, item.wire_dtype) or not 0 <= first <= run.numel:
+        for span in plan.spans:
+            first, rest = divmod(plan.shard_offset[i] - span.shard_offset, item.dtype.itemsize)
+            if (span.dtype, span.wire_dtype) != (item.dtype, item.wire_dtype) or not 0 <= first <= span.numel:
                 continue
-            if rest == 0 and first + item.layout.slot_numel <= run.numel:
-                homes.append((run, first))
+            if rest == 0 and first + item.layout.slot_numel <= span.numel:
+                homes.append((span, first))
         if item.layout.slot_numel:
-            ((run, first),) = homes
-            assert plan.wire_offset[i] == run.wire_offset + first * item.wire_dtype.itemsize
+            ((span, first),) = homes
+            assert plan.wire_offset[i] == span.wire_offset + first * item.wire_dtype.itemsize
 
 
 @given(plans)
 def test_neighbouring_runs_differ_and_one_pair_of_dtypes_is_one_run(drawn: tuple[list[Item], FlatPlan]) -> None:
     items, plan = drawn
-    pairs = [(run.dtype, run.wire_dtype) for run in plan.runs]
+    pairs = [(span.dtype, span.wire_dtype) for span in plan.spans]
     assert all(a != b for a, b in zip(pairs, pairs[1:]))
     kinds = {(item.dtype, item.wire_dtype) for item in items}
     assert set(pairs) == kinds and len(pairs) <= 2 * len(kinds) - 1
@@ -163,7 +163,7 @@ def test_coalesced_gathers_are_few_and_large_on_every_rank(ranks: int) -> None:
 def test_an_empty_group_needs_no_bytes() -> None:
     plan = plan_flat([], TransferSizes())
     assert (plan.shard_bytes, plan.wire_bytes, plan.full_bytes, plan.packed_start) == (0, 0, 0, 0)
-    assert not plan.casts and plan.runs == ()
+    assert not plan.casts and plan.spans == ()
 
 
 # ---- gradients ----

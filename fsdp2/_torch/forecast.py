@@ -84,7 +84,7 @@ def fake_tensors() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     muted, log.disabled = log.disabled, True
     torch.utils.swap_tensors = swap_forgotten
-    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign, assignment]
     try:
         with mode:
             yield

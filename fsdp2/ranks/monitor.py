@@ -444,5 +444,10 @@ def _choose_among(wants: dict[int, Any]) -> Any:
         return min(optional, key=lambda want: want["order"])["collective"]
     # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need.
     needed = [want for want in wants.values() if not want.get("prefetch")]
+    if len(needed) < len(wants) and any(want["collective"][0] == "reduce" for want in needed):
+        # But not for a reduction: a rank that prefetches may still use units inside the reduced one, which the others
+        # have skipped. It cannot join, and all can join the gather.
+        prefetched = [want for want in wants.values() if want.get("prefetch")]
+        return min(prefetched, key=lambda want: want["order"])["collective"]
     same = bool(needed) and all(want["collective"] == needed[0]["collective"] for want in needed)
     return needed[0]["collective"] if same else None

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests.support.parity import fulls
-from tests.support.pool import LIMIT_SECONDS, POOL
+from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
 
 Uses = set[int]
 """The ranks that use the tower."""
@@ -202,3 +202,58 @@ def train_and_compare(rank: int, world: int, kind: str, plan: str) -> None:
             torch.testing.assert_close(gradient, mean, msg=f"step {step}: {name}", **tolerance)
 
     run(KINDS[kind], PLANS[plan], rank, world, check)
+
+
+class Mixture(nn.Module):
+    """A dense gate, and experts of which each rank uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)
+        for number in used:
+            x = x + weights[:, number, None] * self.experts[number](x)
+        return x
+
+
+USED = [[[0, 1, 3], [0, 1, 2]], [[0, 1], [0, 1]], [[0, 1, 2], [1, 3]], [[2], [0, 3]]]
+"""By step, the experts of the second block that each of two ranks uses. In the third step, rank 0 is still inside the
+block and prefetches when rank 1 wants to reduce the block's gate, since it has skipped the first expert."""
+
+
+@on_ranks(2)
+def test_experts_inside_a_block_that_no_rank_skips(rank, world):
+    """The experts are marked, their blocks are not. It raised "ranks do not do the same" in most runs: the ranks chose
+    to reduce a block that one of them was not through with, because that rank only wanted to prefetch then."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Mixture(), Mixture()])
+    whole = copy.deepcopy(blocks)
+    for block in blocks:
+        for expert in block.experts:
+            fsdp2.fully_shard(expert).set_reduce_scatter_unused_params(True)
+        fsdp2.fully_shard(block)
+    root = fsdp2.fully_shard(Chain(blocks))
+    for step, used in enumerate(USED):
+        inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(step)) + r for r in range(world)]
+        root(inputs[rank], used[rank]).backward()
+        (sum(Chain(whole)(x, by_rank) for x, by_rank in zip(inputs, used)) / world).backward()
+        gradients = fulls({name: param.grad for name, param in blocks.named_parameters()})
+        for name, expected in whole.named_parameters():
+            mean = torch.zeros_like(expected) if expected.grad is None else expected.grad
+            torch.testing.assert_close(gradients[name], mean, msg=f"step {step}: {name}")
+        for module in (blocks, whole):
+            module.zero_grad()
+
+
+class Chain(nn.Module):
+    """Two blocks, of which the first uses other experts than the second."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x, used[::-1]), used).square().mean()

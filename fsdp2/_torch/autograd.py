@@ -15,12 +15,14 @@ __all__ = [
     "autograd_sequence_number",
     "explicit_grad_dtype",
     "functorch_active",
+    "gradient_hook_tables",
     "gradient_hooks",
     "graph_task_id",
     "have_gradient_hooks",
     "node_sequence_number",
     "profiler_running",
     "queue_end_of_backward",
+    "share_gradient_hooks",
     "view_base",
     "will_accumulate",
     "without_functorch",
@@ -83,6 +85,27 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list
     if not on_gradient and not after:
         return None
     return list((on_gradient or {}).values()), list((after or {}).values())
+
+
+HookTables = tuple[dict[int, Callable[..., Any]] | None, dict[int, Callable[..., Any]] | None]
+"""Where a tensor keeps its gradient hooks and its post-accumulate hooks, by the ids that their handles have."""
+
+
+def gradient_hook_tables(tensor: torch.Tensor) -> HookTables:
+    """Return the tables in which ``tensor`` keeps such hooks; None for one without any."""
+    return tensor._backward_hooks or None, tensor._post_accumulate_grad_hooks or None
+
+
+def share_gradient_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
+    """Let ``tensor`` have the hooks in ``tables``, those of another tensor, also where it is frozen.
+
+    The tables themselves, not copies of the hooks: a handle that the user has removes its hook from its table.
+    """
+    on_gradient, after = tables
+    if on_gradient is not None:
+        tensor._backward_hooks = on_gradient
+    if after is not None:
+        tensor._post_accumulate_grad_hooks = after
 
 
 def have_gradient_hooks(tensors: Iterable[Any]) -> bool:

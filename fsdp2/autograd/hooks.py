@@ -31,7 +31,6 @@ __all__ = [
     "Gate",
     "Inputs",
     "after_steps",
-    "carry_hooks",
     "count_registration",
     "hook_error",
     "hook_forward",
@@ -195,22 +194,6 @@ def count_registration() -> None:
     """Count a registration that calls no hook: ``insert`` of torch's containers."""
     global registrations
     registrations += 1
-
-
-def carry_hooks(
-    tensor: torch.Tensor,
-    on_gradient: Iterable[Callable[[torch.Tensor], torch.Tensor | None]],
-    after_accumulation: Iterable[Callable[[torch.Tensor], None]],
-) -> None:
-    """Give ``tensor`` the hooks that were registered on the parameter that it represents."""
-    for hook in after_accumulation:
-        tensor.register_post_accumulate_grad_hook(hook)
-    gradient_hooks, trains = list(on_gradient), tensor.requires_grad
-    if gradient_hooks:
-        tensor.requires_grad_(True)  # a frozen tensor takes none, and may be trained later
-        for gradient_hook in gradient_hooks:
-            tensor.register_hook(gradient_hook)
-        tensor.requires_grad_(trains)
 
 
 def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., None]) -> None:

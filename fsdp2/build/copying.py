@@ -76,6 +76,7 @@ def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
     assert param.sharded is not None
     clone = FSDPParam(param.sharded, param.spec, [], param.name, param.policy)
     clone.name_in_unit, clone.formats = param.name_in_unit, param.formats
+    clone.hooks = (None, None)  # as nn.Parameter copies itself: a hook may act on what belongs to the original
     clone.set_shard(param.local.detach().clone())
     memo[id(param)], memo[id(param.sharded)] = clone, clone.sharded
 

@@ -14,7 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.autograd import explicit_grad_dtype, gradient_hooks, have_gradient_hooks
+from fsdp2._torch.autograd import (
+    explicit_grad_dtype,
+    gradient_hook_tables,
+    gradient_hooks,
+    have_gradient_hooks,
+    share_gradient_hooks,
+)
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
     dtensor_spec,
@@ -25,7 +31,6 @@ from fsdp2._torch.tensors import (
     storages_of,
     versions_of,
 )
-from fsdp2.autograd.hooks import carry_hooks
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
 from fsdp2.engine.compression import Formats, choose_formats
 from fsdp2.policies import CompressionPolicy, MixedPrecisionPolicy
@@ -243,7 +248,7 @@ class FSDPParam:
         self.set_slots(slots)
         self.name_in_unit, self.formats = name, Formats()
         self.attributes = python_attributes(original)
-        self.hooks = gradient_hooks(original)
+        self.hooks = gradient_hook_tables(original)
         self.sharded: nn.Parameter | None = None
         self.full: nn.Parameter | None = None
         self._place: torch.Tensor | None = None  # where gathers write the full parameter: a view of the full buffer
@@ -368,8 +373,7 @@ class FSDPParam:
             return
         sharded = parameter_of(self.spec.shard(local), requires_grad=self.requires_grad)
         sharded.__dict__.update(self.attributes, _fsdp2_managed=True)
-        if self.hooks is not None:
-            carry_hooks(sharded, *self.hooks)
+        share_gradient_hooks(sharded, self.hooks)
         self.sharded = sharded
         self.restore_grad_dtype()
 

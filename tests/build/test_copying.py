@@ -92,6 +92,22 @@ def test_a_copy_that_fails_leaves_the_model_as_it_was(rank, world):
     assert all(after is before for after, before in zip(module.parameters(), shown, strict=True))
 
 
+@on_ranks(1, 2)
+def test_hooks_on_parameters_stay_with_the_original(rank, world):
+    """A copy of a plain parameter has no hooks. A sharded one's had: a teacher that was copied from a model with an
+    optimizer in its hooks stepped that optimizer, and so the model, in its own backward."""
+    seen: list[Tensor] = []
+    model = api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of(world))
+    model.weight.register_hook(lambda grad: grad * 3)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
+    clone = copy.deepcopy(model)
+    for module in (model, clone):
+        module(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(clone.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 6.0))
+    assert len(seen) == 1 and seen[0] is model.weight
+
+
 class Shifted(nn.Linear):
     """A linear layer with a shift, once there is one."""
 

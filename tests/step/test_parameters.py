@@ -299,3 +299,22 @@ def test_a_hook_of_a_parameter_that_is_frozen_while_it_is_sharded(rank, world):
     module.weight.requires_grad_(True)
     module(torch.ones(2, 8)).sum().backward()
     assert calls and not module.weight.grad.full_tensor().any() and module.bias.grad.full_tensor().any()
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+def test_a_hook_is_removed_after_sharding(rank, world):
+    """Logging for the first steps only: the handle that ``register_hook`` had returned before sharding removed the hook
+    of the parameter that was no more, and the shard's went on multiplying gradients without a word."""
+    model = nn.Linear(4, 4, bias=False)
+    seen: list[int] = []
+    handles = [model.weight.register_hook(lambda grad: grad * 3)]
+    handles.append(model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(1)))
+    api.ours.fully_shard(model, mesh=mesh_of(world))
+    for factor in (3.0, 1.0):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2 * factor))
+        for handle in handles:
+            handle.remove()
+    assert seen == [1]

@@ -241,6 +241,24 @@ def test_the_hooks_of_a_tensor_are_found_in_order() -> None:
     assert _torch.gradient_hooks(tensor) is None and not _torch.have_gradient_hooks([tensor])
 
 
+@probes("gradient_hook_tables", "share_gradient_hooks")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_hooks_of_another_tensor_run_until_their_handles_remove_them(frozen: bool) -> None:
+    first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=not frozen)
+    assert _torch.gradient_hook_tables(first) == (None, None)
+    seen: list[list[float]] = []
+    handles = [first.register_hook(lambda grad: grad * 2)]
+    handles.append(first.register_post_accumulate_grad_hook(lambda t: seen.append(t.grad.tolist())))
+    _torch.share_gradient_hooks(second, _torch.gradient_hook_tables(first))
+    del first
+    assert second.requires_grad is not frozen
+    second.requires_grad_().sum().backward()
+    assert [handle.remove() for handle in handles] == [None] * 2
+    second.sum().backward()
+    assert seen == [[2.0, 2.0]] and second.grad.tolist() == [3.0, 3.0]
+    assert _torch.gradient_hooks(second) is None
+
+
 def _with_later_hook() -> Tensor:
     tensor = torch.ones(2, requires_grad=True)
     tensor.register_post_accumulate_grad_hook(lambda t: None)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fsdp2._torch.autograd import autograd_sequence_number
 from fsdp2.autograd.hooks import (
     Inputs,
-    carry_hooks,
     hook_forward,
     hook_gradient,
     hook_state_dict,
@@ -303,13 +302,6 @@ def test_a_gradient_hook_sees_the_finished_gradient() -> None:
     hook_gradient(leaf, lambda t: seen.append((t is leaf, t.grad.tolist())))
     (leaf * 2 + leaf).sum().backward()
     assert seen == [(True, [3.0, 3.0])]
-
-
-def test_carried_hooks_run_on_the_new_tensor() -> None:
-    seen, leaf = [], torch.ones(2, requires_grad=True)
-    carry_hooks(leaf, [lambda grad: grad * 2], [lambda t: seen.append(t.grad.tolist())])
-    leaf.sum().backward()
-    assert seen == [[2.0, 2.0]]
 
 
 def test_several_inputs_cannot_be_changed_in_place() -> None:

@@ -198,6 +198,28 @@ def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
         assert not any(reference() for reference in held)
 
 
+class Counted(int):
+    """A number of bytes that counts how often it is added to others."""
+
+    added = 0
+
+    def __radd__(self, other: int) -> int:
+        Counted.added += 1
+        return int(self) + other
+
+
+def test_bytes_in_flight_are_added_up_once() -> None:
+    """For each chunk, the host added up the bytes of all that was held: more than half of its calls in a step."""
+    with Device():
+        flying, before = window(1, 1 << 20), Counted.added
+        memory, lane = flying.memory, flying.lanes.reduce
+        for chunk in range(1, 9):
+            memory.make_room(4)
+            memory.retain_inputs(lane.event(), [torch.ones(1)], Counted(4))
+            assert Counted.added - before == chunk
+        flying.finish()
+
+
 def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
     """The third chunk is packed beside the second's reduction, and summed beside the second's all-reduce; waiting for
     the second as well would leave one of them idle. At the end nothing is held any more."""

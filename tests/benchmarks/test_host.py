@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 import torch.distributed.fsdp as torchs
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from tests.support import ROOT, api
+from tests.support.fake import fake_mesh
 
 sys.path.append(str(ROOT / "benchmarks"))
 host: Any = importlib.import_module("host")
 calls: Any = importlib.import_module("_calls")
 simulated: Any = importlib.import_module("_simulated")
-common: Any = importlib.import_module("_common")
 
 pytestmark = api.fsdp2_only
 WIDTH = 768
 """Matrices as large as in a real model: gathered one by one, and reduced from where they lie or in chunks."""
 
 
-def added(fully_shard: Any, units: tuple[int, ...], mixed: bool) -> list[float]:
+def added(fully_shard: Any, mesh: DeviceMesh, units: tuple[int, ...], mixed: bool) -> list[float]:
     """Return the Python calls of a step for each unit that is added between one of these depths and the next."""
-    mesh, found = common.fake_mesh(8), []
+    found = []
     for depth in units:
         step = host.Case(depth, WIDTH, mixed).step_of(fully_shard, mesh)
         found.append(sum(calls.calls_of(step).values()))
@@ -36,8 +37,8 @@ def added(fully_shard: Any, units: tuple[int, ...], mixed: bool) -> list[float]:
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_a_unit_takes_less_than_half_of_torchs_calls(mixed):
     """With matrices of usual sizes it took as many: for each chunk, the host added up all that was in flight."""
-    with simulated.lanes_on_streams():
-        ours, more = added(fsdp2.fully_shard, (2, 4, 6), mixed)
-        (theirs,) = added(torchs.fully_shard, (2, 4), mixed)
+    with simulated.lanes_on_streams(), fake_mesh(8) as mesh:
+        ours, more = added(fsdp2.fully_shard, mesh, (2, 4, 6), mixed)
+        (theirs,) = added(torchs.fully_shard, mesh, (2, 4), mixed)
     assert more <= 1.02 * ours  # no unit costs more because of those before it
     assert ours <= 0.4 * theirs

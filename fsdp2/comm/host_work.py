@@ -49,6 +49,8 @@ def observe_waits(observer: WaitObserver) -> None:
 class _WaitElsewhere:
     """A collective that a thread waits for, so that this one can stop waiting."""
 
+    # One thread for all, since works of a communicator end in the order of their start. Behind one of another
+    # communicator that hangs, a work seems to hang as well: its waits then only look what other ranks do.
     _waits: queue.SimpleQueue[_WaitElsewhere] = queue.SimpleQueue()
     _thread: Thread | None = None
 

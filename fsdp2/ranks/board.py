@@ -22,7 +22,7 @@ from fsdp2.ranks.store import Keys, StoreEnded
 
 __all__ = ["Board", "History"]
 
-_PATIENCE = (2.0, 30.0)  # seconds to wait for a meeting before the first look at the board, and between later ones
+_LOOK_SECONDS = (2.0, 30.0)  # seconds to wait for a meeting before the first look at the board, and between later ones
 _ANSWER_SECONDS = 4.0  # the time for waiting ranks to answer
 _EXPLAIN_SECONDS = 8.0  # the time to find the reason of a failed collective
 _READ_SECONDS = 1.0  # to read a key that was there a moment ago but may be deleted since
@@ -63,11 +63,11 @@ class Board:
     Several threads may use it at once: a thread that waits for a collective looks at the boards of all roots.
     """
 
-    def __init__(self, keys: Keys, rank: int, ranks: tuple[int, ...], patience: float = 1800.0) -> None:
+    def __init__(self, keys: Keys, rank: int, ranks: tuple[int, ...], timeout: float = 1800.0) -> None:
         self.rank, self.ranks = rank, ranks
         self.failure: str | None = None
         self._keys = keys
-        self._patience = patience
+        self._timeout = timeout
         self._lock = RLock()  # for the attributes below; not held while a thread waits for a meeting
         self._shown = ""  # the value that this rank wrote on the board
         self._answered = False
@@ -113,12 +113,12 @@ class Board:
         return outcome if same else None
 
     def _wait_for(self, key: str, history: History) -> int:
-        end, seconds = time.monotonic() + self._patience, _PATIENCE[0]
+        end, seconds = time.monotonic() + self._timeout, _LOOK_SECONDS[0]
         try:
             while (value := self._keys.get_within(key, seconds)) is None:
                 if time.monotonic() > end:
                     self.fail(
-                        f"rank {self.rank} waited {self._patience:.0f} s, the timeout of its process group, for ranks "
+                        f"rank {self.rank} waited {self._timeout:.0f} s, the timeout of its process group, for ranks "
                         "that did not come. Expected: every rank comes within this time; see what the other ranks "
                         "print, or pass a longer timeout to init_process_group"
                     )
@@ -126,7 +126,7 @@ class Board:
                 self.look(history, shows=True)
                 if (ended := self._ended()) and not self._keys.has(key):
                     self.fail(ended)
-                seconds = min(_PATIENCE[1], end - time.monotonic())
+                seconds = min(_LOOK_SECONDS[1], end - time.monotonic())
             return int(value)
         finally:
             self.leave()
@@ -143,12 +143,12 @@ class Board:
         """
         keys, digest = self._keys, _digest(want)
         if keys.add(f"want/{epoch}/{digest}", 1) == 1:
-            keys.set(f"slot/{epoch}/{keys.add(f'slots/{epoch}', 1)}", json.dumps([digest, self.rank, want]))
+            keys.set(f"wanted/{epoch}/{keys.add(f'wanted_count/{epoch}', 1)}", json.dumps([digest, self.rank, want]))
 
         def last() -> str:
-            slots = [f"slot/{epoch}/{i + 1}" for i in range(keys.add(f"slots/{epoch}", 0))]
-            wants = [json.loads(keys.get(slot)) for slot in slots]
-            for key in (*slots, f"slots/{epoch}", *(f"want/{epoch}/{digest}" for digest, _, _ in wants)):
+            wanted = [f"wanted/{epoch}/{i + 1}" for i in range(keys.add(f"wanted_count/{epoch}", 0))]
+            wants = [json.loads(keys.get(key)) for key in wanted]
+            for key in (*wanted, f"wanted_count/{epoch}", *(f"want/{epoch}/{digest}" for digest, _, _ in wants)):
                 keys.delete(key)
             return json.dumps(choose({rank: json.loads(want) for _, rank, want in wants}))
 

@@ -64,12 +64,13 @@ class _Unscheduled:
 class PassLog:
     """The collectives that this rank launched under one root, and those that all ranks expect it to launch next."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_kind: PassKind | None = None, meetings: int = 0) -> None:
+        """All ranks expect a first pass of ``first_kind``, if any, and have had so many ``meetings`` before."""
         self.kind: PassKind | None = None  # of the running pass; None between passes
         self.collectives: list[Collective] = []  # of the running pass
         self.deviations = 0  # of the running pass
-        self.epoch = 0  # the number of meetings of the ranks so far
-        self.first_kind: PassKind | None = None  # the kind of the first pass, if all ranks expect one
+        self.epoch = meetings  # the number of meetings of the ranks so far
+        self._first_kind = first_kind
         self._expects: _Known | _Guessed | _Chosen | _Unscheduled = _Unscheduled()  # of the running pass
         self._number = -1  # passes since the last meeting; the pass that runs during a meeting is 0
         self._before: Context = ()  # empty at the start, and after a pass was aborted
@@ -86,7 +87,7 @@ class PassLog:
         if self.kind:
             return False
         known = (self._next[context] for context in self._lately() if context in self._next)
-        return next(known, None if self._before else self.first_kind) == kind
+        return next(known, None if self._before else self._first_kind) == kind
 
     def expects_collectives(self, kind: PassKind) -> bool:
         """Return True if all ranks expect a pass of ``kind`` now, and expect it to launch a collective."""
@@ -108,7 +109,7 @@ class PassLog:
         if len(self._next) > _MOST_CONTEXTS:  # forget all: the next iterations are compared again, and learned anew
             self._next.clear()
             self._known.clear()
-        self.first_kind = None
+        self._first_kind = None
         self._keys = self._contexts_of(kind)
         self._next.update(dict.fromkeys(self._lately(), kind))
         self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]

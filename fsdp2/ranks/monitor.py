@@ -2,9 +2,10 @@
 
 A pass that follows a known schedule costs one comparison per collective and no communication. A rank that is about to
 leave the schedule meets the others before it launches its collective. So all ranks either do what the others expect, or
-have met. After one such deviation a pass is *unscheduled*: it continues without meetings, and the ranks compare its
-collectives when it ends, before an optimizer uses the gradients. If unscheduled passes differ and the host waits for
-collectives, the ranks find the difference while they wait (``ranks/board.py``).
+have met. A pass that leaves a known schedule, or a guessed one for the second time, is *unscheduled* from then on,
+unless another known schedule begins like it. It continues without meetings, and the ranks compare its collectives when
+it ends, before an optimizer uses the gradients. If unscheduled passes differ and the host waits for collectives, the
+ranks find the difference while they wait (``ranks/board.py``).
 
 Units with ``set_reduce_scatter_unused_params`` are an exception: ranks take part in their collectives without using
 them. With such units, all ranks together choose each collective that is not scheduled.
@@ -20,13 +21,13 @@ from typing import Any, NamedTuple
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import AS_COMPUTED, END, Answer, CanJoin, Collective, ObservedGroup, PassKind
 from fsdp2.engine.root import RootContext
-from fsdp2.ranks.board import Board
+from fsdp2.ranks.board import Board, History
 from fsdp2.ranks.log import PassLog
 from fsdp2.ranks.start import Line, options_of
 
 __all__ = ["RankMonitor"]
 
-_DEVIATIONS = 1  # the number of deviations that a pass meets about before it is open
+_DEVIATIONS = 1  # how often a guessed pass may deviate and still keep the rest of its guess
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
 _FORWARDS = ("forward", "evaluation")
 _BACKWARDS = ("backward", "finalization", "synchronization")
@@ -37,7 +38,7 @@ class RankMonitor:
     """Records the passes of one root on one rank, and compares them with those of other ranks.
 
     ``run`` runs a function that waits for other ranks: immediately, or in the background if the host must not wait.
-    ``conflict`` returns the reason why no pass may start now, or "".
+    ``conflict`` returns the reason why no pass may start now, or "". The ranks have had so many ``meetings`` before.
     """
 
     def __init__(
@@ -46,19 +47,18 @@ class RankMonitor:
         root: RootContext,
         run: Callable[[_Job], None],
         conflict: Callable[[RootContext], str] = lambda root: "",
+        meetings: int = 0,
     ) -> None:
         self.board = board
-        self.log = PassLog()
         self._root = root
+        self.log = PassLog(None if self._may_skip else PassKind("forward"), meetings)
         self._run = run
         self._conflict = conflict
-        self._nested = 0  # passes inside the running one
+        self._nested = 0  # passes inside the running one, whose collectives count as its own
         self._to_begin: PassKind | None = None  # a pass that has not launched a collective yet
         self._setters: dict[str, None] = {}  # setters that have changed options since the ranks compared them
-        self._positions: dict[Any, int] = {}  # the order of the groups in the last forward
+        self._forward_positions: dict[Any, int] = {}  # the order of the groups in the last forward
         self._needed_in_backward: set[Any] = set()  # groups that ranks may skip and that a backward has gathered
-        if not self._may_skip:
-            self.log.first_kind = PassKind("forward")
 
     @property
     def _may_skip(self) -> bool:
@@ -87,13 +87,13 @@ class RankMonitor:
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
-        if self._may_skip and not all(map(log.has_gather, self._without_place(kind))):
+        if self._may_skip and not all(map(log.has_gather, self._of_unknown_position(kind))):
             log.forget_schedule()
         if not known:
             self._meet(first, begins=True)
             self._setters.clear()
 
-    def _without_place(self, kind: PassKind) -> list[FSDPParamGroup]:
+    def _of_unknown_position(self, kind: PassKind) -> list[FSDPParamGroup]:
         """Return the groups that any rank may gather in a pass of ``kind``, unless a known pass gathers them.
 
         These are groups that some ranks may skip: in a forward all of them, in a backward those that a forward before
@@ -133,7 +133,7 @@ class RankMonitor:
             if log.unscheduled and not self._may_skip:
                 self._meet()
             if log.kind.name == "forward":
-                self._positions = {collective.group: i for i, collective in enumerate(log.collectives)}
+                self._forward_positions = {collective.group: i for i, collective in enumerate(log.collectives)}
             elif log.kind.name in _BACKWARDS:
                 gathered = [
                     collective.group
@@ -170,7 +170,17 @@ class RankMonitor:
     def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
         """Decide whether to launch ``collective`` now, or first another that other ranks launch and this rank can join.
 
-        An ``optional`` collective that other ranks launch later is postponed until then.
+        | what the ranks expect next                                    | answer                           |
+        |---------------------------------------------------------------|----------------------------------|
+        | this collective, or nothing that is compared                  | launch                           |
+        | another, which this rank can join                             | the other                        |
+        | another, and this one is optional and comes later             | later                            |
+        | another, which all have chosen: this rank cannot do its part  | an error                         |
+        | anything else, and ranks may skip units                       | choose together, then as above   |
+        | anything else, in an unscheduled pass                         | launch; compared at the end      |
+        | anything else                                                 | meet, leave the schedule, launch |
+
+        The first collective of a pass begins it for other ranks, which may change what they expect.
 
         Raises:
             RuntimeError: Not all ranks can launch this collective. Every rank raises it.
@@ -224,7 +234,7 @@ class RankMonitor:
     def _meet(self, collective: Collective | None = None, *, begins: bool = False) -> None:
         """Meet. Raise an error on all ranks unless all launched the same in this pass and want ``collective`` next."""
         log, board = self.log, self.board
-        epoch, state = log.epoch, _StateAtMeeting(self, collective, options=begins and bool(self._setters))
+        epoch, state = log.epoch, self._at_meeting(collective, options=begins and bool(self._setters))
 
         def meet() -> None:
             if board.meet(epoch, str(state.numbers), state) is None:
@@ -232,13 +242,13 @@ class RankMonitor:
 
         # With units that ranks may skip, the next collective depends on the other ranks, so the host has to wait.
         meet() if self._may_skip else self._run(meet)
-        log.met()
+        log.met()  # now: in the background the meeting compares the state above, while the host goes on
 
     def _choose(self, collective: Collective, prefetch: bool) -> Collective:
         """Return the next collective of all ranks. This rank wants ``collective``, but can wait with a ``prefetch``."""
         log = self.log
         groups: Sequence[ObservedGroup] = self._root.groups
-        state = _StateAtMeeting(self, collective, compares=False)
+        state = self._at_meeting(collective, compares=False)
         want: dict[str, Any] = {"collective": [collective.kind, None, []]}
         if collective.group is not None:
             number = groups.index(collective.group)
@@ -250,8 +260,7 @@ class RankMonitor:
             want["optional"], want["prefetch"] = collective.group.options.reduce_unused, prefetch
         chosen = self.board.choose(log.epoch, json.dumps(want), state, _choose_among)
         if chosen is None:  # no collective suits all ranks: raise an error that compares the wanted collectives, too
-            state.compares = True
-            self.board.raise_difference(state)
+            self.board.raise_difference(self._at_meeting(collective))
         log.met()
         kind, number, part = chosen
         return Collective(kind, None if number is None else groups[number], tuple(part))
@@ -261,9 +270,30 @@ class RankMonitor:
         groups: Sequence[ObservedGroup] = self._root.groups
         number = -1 if collective.group is None else groups.index(collective.group)
         backward = kind is not None and kind.name in _BACKWARDS
-        return -self._positions.get(collective.group, number) if backward else number
+        return -self._forward_positions.get(collective.group, number) if backward else number
 
     # ---- the history for other ranks ----
+
+    def _at_meeting(
+        self, collective: Collective | None, *, compares: bool = True, options: bool = False
+    ) -> _StateAtMeeting:
+        """Return the state of this rank when it comes to a meeting and wants ``collective`` next.
+
+        If it ``compares``, the wanted collective must be the same as well, not only those that were launched. With
+        ``options``, the options of all units are compared, too, because setters have changed some.
+        """
+        kind = self.log.kind
+        launched = self._with_beginning(kind, self.log.collectives)
+        listed = [*launched, *([] if collective is None else [collective])]
+        lines: list[Line] = options_of(self._root) if options else []
+        title = f"{kind} after {', '.join(sorted(self._setters))}" if options else str(kind)
+        numbers = self._digests(title, listed) + [zlib.crc32(line.compared.encode()) for line in lines]
+
+        def texts() -> list[str]:
+            return [title, *(self._did(kind, one) for one in listed), *(line.text for line in lines)]
+
+        compared = len(numbers) if compares else len(launched) + 1
+        return _StateAtMeeting(self, self.log.position, numbers, compared, texts)
 
     def position(self) -> tuple[int, int]:
         """Return this rank's position."""
@@ -387,44 +417,38 @@ class _StateAtMeeting:
     """The history of a rank when it came to a meeting, and the collective that it wants. The host may go on."""
 
     def __init__(
-        self, monitor: RankMonitor, collective: Collective | None, *, compares: bool = True, options: bool = False
+        self, later: History, at: tuple[int, int], numbers: list[int], compared: int, texts: Callable[[], list[str]]
     ) -> None:
-        """With ``options``, the options of all units are compared, too, because setters have changed some."""
-        log = monitor.log
-        self._monitor = monitor
-        self._at = log.position
-        self._kind, self._launched = log.kind, monitor._with_beginning(log.kind, log.collectives)
-        self._wanted = [] if collective is None else [collective]
-        self.compares = compares  # True: also the wanted collective, not only the collectives that were launched
-        self._options: list[Line] = options_of(monitor._root) if options else []
-        self._title = f"{self._kind} after {', '.join(sorted(monitor._setters))}" if options else str(self._kind)
-        self.numbers = monitor._digests(self._title, [*self._launched, *self._wanted])
-        self.numbers += [zlib.crc32(line.compared.encode()) for line in self._options]
+        """At the position ``at`` it has these ``numbers``, in words ``texts``; elsewhere what ``later`` has.
+
+        Only the first ``compared`` numbers have to be the same on all ranks.
+        """
+        self._later = later
+        self._at = at
+        self.numbers = numbers
+        self._compared = compared
+        self._texts = texts
 
     def position(self) -> tuple[int, int]:
         """Return the rank's position."""
         return self._at
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
-        """Return the digests of the monitor, with the wanted collective."""
+        """Return the numbers at a position, with the wanted collective if it is compared or ``shown``."""
         if (epoch, number) != self._at:
-            return self._monitor.digests(epoch, number)
-        return self.numbers if shown or self.compares else self.numbers[: len(self._launched) + 1]
+            return self._later.digests(epoch, number)
+        return self.numbers if shown else self.numbers[: self._compared]
 
     def text(self, epoch: int, number: int, index: int) -> str:
         """Return one of these in words."""
         if (epoch, number) != self._at:
-            return self._monitor.text(epoch, number, index)
-        texts = [
-            self._title,
-            *(self._monitor._did(self._kind, collective) for collective in (*self._launched, *self._wanted)),
-        ]
-        texts += [line.text for line in self._options]
+            return self._later.text(epoch, number, index)
+        texts = self._texts()
         return texts[index] if index < len(texts) else ""
 
     def refuse(self, texts: dict[int, str]) -> str:
         """Return the error text where ranks differ."""
-        return self._monitor.refuse(texts)
+        return self._later.refuse(texts)
 
 
 def _alike(one: ObservedGroup | None, other: ObservedGroup | None) -> bool:

@@ -111,8 +111,8 @@ class _Process:
         self._roots[names] += 1
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
         # Not the timeout of the store, which the user may have made shorter for another purpose.
-        patience = max(group_timeout(group, mesh.device) for _, group in axes)
-        return Board(keys, self.rank, ranks, patience.total_seconds())
+        timeout = max(group_timeout(group, mesh.device) for _, group in axes)
+        return Board(keys, self.rank, ranks, timeout.total_seconds())
 
     def run(self, job: Callable[[], None]) -> None:
         """Run ``job``, which waits for other ranks, in the background thread."""
@@ -213,10 +213,9 @@ def monitor_ranks(root: RootContext, kind: PassKind, error: RuntimeError | None)
     board = process.board(ranks, mesh)
     met = compare(board, root, shared, kind, error)
     if mesh.first.backend == "gloo":
-        monitor = RankMonitor(board, root, _now, _conflicting_save)  # torch saves on gloo
+        monitor = RankMonitor(board, root, _now, _conflicting_save, met)  # torch saves on gloo
     else:
-        monitor = RankMonitor(board, root, process.run)
-    monitor.log.epoch = met
+        monitor = RankMonitor(board, root, process.run, meetings=met)
     process.watch(monitor)
     return monitor
 

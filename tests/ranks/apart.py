@@ -74,7 +74,7 @@ def _host(listener: socket.socket, port: int) -> dist.TCPStore:
 def _run(
     program: Callable[[int, int], None], rank: int, world: int, port: int, listener: socket.socket | None, file: str
 ) -> None:
-    host_work._SLICE, board._PATIENCE = timedelta(seconds=SOON), (SOON, board._PATIENCE[1])
+    host_work._SLICE, board._LOOK_SECONDS = timedelta(seconds=SOON), (SOON, board._LOOK_SECONDS[1])
     if file:
         store: dist.Store = dist.FileStore(file, world)
     elif listener is not None:

@@ -71,8 +71,8 @@ def meeting_in(kind: str) -> Iterator[None]:
 
     All ranks enter the block and leave it together.
     """
-    patience, slice_, own = board._PATIENCE, host_work._SLICE, process.default_store
-    board._PATIENCE, host_work._SLICE = (SLICE_SECONDS, SLICE_SECONDS), timedelta(seconds=SLICE_SECONDS)
+    look, slice_, own = board._LOOK_SECONDS, host_work._SLICE, process.default_store
+    board._LOOK_SECONDS, host_work._SLICE = (SLICE_SECONDS, SLICE_SECONDS), timedelta(seconds=SLICE_SECONDS)
     _forget_store()
     with tempfile.TemporaryDirectory() as folder:
         shared = [str(Path(folder, "store"))]
@@ -89,7 +89,7 @@ def meeting_in(kind: str) -> Iterator[None]:
             dist.barrier()  # before the folder goes
         finally:
             process.default_store = own
-            board._PATIENCE, host_work._SLICE = patience, slice_
+            board._LOOK_SECONDS, host_work._SLICE = look, slice_
             _forget_store()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import Any
 
 import torch
@@ -21,15 +20,15 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import functorch_active, node_sequence_number, view_base
+from fsdp2._torch.autograd import autograd_sequence_number, functorch_active, view_base
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor
+from fsdp2.autograd.hidden import Gate, HiddenInputs
+from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 
 __all__ = [
-    "Gate",
-    "Inputs",
     "after_steps",
     "count_registration",
     "hook_error",
@@ -41,7 +40,6 @@ __all__ = [
     "hook_registrations",
     "hook_saving",
     "hook_state_dict",
-    "is_made_since",
     "registrations",
     "watch_exit",
     "watch_inputs",
@@ -49,32 +47,6 @@ __all__ = [
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Inputs(Enum):
-    """The ways to detect the end of a module's backward from the gradients of its inputs."""
-
-    ATTACHED = 0  # hooks on all inputs that require a gradient
-    NONE_NEEDED = 1  # no input requires a gradient
-    UNREACHABLE = 2  # some inputs cannot be replaced by tensors with hooks
-
-
-class Gate:
-    """Calls ``done`` when it is called itself, but only while it is open.
-
-    It is closed if inputs are hidden: their gradients may still be missing when those of the other inputs are there.
-    """
-
-    def __init__(self, done: Callable[[], None], hidden: list[torch.Tensor]) -> None:
-        """``hidden`` are inputs inside plain objects, which cannot get hooks."""
-        self.hidden = hidden
-        self.is_open = not hidden
-        self._done = done
-
-    def __call__(self) -> None:
-        """Call ``done`` if the gate is open."""
-        if self.is_open:
-            self._done()
 
 
 def hook_forward(
@@ -162,9 +134,9 @@ class _OwnedHook:
         return copied
 
 
-def hook_gradient(full: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> None:
-    """Call ``ready(full)`` whenever a backward has added to ``full.grad``."""
-    full.register_post_accumulate_grad_hook(ready)
+def hook_gradient(full: torch.Tensor, finished: Callable[[torch.Tensor], None]) -> None:
+    """Call ``finished(full)`` whenever a backward has added to ``full.grad``."""
+    full.register_post_accumulate_grad_hook(finished)
 
 
 registrations = 0
@@ -219,57 +191,77 @@ def watch_inputs(
     kwargs: dict[str, Any],
     done: Callable[[], None],
     starting: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[Arguments, Inputs, Gate | None]:
-    """Return (``args``, ``kwargs``) with hooks on the inputs that require a gradient, the kind of hooks, and a gate.
+) -> tuple[Arguments, bool, HiddenInputs | None]:
+    """Put hooks on the inputs that require a gradient: ``done`` runs when backward has computed all their gradients.
 
-    ``done`` runs when the gradients of all these inputs are computed. A later backward through these gradients
-    (``create_graph=True``) calls ``starting`` first.
+    A later backward through these gradients (``create_graph=True``) calls ``starting`` first.
 
-    A single such input becomes a view with a hook on its node, so that the module may still change it in place. Several
-    inputs go through one autograd function, because its backward runs only when all gradients are there. So does a
-    single input that a collective is still writing.
-
-    Inputs inside plain objects (such as a cache that earlier layers have filled) cannot be replaced. The hooks on the
-    other inputs then do nothing until the caller opens the gate, once it knows that the module does not use the hidden
-    inputs. Without hidden inputs the gate is None.
+    Return (``args``, ``kwargs``) with hooks, whether no input requires a gradient, and inputs inside plain objects
+    (such as a cache that earlier layers have filled), if there are any. These cannot be replaced, so the hooks on the
+    other inputs do nothing until the caller knows that the module does not use them.
     """
     if not torch.is_grad_enabled():
-        return (args, kwargs), Inputs.NONE_NEEDED, None
-    needing, flat, gate = [], True, None
+        return (args, kwargs), True, None
+    needing, hidden = _inputs_needing_gradients(args, kwargs)
+    if not needing:
+        return (args, kwargs), not hidden, None
+    if any([t.layout is not torch.strided for t in needing]):  # no views of these, and not as outputs of a function
+        return (args, kwargs), False, None
+    if not hidden:
+        return _replaced(args, kwargs, needing, done, starting), False, None
+    gate, since = Gate(done), autograd_sequence_number()
+    new = _replaced(args, kwargs, needing, gate, starting)
+    return new, False, HiddenInputs(gate, hidden, new, since)
+
+
+def _inputs_needing_gradients(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the inputs that require a gradient, and those that are inside plain objects, by themselves."""
+    needing, flat = [], True
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
                 needing.append(value)
         elif value is not None and not isinstance(value, (bool, int, float, str)):
             flat = False
-    if not flat:
-        needing = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
-        every = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
-        if len(every) != len(needing):
-            replaceable = {id(t) for t in needing}
-            gate = Gate(done, [t for t in every if id(t) not in replaceable])
-            done = gate
-            if not needing:
-                return (args, kwargs), Inputs.UNREACHABLE, None
-    if not needing:
-        return (args, kwargs), Inputs.NONE_NEEDED, None
-    if any([t.layout is not torch.strided for t in needing]):
-        return (args, kwargs), Inputs.UNREACHABLE, None
-    found = Inputs.ATTACHED if gate is None else Inputs.UNREACHABLE
+    if flat:
+        return needing, []
+    needing = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
+    every = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+    if len(every) == len(needing):  # else the others are inside plain objects
+        return needing, []
+    replaceable = {id(t) for t in needing}
+    return needing, [t for t in every if id(t) not in replaceable]
+
+
+def _replaced(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    needing: list[torch.Tensor],
+    done: Callable[[], None],
+    starting: Callable[[torch.Tensor], None] | None,
+) -> Arguments:
+    """Return (``args``, ``kwargs``) with tensors with hooks in place of those ``needing`` a gradient.
+
+    A single such input becomes a view with a hook on its node, so that the module may still change it in place. Several
+    inputs go through one autograd function, because its backward runs only when all gradients are there. So does a
+    single input that a collective is still writing.
+    """
     new = []
     if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
         view = needing[0].view_as(needing[0])
         if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
-            view.grad_fn.register_prehook(lambda grads: _finish(grads, done, starting))
+            view.grad_fn.register_prehook(lambda grads: _inputs_are_done(grads, done, starting))
             if args and args[0] is needing[0]:
-                return ((view, *args[1:]), kwargs), found, gate
+                return (view, *args[1:]), kwargs
             new = [view]
     new = new or list(_InputsDone.apply((done, starting), *needing))
     replacements = iter(new)
-    return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs), found, gate
+    return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs)
 
 
-def _finish(
+def _inputs_are_done(
     grads: Iterable[torch.Tensor | None], done: Callable[[], None], starting: Callable[[torch.Tensor], None] | None
 ) -> None:
     """Call ``done``, since backward has computed ``grads`` of all inputs, and watch them for a second backward."""
@@ -314,17 +306,12 @@ class _InputsDone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
-        _finish(grads, *ctx.watchers)
+        _inputs_are_done(grads, *ctx.watchers)
         return (None, *grads)
 
     @staticmethod
     def jvp(ctx: Any, watchers: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tangents
-
-
-def is_made_since(node: Any, since: int) -> bool:
-    """Return True if ``node`` is an autograd node that was made at or after the sequence number ``since``."""
-    return node is not None and node_sequence_number(node) >= since
 
 
 def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> tuple[bool, Any]:

@@ -9,7 +9,12 @@ import torch
 
 from fsdp2._torch.autograd import accumulate_grad_node, node_sequence_number
 
-__all__ = ["Targets"]
+__all__ = ["Targets", "is_made_since"]
+
+
+def is_made_since(node: Any, since: int) -> bool:
+    """Return True if ``node`` is an autograd node that was made at or after the sequence number ``since``."""
+    return node is not None and node_sequence_number(node) >= since
 
 
 class Targets:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2.autograd import hooks
+from fsdp2.autograd.reach import is_made_since
 
 __all__ = ["SideOutputs"]
 
@@ -34,7 +35,7 @@ class SideOutputs:
         self._tops = tops
         self._ends = ends
         self._attributes: list[dict[str, Any]] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._searched: list[tuple[dict[str, Any], str]] = []
         self._size = self._registrations = -1
 
     def watch(self, since: int, starting: Callable[[], list[Callable[[torch.Tensor], None]]]) -> bool:
@@ -42,7 +43,7 @@ class SideOutputs:
 
         The methods that ``starting`` returns are called before backward enters through one of them.
         """
-        left = [t for t in self._find() if hooks.is_made_since(t.grad_fn, since)]
+        left = [t for t in self._find() if is_made_since(t.grad_fn, since)]
         if not left:
             return False
         # Weak references: a module that holds a tensor whose hook holds the module is a cycle that Python cannot free.
@@ -53,7 +54,7 @@ class SideOutputs:
         if self._registrations != hooks.registrations or self._size != sum(map(len, self._attributes)):
             self._list_attributes()
         found = []
-        for attributes, name in self._places:
+        for attributes, name in self._searched:
             if name not in attributes or type(value := attributes[name]) in _PLAIN:
                 continue
             if isinstance(value, torch.Tensor):
@@ -66,7 +67,7 @@ class SideOutputs:
     def _list_attributes(self) -> None:
         modules = list(self._modules())
         self._attributes = [module.__dict__ for module in modules]
-        self._places = [(module.__dict__, name) for module in modules for name in self._own_names(module)]
+        self._searched = [(module.__dict__, name) for module in modules for name in self._own_names(module)]
         self._size, self._registrations = sum(map(len, self._attributes)), hooks.registrations
 
     def _modules(self) -> Iterator[nn.Module]:

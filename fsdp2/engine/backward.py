@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fsdp2._torch.hooks import dispatch_modes
-from fsdp2.autograd.hooks import Inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Collective, Observer
@@ -25,8 +24,8 @@ class Pending:
 
     def __init__(self) -> None:
         self.calls: BackwardOrder[FSDPParamGroup] = BackwardOrder()
-        # How each of a group's calls will know that backward needs the group no more.
-        self.inputs: dict[FSDPParamGroup, set[Inputs]] = {}
+        # Whether no input of a group's calls requires a gradient, so that inputs cannot tell when backward has passed.
+        self.inputs: dict[FSDPParamGroup, bool] = {}
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
         self.stayed: dict[FSDPParamGroup, None] = {}  # that stayed in memory because backward needs them first
         self.forwards = 0

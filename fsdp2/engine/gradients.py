@@ -108,12 +108,12 @@ class GroupGradients:
         self._hooked[i] = full
         reference = weakref.ref(self)
 
-        def ready(tensor: torch.Tensor) -> None:
+        def finished(unused: torch.Tensor) -> None:
             gradients = reference()
             if gradients is not None:
                 gradients._arrives(i)
 
-        hook_gradient(full, ready)
+        hook_gradient(full, finished)
 
     # ---- one backward ----
 

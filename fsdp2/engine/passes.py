@@ -16,14 +16,14 @@ from torch import nn
 
 from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.hooks import dispatch_modes
-from fsdp2.autograd.hooks import Arguments, Gate, is_made_since
-from fsdp2.autograd.reach import Targets
-from fsdp2.autograd.trees import PLAIN, Copies, find_tensors
+from fsdp2.autograd.hidden import HiddenInputs
+from fsdp2.autograd.hooks import Arguments
+from fsdp2.autograd.trees import PLAIN, Copies
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import END, Answer, Collective, Observer
 from fsdp2.engine.phase import Phase
 
-__all__ = ["Call", "CallKind", "HiddenInputs", "Pass", "Unit", "backward_runs"]
+__all__ = ["Call", "CallKind", "Pass", "Unit", "backward_runs"]
 
 
 def backward_runs() -> bool:
@@ -69,31 +69,6 @@ class Call:
         self.objects += [arg for arg in (*args, *kwargs.values()) if not isinstance(arg, (torch.Tensor, *PLAIN))]
         if self.objects and args is not given[0]:
             self.copies.append(Copies(given, (args, kwargs)))
-
-
-class HiddenInputs:
-    """Inputs inside plain objects, such as the cache in which transformers' layers leave keys and values.
-
-    Most layers use none of what earlier ones left there. Then backward needs the unit no more when it has the gradients
-    of the other inputs; otherwise the unit would stay in memory until the end of backward.
-    """
-
-    def __init__(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any], since: int) -> None:
-        """The forward's first autograd node has the number ``since`` or a higher one."""
-        self._gate = gate
-        self._since = since
-        self._arguments = (args, kwargs)
-        self._targets = Targets(gate.hidden)
-        gate.hidden = []
-
-    def open_if_unused(self, output: Any) -> None:
-        """Let the hooks on the other inputs count, unless the forward computed ``output`` with a hidden one.
-
-        It may also have left results in the objects.
-        """
-        results = [*find_tensors(output), *find_tensors(self._arguments)]
-        new = [tensor for tensor in results if is_made_since(tensor.grad_fn, self._since)]
-        self._gate.is_open = not self._targets.reached_from(new, self._since)
 
 
 class Pass:

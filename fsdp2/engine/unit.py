@@ -29,6 +29,7 @@ from fsdp2._torch.modules import (
 )
 from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way
+from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import find_tensors
 from fsdp2.engine.backward import BackwardPass
@@ -37,7 +38,7 @@ from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
 from fsdp2.engine.observer import PassKind, launch_unobserved
-from fsdp2.engine.passes import Call, CallKind, HiddenInputs, backward_runs
+from fsdp2.engine.passes import Call, CallKind, backward_runs
 from fsdp2.engine.root import RootContext
 from fsdp2.policies import MixedPrecisionPolicy
 
@@ -184,12 +185,10 @@ class FSDPState(ComposableState):
             self._first_node = autograd_sequence_number()
             if entering:
                 done = partial(self._inputs_done, entering)
-                (args, kwargs), inputs, gate = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
-                if gate is not None:
-                    call.hidden = HiddenInputs(gate, args, kwargs, self._first_node)
+                (args, kwargs), need_none, call.hidden = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
                 pending = self.root.pending.inputs
                 for group in entering:
-                    pending.setdefault(group, set()).add(inputs)
+                    pending[group] = need_none and pending.get(group, True)
         call.note_arguments(given, args, kwargs)
         if first and isinstance(run, ForwardPass):
             self._prefetch_forward(run)
@@ -326,7 +325,7 @@ class FSDPState(ComposableState):
             group.gradients.expect_from(made)
         watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
         if call is not None and not watched:  # it returns nothing, so its results may be in its arguments
-            made_here = partial(hooks.is_made_since, since=self._first_node)
+            made_here = partial(is_made_since, since=self._first_node)
             call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
         if call is not None and call.written:
             watched |= hooks.watch_outputs(call.written, self.pre_backward, self._first_node)[0]
@@ -400,7 +399,7 @@ class FSDPState(ComposableState):
                 entered.append(group)
         for group in entered:
             # No input can tell when backward is done with the group, but its parameters' gradients can.
-            by_gradients = pending.inputs.get(group) == _NO_INPUTS and group.ends_with_its_gradients()
+            by_gradients = pending.inputs.get(group, False) and group.ends_with_its_gradients()
             following = pending.calls.visit(group)  # recorded also with a prefetch list, as in forward
             end, final = partial(run.post_backward, group), following is None
             group.gradients.begin_backward(run.launch, end, count=by_gradients, final=final)
@@ -542,6 +541,3 @@ class FSDPState(ComposableState):
             for group in state.groups:
                 group.has_units_below = nested
                 group.lazy_init(in_root=group in self.groups)
-
-
-_NO_INPUTS = {hooks.Inputs.NONE_NEEDED}

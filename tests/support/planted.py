@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp2.autograd.hidden import HiddenInputs
 from fsdp2.comm import reduce
 from fsdp2.comm.collectives import all_to_all, prefers_all_to_all
 from fsdp2.engine import gradient_plan, gradients
 from fsdp2.engine.gradient_plan import GradientPlan
-from fsdp2.engine.passes import HiddenInputs
 from fsdp2.engine.root import RootContext
 from fsdp2.optim import clip
 from fsdp2.ranks.monitor import RankMonitor

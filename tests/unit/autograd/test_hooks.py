@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fsdp2._torch.autograd import autograd_sequence_number
 from fsdp2.autograd.hooks import (
-    Inputs,
     hook_forward,
     hook_gradient,
     hook_state_dict,
@@ -48,8 +47,8 @@ class Log(list):
 
 def test_done_comes_when_the_gradient_of_the_only_input_is_computed() -> None:
     log = Log()
-    (args, kwargs), watched, _ = watch_inputs((log.leaf("input"), 3), {"scale": torch.ones(2)}, log.done)
-    assert watched is Inputs.ATTACHED and args[1] == 3
+    (args, kwargs), need_none, _ = watch_inputs((log.leaf("input"), 3), {"scale": torch.ones(2)}, log.done)
+    assert not need_none and args[1] == 3
     log.through(args[0] * kwargs["scale"], "parameter").sum().backward()
     assert log == ["parameter", "done", "input"]
 
@@ -86,8 +85,8 @@ def test_a_backward_that_cannot_be_differentiated_is_not_watched() -> None:
 def test_done_comes_once_when_the_gradients_of_all_inputs_are_computed() -> None:
     log = Log()
     inputs = (log.leaf("a"), log.leaf("b"))
-    ((a,), kwargs), watched, _ = watch_inputs(inputs[:1], {"b": inputs[1]}, log.done)
-    assert watched is Inputs.ATTACHED
+    ((a,), kwargs), need_none, _ = watch_inputs(inputs[:1], {"b": inputs[1]}, log.done)
+    assert not need_none
     log.through(log.through(a, "first") + kwargs["b"], "second").sum().backward()
     assert log[:-2] == ["second", "first", "done"] and sorted(log[-2:]) == ["a", "b"]
     assert all(torch.equal(leaf.grad, torch.ones(2)) for leaf in inputs)
@@ -111,8 +110,8 @@ def test_one_tensor_in_two_places_is_done_when_both_are() -> None:
 
 def test_inputs_in_containers_are_watched_and_containers_keep_their_type() -> None:
     log = Log()
-    (args, kwargs), watched, _ = watch_inputs(([log.leaf("a")],), {"more": {"b": (log.leaf("b"),)}}, log.done)
-    assert watched is Inputs.ATTACHED and isinstance(args[0], list) and isinstance(kwargs["more"]["b"], tuple)
+    (args, kwargs), need_none, _ = watch_inputs(([log.leaf("a")],), {"more": {"b": (log.leaf("b"),)}}, log.done)
+    assert not need_none and isinstance(args[0], list) and isinstance(kwargs["more"]["b"], tuple)
     (args[0][0] + kwargs["more"]["b"][0]).sum().backward()
     assert log[0] == "done" and log.count("done") == 1
 
@@ -122,8 +121,8 @@ def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
     plain = torch.ones(2)
     given: list[Any] = [plain, plain]
     given[place] = torch.ones(2, requires_grad=True)
-    (args, _), watched, _ = watch_inputs(tuple(given), {}, lambda: None)
-    assert watched is Inputs.ATTACHED
+    (args, _), need_none, _ = watch_inputs(tuple(given), {}, lambda: None)
+    assert not need_none
     assert args[1 - place] is plain and args[place] is not given[place]
     assert torch.equal(args[place], given[place])
 
@@ -133,19 +132,19 @@ def test_only_the_input_that_needs_a_gradient_is_replaced(place: int) -> None:
 )
 def test_without_an_input_that_needs_a_gradient_nothing_changes(args: tuple[Any, ...]) -> None:
     kwargs = {"mask": torch.ones(2, dtype=torch.bool)}
-    (new_args, new_kwargs), watched, _ = watch_inputs(args, kwargs, pytest.fail)
-    assert watched is Inputs.NONE_NEEDED and new_args is args and new_kwargs is kwargs
+    (new_args, new_kwargs), need_none, _ = watch_inputs(args, kwargs, pytest.fail)
+    assert need_none and new_args is args and new_kwargs is kwargs
 
 
 def test_without_gradients_nothing_changes() -> None:
     args = (torch.ones(2, requires_grad=True),)
     with torch.no_grad():
-        (new_args, _), watched, _ = watch_inputs(args, {}, pytest.fail)
-    assert watched is Inputs.NONE_NEEDED and new_args is args
+        (new_args, _), need_none, _ = watch_inputs(args, {}, pytest.fail)
+    assert need_none and new_args is args
 
 
 def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
-    """The hooks on the others do nothing until the gate is opened."""
+    """The hooks on the others do nothing unless the module is known not to have used them."""
 
     class Box:
         def __init__(self, value: Tensor) -> None:
@@ -153,15 +152,15 @@ def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
 
     hidden = Box(torch.ones(2, requires_grad=True))
     args = (hidden,)
-    (new_args, _), watched, gate = watch_inputs(args, {}, pytest.fail)
-    assert watched is Inputs.UNREACHABLE and new_args is args and gate is None
+    (new_args, _), need_none, found = watch_inputs(args, {}, pytest.fail)
+    assert not need_none and new_args is args and found is None
     log = Log()
-    for is_open in (False, True):  # somebody knows that the module did not use it
-        (new_args, _), watched, gate = watch_inputs((hidden, log.leaf("input")), {}, log.done)
-        assert watched is Inputs.UNREACHABLE and new_args[0] is hidden and gate is not None
-        assert [id(tensor) for tensor in gate.hidden] == [id(hidden.value)] and not gate.is_open
-        gate.is_open = is_open
-        new_args[1].sum().backward()
+    for used in (True, False):
+        (new_args, _), need_none, found = watch_inputs((hidden, log.leaf("input")), {}, log.done)
+        assert not need_none and new_args[0] is hidden and found is not None
+        output = new_args[1] * hidden.value if used else new_args[1] * 2
+        found.open_if_unused(output)
+        output.sum().backward()
     assert log == ["input", "done", "input"]
 
 
@@ -336,8 +335,8 @@ def test_a_single_input_of_a_transform_tells() -> None:
     log, leaf = Log(), torch.ones(2, requires_grad=True)
 
     def function(x: Tensor) -> Tensor:
-        ((view,), _), watched, _ = watch_inputs((leaf,), {}, log.done)
-        assert watched is Inputs.ATTACHED
+        ((view,), _), need_none, _ = watch_inputs((leaf,), {}, log.done)
+        assert not need_none
         return view * x
 
     torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),))[0].sum().backward()

@@ -2,35 +2,35 @@
 
 Every wait between lanes, and what it protects:
 
-| lane that waits | for                               | kind   | stated in                     |
-|-----------------|-----------------------------------|--------|-------------------------------|
-| gather          | compute, at the root's forward    | order  | RootContext.begin_forward     |
-| gather          | compute, at an explicit unshard   | order  | by_hand._start                |
-| gather          | compute, shards were replaced     | order  | Residency._take_in_replaced   |
-| gather          | compute, at reshard               | memory | Residency._free_full          |
-| replicate       | gather, before portions change    | both   | Portions.start                |
-| gather          | replicate, portions are there     | order  | Portions.let_read             |
-| compute         | replicate, of portions not used   | memory | Portions.end_pass             |
-| copy            | compute, shards are written       | order  | HostCopies.start              |
-| gather          | copy, shards are on the device    | order  | gather.start_gather           |
-| copy            | gather, before copies are dropped | memory | HostCopies._drop_oldest       |
-| compute         | gather, before they are used      | order  | gather.finish_gather          |
-| compute         | gather, before extensions decode  | order  | GroupExtensions.decode        |
-| gather          | compute, before sent inputs go    | memory | GroupExtensions.decode        |
-| compute         | compute of a hook's own stream    | order  | ComputeLane.event             |
-| compute         | a hook's own stream, packing      | order  | ComputeLane.here              |
-| pack            | compute, gradients are finished   | order  | reduce._inputs                |
-| pack, reduce    | compute, gradients are finished   | order  | _EncodedExchange.start        |
-| reduce          | pack, compute, inputs are there   | order  | _OverShards.start             |
-| compute         | pack, reduce, before inputs go    | memory | Retained.make_room            |
-| compute         | reduce, before the gather ahead   | memory | Retained.drop                 |
-| compute         | pack, before packed gradients go  | memory | Retained.drop_packed          |
-| pack            | reduce, before encoded rows go    | memory | Retained.drop_encoded         |
-| replicate       | reduce, the shard is summed       | order  | _OverCopies.run               |
-| replicate, hook | the sum, before the user's hook   | order  | reduce.reduce_chunk           |
-| reduce          | replicate, hook, before sums go   | memory | Retained.drop_sums            |
-| compute         | all of them, at the end           | order  | Reductions.finish             |
-| compute         | all of them, after an error       | memory | Reductions.abandon            |
+| lane that waits | for                                     | kind   | stated in                     |
+|-----------------|-----------------------------------------|--------|-------------------------------|
+| gather          | compute, at the root's forward          | order  | RootContext.begin_forward     |
+| gather          | compute, at an explicit unshard         | order  | by_hand._start                |
+| gather          | compute, shards were replaced           | order  | Residency._take_in_replaced   |
+| gather          | compute, at reshard                     | memory | Residency._free_full          |
+| replicate       | gather, before portions change          | both   | Portions.start                |
+| gather          | replicate, portions are there           | order  | Portions.let_read             |
+| compute         | replicate, of portions not used         | memory | Portions.end_pass             |
+| copy            | compute, shards are written             | order  | HostCopies.start              |
+| gather          | copy, shards are on the device          | order  | gather.start_gather           |
+| copy            | gather, before copies are dropped       | memory | HostCopies._drop_oldest       |
+| compute         | gather, before full parameters are used | order  | gather.finish_gather          |
+| compute         | gather, before extensions decode        | order  | GroupExtensions.decode        |
+| gather          | compute, before sent inputs go          | memory | GroupExtensions.decode        |
+| compute         | compute of a hook's own stream          | order  | ComputeLane.event             |
+| compute         | a hook's own stream, packing            | order  | ComputeLane.here              |
+| pack            | compute, gradients are finished         | order  | reduce._inputs                |
+| pack, reduce    | compute, gradients are finished         | order  | _EncodedExchange.start        |
+| reduce          | pack, compute, inputs are there         | order  | _OverShards.start             |
+| compute         | pack, reduce, before inputs go          | memory | Retained.make_room            |
+| compute         | reduce, before the gather ahead         | memory | Retained.drop                 |
+| compute         | pack, before packed gradients go        | memory | Retained.drop_packed          |
+| pack            | reduce, before encoded rows go          | memory | Retained.drop_encoded         |
+| replicate       | reduce, the shard is summed             | order  | _OverCopies.run               |
+| replicate, hook | the sum, before the user's hook         | order  | reduce.reduce_chunk           |
+| reduce          | replicate, hook, before sums go         | memory | Retained.drop_sums            |
+| compute         | all of them, at the end                 | order  | Reductions.finish             |
+| compute         | all of them, after an error             | memory | Reductions.abandon            |
 
 *order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
 this wait. Memory goes back to the lane that it came from, so no block is ever recorded on a second stream: what is

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fsdp2.engine.param import Slot
 from fsdp2.engine.unit import apis_of, get_state, is_managed_by_torch
@@ -41,7 +42,7 @@ def collect(
     This is stage 1 of the life of a parameter (DESIGN.md). ``place`` then chooses how the parameter is cut.
 
     Raises:
-        ValueError: torch's own fully_shard manages a module below.
+        ValueError: torch's own fully_shard manages a module below, or a lazy module has not made its parameters yet.
     """
     modules = _managed_modules(roots, ignored_modules)
     prefixes = {module: name for root in roots for name, module in root.named_modules()}
@@ -52,7 +53,13 @@ def collect(
             if param is None or param in ignored:
                 continue
             prefix = prefixes[module]
-            entry = found.setdefault(param, Found(param, f"{prefix}.{name}" if prefix else name, []))
+            full_name = f"{prefix}.{name}" if prefix else name
+            if is_lazy(param):
+                raise ValueError(
+                    f"fully_shard: {full_name} of {type(module).__name__} has no shape yet; expected a parameter that "
+                    "can be cut. Run a forward of the model with a small input before fully_shard"
+                )
+            entry = found.setdefault(param, Found(param, full_name, []))
             entry.slots.append(Slot(module, name))
         buffers.update(dict.fromkeys(module.buffers(recurse=False)))
     # A tied parameter may also be in modules of other calls or in ignored ones, which must show the same tensor.

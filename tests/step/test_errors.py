@@ -371,3 +371,15 @@ def test_a_process_ends_after_an_exception_that_it_caught() -> None:
             rank.wait()
     assert [rank.returncode for rank in ranks] == [3, 3], written
     assert all("a gradient that cannot be used" in text for text in written)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_lazy_modules(rank, world):
+    """torch's error told to call ``forward`` before "accessing attributes", and named no parameter."""
+    module = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"0.weight of LazyLinear has no shape yet.*Run a forward"):
+        api.ours.fully_shard(module, mesh=mesh_of(world))
+    module(torch.ones(2, 3))
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    module(torch.ones(2, 3)).sum().backward()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from fsdp2.comm.retained import Retained
 from fsdp2.comm.streams import Lanes
@@ -12,6 +13,14 @@ from fsdp2.comm.streams import Lanes
 __all__ = ["Reductions"]
 
 Operation = Generator[None, None, None]
+
+
+class _InFlight(NamedTuple):
+    """An operation, the bytes of its gradients, and whose it is."""
+
+    operation: Operation
+    nbytes: int
+    owner: object
 
 
 class Reductions:
@@ -30,16 +39,16 @@ class Reductions:
         self.lanes = lanes
         self.memory = Retained(lanes)
         self.limit = 1
-        self._window: deque[tuple[Operation, int]] = deque()  # at their first wait, with the bytes of their gradients
+        self._window: deque[_InFlight] = deque()  # at their first wait
         self._window_bytes = 0
-        self._past_first_wait: deque[Operation] = deque()
+        self._past_first_wait: deque[_InFlight] = deque()
 
     def set_limits(self, operations: int, nbytes: int) -> None:
         """Let ``operations`` be in flight, and ``nbytes`` of gradients; of one operation, however large it is."""
         self.limit, self.memory.limit_bytes = operations, nbytes
 
-    def add(self, operation: Operation, nbytes: int = 0) -> None:
-        """Start ``operation`` on gradients of so many bytes, and keep it in flight."""
+    def add(self, operation: Operation, nbytes: int = 0, owner: object = None) -> None:
+        """Start ``operation`` of ``owner`` on gradients of so many bytes, and keep it in flight."""
         if not self.lanes.on_streams:
             while self._is_full(nbytes):
                 self._advance_oldest()
@@ -47,7 +56,7 @@ class Reductions:
             self.memory.drop_encoded()
             self.memory.drop_sums()
         if _resume(operation):
-            self._window.append((operation, nbytes))
+            self._window.append(_InFlight(operation, nbytes, owner))
             self._window_bytes += nbytes
 
     def _is_full(self, nbytes: int) -> bool:
@@ -55,31 +64,32 @@ class Reductions:
         return bool(self._window) and (too_many or self._window_bytes + nbytes > self.memory.limit_bytes)
 
     def _advance_oldest(self) -> None:
-        oldest, nbytes = self._window.popleft()
-        self._window_bytes -= nbytes
-        if _resume(oldest):
+        oldest = self._window.popleft()
+        self._window_bytes -= oldest.nbytes
+        if _resume(oldest.operation):
             self._past_first_wait.append(oldest)
         while len(self._past_first_wait) > self.limit:
-            _exhaust(self._past_first_wait.popleft())
+            _exhaust(self._past_first_wait.popleft().operation)
 
     def finish(self) -> None:
         """Carry every operation to its end, oldest first."""
         while self._window:
             self._advance_oldest()
         while self._past_first_wait:
-            _exhaust(self._past_first_wait.popleft())
+            _exhaust(self._past_first_wait.popleft().operation)
         self.memory.drop_all()
 
-    def abandon(self) -> None:
-        """Let communication end and throw the results away."""
-        operations: list[Operation] = [*self._past_first_wait, *[operation for operation, _ in self._window]]
-        self._window.clear()
-        self._window_bytes = 0
-        self._past_first_wait.clear()
+    def abandon(self, owners: Collection[object]) -> None:
+        """Let the communication of ``owners`` end and throw its results away; roots that share the lanes go on."""
+        every = [*self._past_first_wait, *self._window]
+        self._window = deque(one for one in self._window if one.owner not in owners)
+        self._window_bytes = sum([one.nbytes for one in self._window])
+        self._past_first_wait = deque(one for one in self._past_first_wait if one.owner not in owners)
         try:
             with ExitStack() as closing:  # closes all of them, also where waiting for one raises
-                for operation in reversed(operations):
-                    closing.callback(operation.close)
+                for one in reversed(every):
+                    if one.owner in owners:
+                        closing.callback(one.operation.close)
         finally:
             self.memory.drop_all()
 

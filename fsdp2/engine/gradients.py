@@ -334,7 +334,7 @@ class GroupGradients:
         del grads
         if _trace.recorder is not None:
             operation = _trace.owned(self._group.name, operation)
-        self.comm.reductions.add(operation, nbytes)
+        self.comm.reductions.add(operation, nbytes, self._group)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
         """Return a function that adds earlier sums to those over the shard axis; it returns whether to all-reduce now.

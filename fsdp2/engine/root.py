@@ -359,7 +359,7 @@ class RootContext(Generic[U]):
             )
         self.comm.finalizing = None
         self.comm.drop_postponed()
-        self.comm.reductions.abandon()
+        self.comm.reductions.abandon(self.groups)
         self.comm.lanes.compute.leave_backward()
         self.observer.abandon()
         for group in self.groups:

@@ -198,3 +198,28 @@ def test_kept_storage_stays_where_it_is(rank, world):
     assert [weight.untyped_storage().size() for weight in weights] == [0, 0, 0]
     backward(module)
     assert [weight.untyped_storage().size() for weight in weights] == [0, 0, 0]
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_recovery_of_a_root_leaves_what_another_has_in_flight(rank, world):
+    """Roots that share lanes (``share_comm_ctx``): recovery of one threw away gradients that the other had sent, whose
+    ``finalize_backward`` then returned without a word."""
+    expected, other, failing = (nn.Linear(8, 8, bias=False) for _ in range(3))
+    other.load_state_dict(expected.state_dict())
+    for module in (expected, other, failing):
+        fsdp2.fully_shard(module, mesh=mesh_1d())
+        module.set_manual_backward_finalization(True)
+        module(torch.ones(2, 8))  # roots from here on
+        module.reset_iter_state()
+    fsdp2.share_comm_ctx([other, failing])
+    expected(torch.ones(2, 8)).sum().backward()
+    expected.finalize_backward()
+    other(torch.ones(2, 8)).sum().backward()
+    broken = failing(torch.ones(2, 8))
+    broken.register_hook(lambda grad: [][0])
+    with pytest.raises(IndexError):
+        broken.sum().backward()
+    failing.reset_iter_state()
+    other.finalize_backward()
+    assert torch.equal(other.weight.grad.to_local(), expected.weight.grad.to_local())

@@ -148,9 +148,9 @@ def test_all_operations_are_abandoned_though_waiting_for_one_raises() -> None:
     flying.add(failing())
     flying.add(operations.make(1, 1))
     with pytest.raises(RuntimeError, match="lost connection"):
-        flying.abandon()
+        flying.abandon([None])
     assert not operations.alive
-    flying.abandon()
+    flying.abandon([None])
 
 
 def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
@@ -165,7 +165,7 @@ def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
     flying.add(operations.make(0, 2))
     flying.add(holding(inputs))
     del inputs
-    flying.abandon()
+    flying.abandon([None])
     assert not operations.alive and reference() is None
     flying.finish()
     assert operations.log == [(0, 0), (0, 1)]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fsdp2.engine.param import Slot
+from fsdp2.engine.param import Site
 from fsdp2.engine.unit import apis_of, get_state, is_managed_by_torch
 
 __all__ = ["Found", "Managed", "collect", "move_to"]
@@ -18,11 +18,11 @@ __all__ = ["Found", "Managed", "collect", "move_to"]
 
 @dataclass
 class Found:
-    """A parameter to manage, its name below the call's modules, and every slot that shows it."""
+    """A parameter to manage, its name below the call's modules, and every site that shows it."""
 
     param: nn.Parameter
     name: str
-    slots: list[Slot]
+    sites: list[Site]
 
 
 @dataclass
@@ -60,7 +60,7 @@ def collect(
                     "can be cut. Run a forward of the model with a small input before fully_shard"
                 )
             entry = found.setdefault(param, Found(param, full_name, []))
-            entry.slots.append(Slot(module, name))
+            entry.sites.append(Site(module, name))
         buffers.update(dict.fromkeys(module.buffers(recurse=False)))
     # A tied parameter may also be in modules of other calls or in ignored ones, which must show the same tensor.
     managed = set(modules)
@@ -70,7 +70,7 @@ def collect(
                 continue
             for name, param in module._parameters.items():
                 if param is not None and param in found:
-                    found[param].slots.append(Slot(module, name))
+                    found[param].sites.append(Site(module, name))
     return Managed(modules, list(found.values()), list(buffers))
 
 

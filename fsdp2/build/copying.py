@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import states_below
-from fsdp2.engine.param import FSDPParam, Slot
+from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.unit import FSDPState, get_state, keep_state
 
 __all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
@@ -93,7 +93,7 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
         if not new.__dict__:
             params = [memo[id(param)] for param in group.params]
             for old, param in zip(group.params, params):
-                param.set_slots([Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in old.slots])
+                param.set_sites([Site(copy.deepcopy(site.module, memo), site.name) for site in old.sites])
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
             store, comm = group.store.of(params), clone.root.comm
             new.__init__(store, inside, comm, clone.notice_backward)  # type: ignore[misc]  # made bare above

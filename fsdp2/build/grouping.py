@@ -17,7 +17,7 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor, show
+from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor, show
 from fsdp2.engine.unit import FSDPState
 from fsdp2.optim.prebuilt import follow_parameters
 from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
@@ -44,7 +44,7 @@ class CallOptions:
     hook_group: Callable[[FSDPParamGroup], None]
     ignored_modules: frozenset[nn.Module] = frozenset()
     replicated: set[nn.Parameter] = field(default_factory=set)
-    ignored_slots: set[Slot] = field(default_factory=set)
+    ignored_sites: set[Site] = field(default_factory=set)
 
     def manage(self, state: FSDPState, managed: Managed) -> None:
         """Put ``managed`` parameters into groups of ``state``; share the groups of parameters that other calls manage.
@@ -52,8 +52,8 @@ class CallOptions:
         All checks run first, so that an error leaves everything unchanged.
         """
         hooked = list(state.groups)
-        slots = (Slot(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
-        self.ignored_slots.update(slots)
+        sites = (Site(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
+        self.ignored_sites.update(sites)
         own, ties = find_ties(managed.params, self.mesh, state)
         placed = self.place(own)
         parts = _together(placed, self.options)
@@ -91,19 +91,19 @@ class CallOptions:
             ignored=new(self.ignored),
             ignored_modules=frozenset(new(self.ignored_modules)),
             replicated=new(self.replicated),
-            ignored_slots={Slot(memo.get(id(slot.module), slot.module), slot.name) for slot in self.ignored_slots},
+            ignored_sites={Site(memo.get(id(site.module), site.module), site.name) for site in self.ignored_sites},
         )
 
     def adopt_added(self, state: FSDPState) -> None:
         """Shard parameters that were added below the modules of ``state`` (LoRA adapters, say), and follow new ties."""
-        for slot in self.ignored_slots:  # loading with assign=True replaces ignored parameters
-            shown = slot.module._parameters.get(slot.name)
+        for site in self.ignored_sites:  # loading with assign=True replaces ignored parameters
+            shown = site.shown
             if shown is not None and not is_managed_tensor(shown):
                 self.ignored.add(shown)
         managed = collect(state.modules, self.ignored, self.ignored_modules)
         params = [param for group in state.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
-        places = {slot: param for param in params for slot in param.slots}
+        places = {site: param for param in params for site in param.sites}
         tied: list[Found] = []
         unknown: list[Found] = []
         for found in managed.params:
@@ -112,9 +112,9 @@ class CallOptions:
             elif found.param not in known:
                 unknown.append(found)
         for found in unknown:
-            for param in {places[slot] for slot in found.slots if slot in places}:
+            for param in {places[site] for site in found.sites if site in places}:
                 _take_over(found, param)
-        added = tied + [found for found in unknown if not any(slot in places for slot in found.slots)]
+        added = tied + [found for found in unknown if not any(site in places for site in found.sites)]
         if not added:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
             return
@@ -142,7 +142,7 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     """
     new, group = found.param, param.group
     fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
-    if not fits or new.dtype != param.dtype or new.is_meta or set(param.slots) != set(found.slots):
+    if not fits or new.dtype != param.dtype or new.is_meta or set(param.sites) != set(found.sites):
         return
     group.reshard()
     param.take_value(new)
@@ -178,7 +178,7 @@ def _first_values(param: nn.Parameter) -> list[float]:
 @torch.no_grad()
 def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
     mesh = placed[0].mesh
-    params = [FSDPParam(p.found.param, p.spec, p.found.slots, p.found.name, p.policy) for p in placed]
+    params = [FSDPParam(p.found.param, p.spec, p.found.sites, p.found.name, p.policy) for p in placed]
     pieces = [p.piece for p in placed]
     for entry, param in zip(placed, params):
         param.follow_compression(options.compression, entry.found.param)

@@ -92,7 +92,7 @@ def _merges_dims(placement: object) -> bool:
 
 def _policy(found: Found, asked: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return the policy ``asked`` for, but compute a batch norm in the dtype of its statistics: its kernels need it."""
-    policy, dtype = policy_for(found.param, asked), statistics_dtype(found.slots[0].module)
+    policy, dtype = policy_for(found.param, asked), statistics_dtype(found.sites[0].module)
     return policy if dtype is None or policy.param_dtype is None else replace(policy, param_dtype=dtype)
 
 

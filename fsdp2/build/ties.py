@@ -15,7 +15,7 @@ import torch
 from fsdp2.build.collect import Found
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import param_of, remember_originals
-from fsdp2.engine.param import FSDPParam, Slot, show
+from fsdp2.engine.param import FSDPParam, Site, show
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
@@ -51,21 +51,21 @@ def join_ties(ties: list[Tie], state: FSDPState) -> None:
     """Let ``state`` share the groups of tied parameters with the units of the other calls."""
     for tie in ties:
         param, group = tie.param, _group_of_its_own(tie.param)
-        param.set_slots(param.slots + [slot for slot in tie.found.slots if slot not in param.slots])
+        param.set_sites(param.sites + [site for site in tie.found.sites if site not in param.sites])
         show([param], "sharded")
         if group not in state.groups:
             state.groups.append(group)
 
 
-def follow_tie(found: Found, places: Mapping[Slot, FSDPParam]) -> bool:
+def follow_tie(found: Found, places: Mapping[Site, FSDPParam]) -> bool:
     """Stop managing parameters that ``found``, which is also managed, has replaced; return True if there were any.
 
     Parameters that other modules still show, or that several units share, stay. The next gather raises an error that
     names them.
     """
     param = param_of(found.param)
-    others = {places[slot] for slot in found.slots if slot in places} - {param}
-    if param is None or not others or any(o.group.shared or not {*o.slots} <= {*found.slots} for o in others):
+    others = {places[site] for site in found.sites if site in places} - {param}
+    if param is None or not others or any(o.group.shared or not {*o.sites} <= {*found.sites} for o in others):
         return False
     touched = [p for one in (param, *others) for p in one.group.params if p.full is not None]
     remember_originals(

@@ -149,8 +149,8 @@ class ShardStore:
         """
         changed = replaced = False
         for param, placed in self._placed.items():
-            slot = param.slots[0]
-            shown = slot.module._parameters.get(slot.name)
+            site = param.sites[0]
+            shown = site.shown
             if shown is param.sharded and param.local is placed:
                 continue
             _check_replacement(param, shown)
@@ -183,8 +183,8 @@ class ShardStore:
         for param in self.params:
             sharded = param.sharded
             try:
-                for slot in param.slots:
-                    if slot.module._parameters[slot.name] is not sharded:
+                for site in param.sites:
+                    if site.module._parameters[site.name] is not sharded:
                         break
                 else:
                     if same or self._has_its_own(param):
@@ -202,14 +202,14 @@ class ShardStore:
     def check_ties(self) -> None:
         """Raise RuntimeError if modules that share a parameter show different ones, of which only one could be used."""
         for param in self.params:
-            places = [(slot, slot.module._parameters.get(slot.name)) for slot in param.slots]
+            places = [(site, site.shown) for site in param.sites]
             first, shown = places[0]
-            for slot, other in places[1:]:
+            for site, other in places[1:]:
                 if other is not shown and other is not None:  # one that was removed is put back
                     raise RuntimeError(
                         f"{param.name}: the sharded parameter is tied, and its modules show different ones: got one as "
-                        f"{first.name!r} of {type(first.module).__name__} and another as {slot.name!r} of "
-                        f"{type(slot.module).__name__}; expected the same. Replace it in all places, or untie it "
+                        f"{first.name!r} of {type(first.module).__name__} and another as {site.name!r} of "
+                        f"{type(site.module).__name__}; expected the same. Replace it in all places, or untie it "
                         "before fully_shard"
                     )
 

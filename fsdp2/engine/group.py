@@ -17,7 +17,7 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.observer import Launch, launch_unobserved
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, Slot
+from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Residency
 
@@ -65,13 +65,13 @@ class FSDPParamGroup:
 
     # ---- configuration ----
 
-    def set_names(self, name: str, places: dict[Slot, tuple[int, str]]) -> None:
+    def set_names(self, name: str, places: dict[Site, tuple[int, str]]) -> None:
         """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
         self.name = self.phases.name = name
         prefix = f"{name}." if name and len(self.modules) == 1 else ""
         for param in self.params:
             own = param.name if param.name.startswith(prefix) else prefix + param.name  # where somebody removed it
-            param.name = min((places[slot] for slot in param.slots if slot in places), default=(0, own))[1]
+            param.name = min((places[site] for site in param.sites if site in places), default=(0, own))[1]
 
     def use_comm(self, comm: CommContext) -> None:
         """Communicate on ``comm`` from now on."""

@@ -48,7 +48,7 @@ def _shown(groups: Groups) -> dict[FSDPParam, str]:
     Before the first forward that is the module's class: a name counts from the root, which nobody knows then.
     """
     params = {p: _unit(group) for group in groups() for p in group.params}
-    return {p: name for p, name in params.items() if p.module._parameters.get(p.slots[0].name) is p.sharded}
+    return {p: name for p, name in params.items() if p.sites[0].shown is p.sharded}
 
 
 def _unit(group: Any) -> str:

@@ -1,4 +1,4 @@
-"""Find the parameter that a tensor, a slot or an original belongs to, and the units and groups below a module."""
+"""Find the parameter that a tensor, a site or an original belongs to, and the units and groups below a module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
 from fsdp2.engine.unit import FSDPState, get_state, live_states
 
-__all__ = ["groups_below", "managed_slots", "originals_remembered", "param_of", "remember_originals", "states_below"]
+__all__ = ["groups_below", "managed_sites", "originals_remembered", "param_of", "remember_originals", "states_below"]
 
 # Weak references to originals only: torch cannot swap a tensor that has one, and Module.to swaps the sharded ones.
 _originals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
@@ -46,10 +46,10 @@ def states_below(module: nn.Module) -> list[FSDPState]:
     return list(dict.fromkeys(state for state in map(get_state, module.modules()) if state is not None))
 
 
-def managed_slots(states: Iterable[FSDPState]) -> dict[Slot, FSDPParam]:
+def managed_sites(states: Iterable[FSDPState]) -> dict[Site, FSDPParam]:
     """Return the managed parameter that each place of a module shows, of the groups that ``states`` drive."""
     groups = dict.fromkeys(group for state in states for group in state.groups)
-    return {slot: param for group in groups for param in group.params for slot in param.slots}
+    return {site: param for group in groups for param in group.params for site in param.sites}
 
 
 def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGroup, FSDPState]:
@@ -58,11 +58,11 @@ def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGrou
     Raises:
         ValueError: there are none, and ``required_by`` names a function that needs some.
     """
-    slots = managed_slots(live_states())
+    sites = managed_sites(live_states())
     found: dict[FSDPParamGroup, FSDPState] = {}
     for inner in module.modules():
         for name in inner._parameters:
-            param = slots.get(Slot(inner, name))
+            param = sites.get(Site(inner, name))
             state = None if param is None else get_state(param.group.modules[0])
             if param is not None and state is not None:
                 found.setdefault(param.group, state)

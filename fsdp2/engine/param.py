@@ -39,7 +39,7 @@ from fsdp2.sharding.spec import ShardedSpec, arrived
 __all__ = [
     "FSDPParam",
     "Shown",
-    "Slot",
+    "Site",
     "accumulate_gradients",
     "is_managed_tensor",
     "is_temporary",
@@ -61,11 +61,16 @@ Shown = Literal["sharded", "full", "subgroup"]
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A place where a module shows a parameter; a tied parameter has several. (``sharding`` has slots of buffers.)"""
+class Site:
+    """A module, and a name under which it shows a parameter; a tied parameter has several."""
 
     module: nn.Module
     name: str
+
+    @property
+    def shown(self) -> nn.Parameter | None:
+        """What ``module.name`` is now, if it is a parameter."""
+        return self.module._parameters.get(self.name)
 
     def show(self, param: nn.Parameter) -> None:
         """Make ``module.name`` be ``param``."""
@@ -133,7 +138,7 @@ def writes_to_shards(params: Iterable[FSDPParam]) -> int:
 
 def shows(params: Iterable[FSDPParam], which: Shown) -> bool:
     """Return whether the modules show these tensors; somebody may have registered others (functional_call does)."""
-    return all([param.slots[0].module._parameters.get(param.slots[0].name) is param.tensor(which) for param in params])
+    return all([param.sites[0].shown is param.tensor(which) for param in params])
 
 
 def show(params: list[FSDPParam], which: Shown) -> bool:
@@ -148,12 +153,12 @@ def show(params: list[FSDPParam], which: Shown) -> bool:
         ):
             changed |= param.sync_requires_grad()
         shown = sharded if which == "sharded" else full if which == "full" else param.subgroup
-        if param.direct_slots:
-            for slot in param.slots:
-                slot.module._parameters[slot.name] = shown
+        if param.direct_sites:
+            for site in param.sites:
+                site.module._parameters[site.name] = shown
         else:
-            for slot in param.slots:
-                slot.show(shown)  # type: ignore[arg-type]  # it was made before
+            for site in param.sites:
+                site.show(shown)  # type: ignore[arg-type]  # it was made before
     return changed
 
 
@@ -237,7 +242,7 @@ class FSDPParam:
         self,
         original: nn.Parameter,
         spec: ShardedSpec,
-        slots: list[Slot],
+        sites: list[Site],
         name: str,
         policy: MixedPrecisionPolicy,
     ) -> None:
@@ -245,7 +250,7 @@ class FSDPParam:
         self.group: Any = None  # its FSDPParamGroup, which sets it; typed Any because group.py imports this file
         self.spec = spec
         self.policy = policy
-        self.set_slots(slots)
+        self.set_sites(sites)
         self.name_in_unit, self.formats = name, Formats()
         self.attributes = python_attributes(original)
         self.hooks = gradient_hook_tables(original)
@@ -356,15 +361,15 @@ class FSDPParam:
         self.policy = replace(self.policy, param_dtype=dtype)
         return True
 
-    def set_slots(self, slots: list[Slot]) -> None:
+    def set_sites(self, sites: list[Site]) -> None:
         """Show the parameter in these places."""
-        self.slots = slots
-        self.direct_slots = not any(overrides_setattr(slot.module) for slot in slots)
+        self.sites = sites
+        self.direct_sites = not any(overrides_setattr(site.module) for site in sites)
 
     @property
     def module(self) -> nn.Module:
         """The first module that shows the parameter."""
-        return self.slots[0].module
+        return self.sites[0].module
 
     def set_shard(self, local: torch.Tensor) -> None:
         """Make ``local`` the shard's local tensor; an existing DTensor keeps its identity, hooks and attributes."""

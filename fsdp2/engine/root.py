@@ -19,7 +19,7 @@ from fsdp2.engine.backward import BackwardPass, Pending, Synchronization
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Observer, PassKind, Unobserved, make_observer
-from fsdp2.engine.param import Slot
+from fsdp2.engine.param import Site
 from fsdp2.engine.passes import Pass, Unit, backward_runs
 from fsdp2.engine.phase import Phase
 from fsdp2.policies import GradientReductionHandle
@@ -69,8 +69,8 @@ class RootContext(Generic[U]):
     def name_groups(self, module: nn.Module) -> None:
         """Name groups and their parameters as ``module``, the root's, names them."""
         # By place, not by parameter: somebody may have put others there (functional_call does).
-        slots = [(Slot(inner, name), prefix) for prefix, inner in module.named_modules() for name in inner._parameters]
-        names = {slot: (i, f"{prefix}.{slot.name}".lstrip(".")) for i, (slot, prefix) in enumerate(slots)}
+        sites = [(Site(inner, name), prefix) for prefix, inner in module.named_modules() for name in inner._parameters]
+        names = {site: (i, f"{prefix}.{site.name}".lstrip(".")) for i, (site, prefix) in enumerate(sites)}
         for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
             group.set_names(unit.name, names)
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
-from fsdp2.engine.index import managed_slots, originals_remembered, param_of, remember_originals
+from fsdp2.engine.index import managed_sites, originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
 from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.engine.unit import live_states
@@ -79,8 +79,8 @@ def _follow_summoned(optimizer: torch.optim.Optimizer) -> None:
     given = optimizer.param_groups[-1]["params"]
     summoned = [param for param in given if _is_summoned(param)]
     if summoned:
-        slots = managed_slots(live_states()).items()
-        shown = {id(slot.module._parameters.get(slot.name)): param for slot, param in slots}
+        sites = managed_sites(live_states()).items()
+        shown = {id(site.shown): param for site, param in sites}
         known = [param for param in summoned if id(param) in shown]
         _remember(known, [shown[id(param)] for param in known])
 

@@ -67,7 +67,7 @@ def _iterate(
     ranks = ranks_of(module, managed=True) or Ranks.alone()
     check_gatherable(selection, ranks)
     limit, dtype = ranks.share((limit, dtype))  # with different buckets, ranks would misread each other's bytes
-    shown = {id(slot.module._parameters.get(slot.name)): place for place in selection.places for slot in place.slots}
+    shown = {id(site.shown): place for place in selection.places for site in place.sites}
     named = [(name, shown[id(parameter)]) for name, parameter in module.named_parameters()]
     sources = []
     for _, place in named:

@@ -37,14 +37,14 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
             new = _empty_like(place.tensor, device)
             if weakref.getweakrefs(place.tensor):  # as in an LSTM: torch cannot swap such tensors
                 place.tensor = parameter_like(place.tensor, new)
-                for slot in place.slots:
-                    slot.show(place.tensor)
+                for site in place.sites:
+                    site.show(place.tensor)
             else:
                 _swap(place.tensor, new)
         else:
             place.tensor = _empty_like(place.tensor, device)
-            for slot in place.slots:
-                setattr(slot.module, slot.name, place.tensor)
+            for site in place.sites:
+                setattr(site.module, site.name, place.tensor)
     for group in dict.fromkeys(place.param.group for place in waiting if place.param is not None):
         group.residency.adopt()
 

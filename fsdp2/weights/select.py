@@ -17,8 +17,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsdp2._torch.modules import loads_as_torch_does, non_persistent_buffers
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import groups_below, managed_slots
-from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.engine.index import groups_below, managed_sites
+from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
 from fsdp2.engine.passes import backward_runs
 from fsdp2.engine.unit import get_state, live_states
 from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
@@ -31,7 +31,7 @@ __all__ = ["Place", "Selection", "loaded_plainly", "ranks_of", "select"]
 
 @dataclass(eq=False)
 class Place:
-    """A parameter or buffer with all its names, and the slots that show it.
+    """A parameter or buffer with all its names, and the sites that show it.
 
     ``param`` is set if a group manages the parameter. ``tensor`` is then its shard, whatever the module shows now.
     """
@@ -39,7 +39,7 @@ class Place:
     names: list[str]
     tensor: torch.Tensor
     param: FSDPParam | None = None
-    slots: list[Slot] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
     _staged: torch.Tensor | None = field(default=None, repr=False)
 
     @property
@@ -231,8 +231,8 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
     for group in groups_below(module):
         group.residency.adopt()
-    slots = managed_slots(live_states())
-    shown = {id(t): param for param in slots.values() for t in (param.sharded, param.full, param.subgroup)}
+    sites = managed_sites(live_states())
+    shown = {id(t): param for param in sites.values() for t in (param.sharded, param.full, param.subgroup)}
     places: dict[int, Place] = {}
     left_out: dict[int, Place] = {}
     extras: dict[str, nn.Module] = {}
@@ -242,13 +242,13 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
         for name, tensor in [*inner._parameters.items(), *buffers]:
             if tensor is None:
                 continue
-            slot = Slot(inner, name)
-            param = slots.get(slot) or shown.get(id(tensor))
+            site = Site(inner, name)
+            param = sites.get(site) or shown.get(id(tensor))
             value = tensor if param is None or param.sharded is None else param.sharded
             into = left_out if name in skipped else places
             place = into.setdefault(id(value), Place([], value, param))
             place.names.append(clean_name(f"{prefix}.{name}" if prefix else name))
-            place.slots.append(slot)
+            place.sites.append(site)
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             extras[clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")] = inner
     return Selection(list(places.values()), list(left_out.values()), extras)

@@ -152,8 +152,8 @@ class _Summoned:
             if value is not None:
                 self.shown[param] = proxy(param, value, grad)
         for param, shown in self.shown.items():
-            for slot in param.slots:
-                slot.show(shown)
+            for site in param.sites:
+                site.show(shown)
 
     def read(self, with_grads: bool) -> None:
         """Record the values that are shown now. ``end`` writes them.
@@ -162,7 +162,7 @@ class _Summoned:
             RuntimeError: A module shows something other than a plain tensor of the parameter's shape.
         """
         for param, shown in self.shown.items():
-            places = [slot.module._parameters.get(slot.name) for slot in param.slots]
+            places = [site.shown for site in param.sites]
             now = next((found for found in places if found is not shown), shown)  # a replaced parameter counts
             shape = self.selection.managed[param].shape
             if now is None or isinstance(now, DTensor) or tuple(now.shape) != shape:

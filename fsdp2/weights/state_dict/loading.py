@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import managed_slots, states_below
-from fsdp2.engine.param import FSDPParam, Slot, is_managed_tensor
+from fsdp2.engine.index import managed_sites, states_below
+from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
 from fsdp2.sharding.spec import placed_alike
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
 from fsdp2.weights.select import loaded_plainly
@@ -23,7 +23,7 @@ __all__ = ["after_load_tree", "before_load_tree", "hook_group"]
 
 def hook_group(group: FSDPParamGroup) -> None:
     """Let ``state_dict`` and ``load_state_dict`` of the modules that show parameters of ``group`` see its shards."""
-    modules = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+    modules = dict.fromkeys(site.module for param in group.params for site in param.sites)
     hook_state_dict(modules, group, FSDPParamGroup.before_save, FSDPParamGroup.after_save, _load_shards, _adopt_loaded)
 
 
@@ -44,9 +44,9 @@ def _load_shards(
     group.before_load()
     assign = bool(metadata.get("assign_to_params_buffers", False))
     for param in group.params:
-        for slot in param.slots:
-            key = prefix + slot.name
-            if slot.module is module and key in state_dict:
+        for site in param.sites:
+            key = prefix + site.name
+            if site.module is module and key in state_dict:
                 state_dict[key] = _shard(group, state_dict[key], param, key, assign)
 
 
@@ -80,12 +80,12 @@ def _adopt_loaded(group: FSDPParamGroup, module: nn.Module, *unused: object) -> 
     if group.residency.summoned:
         return
     for param in group.params:
-        if len(param.slots) < 2:
+        if len(param.sites) < 2:
             continue
-        for slot in param.slots:
-            shown = slot.module._parameters.get(slot.name)
-            if slot.module is module and shown is not None and shown is not param.sharded:
-                param.slots[0].show(shown)
+        for site in param.sites:
+            shown = site.shown
+            if site.module is module and shown is not None and shown is not param.sharded:
+                param.sites[0].show(shown)
     group.residency.adopt()
 
 
@@ -125,13 +125,13 @@ def before_load_tree(
     head = f"{CHECKPOINTED}." if wrapper else ""  # the wrapper's own hook has already renamed its keys
     _reach_compiled(module, state_dict, prefix, head)
     problems, assign = [], bool(metadata.get("assign_to_params_buffers", False))
-    slots = managed_slots(states_below(module))
+    sites = managed_sites(states_below(module))
     for path, owner, name, tensor in loaded_plainly(module, ""):
         long = f"{path}.{name}" if path else name
         short = ".".join(part for part in long.split(".") if part != CHECKPOINTED)
         key = next((k for k in (prefix + head + short, prefix + long) if k in state_dict), "")
         value = state_dict.get(key)
-        managed = slots.get(Slot(owner, name))
+        managed = sites.get(Site(owner, name))
         if is_piece(value) and managed is not None:
             problems.append(_wrong_piece(value, managed, clean_name(key)))  # type: ignore[arg-type]  # a piece is a dict
         elif is_piece(value) or (isinstance(value, DTensor) and _is_plain(tensor) and not assign):
@@ -163,9 +163,9 @@ def _shard_added(module: nn.Module) -> None:
     like added ones.
     """
     states = states_below(module)
-    slots = managed_slots(states)
+    sites = managed_sites(states)
     own = [name for name, param in module._parameters.items() if param is not None]
-    if all(Slot(module, name) in slots for name in own) and all(state.summoned is None for state in states):
+    if all(Site(module, name) in sites for name in own) and all(state.summoned is None for state in states):
         for state in states:
             state.notice_added()
 

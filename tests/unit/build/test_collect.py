@@ -61,8 +61,8 @@ def test_everything_below_the_root_is_managed_children_first() -> None:
     assert [id(b) for b in managed.buffers] == [id(b) for b in model.buffers()]
     parameters = dict(model.named_parameters())
     for found in managed.params:
-        (slot,) = found.slots
-        assert found.param is parameters[found.name] is slot.module._parameters[slot.name]
+        (site,) = found.sites
+        assert found.param is parameters[found.name] is site.module._parameters[site.name]
 
 
 def test_a_module_of_its_own_names_its_parameters_without_a_prefix() -> None:
@@ -82,7 +82,7 @@ def test_a_tied_parameter_is_found_once_with_every_place() -> None:
     model.again = model.blocks[0]
     managed = collect((model,), set())
     (found,) = [found for found in managed.params if found.name == "blocks.0.down.weight"]
-    places = [(id(slot.module), slot.name) for slot in found.slots]
+    places = [(id(site.module), site.name) for site in found.sites]
     assert places == [(id(model.blocks[i].down), "weight") for i in range(2)]
     assert "blocks.1.down.weight" not in names(managed)
 
@@ -109,7 +109,7 @@ def test_a_tie_into_a_module_of_another_call_is_shown_there_too(mesh: DeviceMesh
     model.blocks[0].down.weight = shared
     fully_shard(model.blocks[0], mesh=mesh, ignored_params={shared})
     (found,) = [found for found in collect((model,), set()).params if found.param is shared]
-    assert [slot.module for slot in found.slots] == [model.head, model.blocks[0].down]
+    assert [site.module for site in found.sites] == [model.head, model.blocks[0].down]
 
 
 def test_several_roots_are_one_unit() -> None:
@@ -124,7 +124,7 @@ def test_a_module_below_two_roots_is_managed_once() -> None:
     roots = (nn.Sequential(shared), nn.Sequential(nn.ReLU(), shared))
     managed = collect(roots, set())
     assert managed.modules.count(shared) == 1 and len(managed.params) == 2
-    assert [len(found.slots) for found in managed.params] == [1, 1]
+    assert [len(found.sites) for found in managed.params] == [1, 1]
 
 
 def test_what_replicate_manages_is_left_to_it() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fsdp2.engine.param import FSDPParam, Slot, accumulate_gradients, show, take_gradients
+from fsdp2.engine.param import FSDPParam, Site, accumulate_gradients, show, take_gradients
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.spec import ShardedSpec
@@ -26,13 +26,13 @@ def dp2() -> Iterator[DataParallelMesh]:
         yield DataParallelMesh.from_mesh(mesh)
 
 
-def manage(original: nn.Parameter, dp: DataParallelMesh, *slots: Slot, dtype: torch.dtype | None = None) -> FSDPParam:
+def manage(original: nn.Parameter, dp: DataParallelMesh, *sites: Site, dtype: torch.dtype | None = None) -> FSDPParam:
     """Return what manages ``original``, with its shard and a full parameter of ``dtype``."""
-    slots = slots or (Slot(nn.Module(), "weight"),)
-    for slot in slots:
-        slot.module.register_parameter(slot.name, original)
+    sites = sites or (Site(nn.Module(), "weight"),)
+    for site in sites:
+        site.module.register_parameter(site.name, original)
     param = FSDPParam(
-        original, ShardedSpec.of(original, None, dp, "weight"), list(slots), "layers.0.weight", MixedPrecisionPolicy()
+        original, ShardedSpec.of(original, None, dp, "weight"), list(sites), "layers.0.weight", MixedPrecisionPolicy()
     )
     plain = original.to_local() if isinstance(original, DTensor) else original
     param.set_shard(param.spec.cut(plain.detach()).clone())
@@ -57,7 +57,7 @@ def local(grad: Tensor | None) -> Tensor:
 def test_the_shard_is_a_parameter_around_the_piece_itself(dp2: DataParallelMesh) -> None:
     original = weight(4, 3)
     param = FSDPParam(
-        original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
+        original, ShardedSpec.of(original, None, dp2, "w"), [Site(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
     )
     piece = torch.ones(2, 3)
     param.set_shard(piece)
@@ -101,7 +101,7 @@ def test_hooks_on_a_gradient_are_not_carried_to_a_frozen_parameter(dp2: DataPara
 def test_the_full_parameter_is_the_place_in_the_buffer(dp2: DataParallelMesh) -> None:
     original = nn.Parameter(torch.arange(12.0).view(4, 3).t())
     param = FSDPParam(
-        original, ShardedSpec.of(original, None, dp2, "w"), [Slot(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
+        original, ShardedSpec.of(original, None, dp2, "w"), [Site(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
     )
     buffer = torch.arange(14.0)
     param.set_full(buffer[:12])
@@ -130,7 +130,7 @@ def test_names_and_sizes_are_shown(dp2: DataParallelMesh) -> None:
 @pytest.mark.parametrize("which", ["sharded", "full"])
 def test_every_place_of_a_tied_parameter_shows_the_same(dp2: DataParallelMesh, which: str) -> None:
     first, second = nn.Module(), nn.Module()
-    param = manage(weight(4, 3), dp2, Slot(first, "a"), Slot(second, "b"))
+    param = manage(weight(4, 3), dp2, Site(first, "a"), Site(second, "b"))
     assert not show([param], which)
     assert first.a is second.b is getattr(param, which)
     assert list(first._parameters) == ["a"]
@@ -138,8 +138,8 @@ def test_every_place_of_a_tied_parameter_shows_the_same(dp2: DataParallelMesh, w
 
 def test_a_module_that_watches_its_attributes_is_told(dp2: DataParallelMesh) -> None:
     lstm = nn.LSTM(3, 4)
-    slots = [Slot(lstm, name) for name in list(lstm._parameters)]
-    params = [manage(getattr(lstm, slot.name), dp2, slot) for slot in slots]
+    sites = [Site(lstm, name) for name in list(lstm._parameters)]
+    params = [manage(getattr(lstm, site.name), dp2, site) for site in sites]
     show(params, "full")
     assert [id(w) for w in lstm._flat_weights] == [id(param.full) for param in params]
     show(params, "sharded")
@@ -148,7 +148,7 @@ def test_a_module_that_watches_its_attributes_is_told(dp2: DataParallelMesh) -> 
 
 def test_moving_between_modules_goes_by_its_slots(dp2: DataParallelMesh) -> None:
     param, other = manage(weight(4, 3), dp2), nn.Module()
-    param.set_slots([Slot(other, "moved")])
+    param.set_sites([Site(other, "moved")])
     show([param], "full")
     assert other._parameters["moved"] is param.full and param.module is other
 

@@ -465,7 +465,8 @@ def _choose_among(wants: dict[int, Any]) -> Any:
         return next(iter(wants.values()))["collective"]
     optional = [want for want in wants.values() if want.get("optional")]
     if optional:
-        return min(optional, key=lambda want: want["order"])["collective"]
+        # Of one group the gather first: a rank that reduces zeros of it can wait, one that has to use it cannot.
+        return min(optional, key=lambda want: (want["order"], want["collective"][0] == "reduce"))["collective"]
     # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need.
     needed = [want for want in wants.values() if not want.get("prefetch")]
     if len(needed) < len(wants) and any(want["collective"][0] == "reduce" for want in needed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def test_defects_are_reported(rank, world, name, defect, said):
     """A gradient that is a thousandth too small, one that is lost, memory that is kept, and memory that is read before
     it is written, which usually holds the right values by luck."""
     here = place(rank, world)
-    with planted.every_unit(planted.DEFECTS[defect], here):
+    soon = mock.patch.object(strict, "FREED_SECONDS", 0.1)  # what is kept on purpose is never freed
+    with planted.every_unit(planted.DEFECTS[defect], here), soon:
         outcome = RUNS[name](here)
     assert outcome.verdict == "wrong"
     assert said in outcome.text

@@ -16,7 +16,7 @@ from fsdp2.__main__ import main
 from fsdp2.check.command import _write
 from fsdp2.check.report import Report
 from fsdp2.forecasting.cost import H100, Hardware, Link
-from tests.check.launching import check
+from tests.check.launching import check, check_planted
 from tests.support import api
 
 pytestmark = api.fsdp2_only
@@ -45,7 +45,7 @@ def _now_in(folder: Path) -> list[str]:
 def test_a_rank_that_hangs_is_named(tmp_path):
     """Rank 1 waits for nothing in the second step of a check. The report names it and its line, says where the others
     wait, is there within the time that the ranks are given, and no process is left."""
-    done = check(tmp_path, 2, "--only", "plain", "--patience", "8", defects="plain=hang")
+    done = check_planted(tmp_path, 2, "--only", "plain", "--patience", "8", defects="plain=hang")
     assert done.statuses == [1, 0]
     row = done.row("plain")
     assert row["verdict"] == "hangs"
@@ -80,7 +80,7 @@ def test_what_fails_leaves_the_rest(tmp_path):
     behind it still run, on new processes."""
     names = ("plain", "mixed precision", "kept after forward", "hybrid", "recomputation")
     defects = "plain=hang,kept after forward=crash,hybrid=raise"
-    done = check(tmp_path, 4, "--only", *names, "--patience", "20", defects=defects)
+    done = check_planted(tmp_path, 4, "--only", *names, "--patience", "20", defects=defects)
     assert done.statuses == [1, 0, 0, 0]
     verdicts = ("hangs", "right", "died", "failed", "right")
     assert done.verdicts == dict(zip(names, verdicts, strict=True))

@@ -151,21 +151,21 @@ class Pool:
         worker_end.close()
         return Rank(process, parent_end, log)
 
-    def stop(self) -> None:
-        """End every process: an idle one leaves when its connection closes, a busy one is given a short while."""
+    def stop(self, patience: float = END_SECONDS) -> None:
+        """End every process: an idle one leaves when its connection closes, a busy one is given some seconds."""
         for rank in self.ranks:
             rank.connection.close()
         for rank in self.ranks:
-            rank.process.join(END_SECONDS)
+            rank.process.join(patience)
             if rank.process.is_alive():
                 rank.process.kill()
                 rank.process.join()
         self.ranks = []
         self.world = 0
 
-    def close(self) -> None:
+    def close(self, patience: float = END_SECONDS) -> None:
         """End every process and the store; the pool can be used again."""
-        self.stop()
+        self.stop(patience)
         self.store = None
 
 

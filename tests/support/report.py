@@ -122,7 +122,7 @@ def _in_fresh_processes(on_rank: Callable[[int, int], None], one: Report) -> Any
                     problem = pool.recover(outcomes)
                     break
         finally:
-            pool.close()
+            pool.close(patience=0)  # with the process group that they have, some never end by themselves
         if problem:
             pytest.fail(problem, pytrace=False)
 

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.check.strict import LiveBytes
 from fsdp2.forecasting.cost import tensors_in
 from tests.support import ROOT, api
-from tests.support.memory import LiveBytes
 from tests.support.pool import on_ranks
 
 sys.path.append(str(ROOT / "examples"))

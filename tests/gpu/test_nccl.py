@@ -19,12 +19,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.testing import assert_close
 
+from fsdp2.check.strict import LiveBytes
 from fsdp2.comm.streams import Lane
 from tests.gpu.devices import on_devices, places
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
-from tests.support.memory import LiveBytes
 
 pytestmark = api.fsdp2_only
 STEPS, ROWS, LR = 5, 8, 0.01

@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2._torch.collectives import default_store
-from tests.support.memory import LiveBytes
+from fsdp2.check.strict import LiveBytes
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
 

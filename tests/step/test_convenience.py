@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from fsdp2.check.strict import LiveBytes
 from tests.support.counting import Collectives
-from tests.support.memory import LiveBytes
 from tests.support.parity import Run, mesh_1d, shard_each, stack
 from tests.support.report import Absent, agrees, check, full_grads, report, same, thrifty
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support import api
 from tests.support.cases import TRANSFERS
+from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
 from tests.support.models import Transformer
 from tests.support.nccl import too_with_nccl
@@ -108,31 +109,17 @@ def test_frozen_units_are_not_reduced(mesh):
     module.blocks[0].requires_grad_(False)
     module.blocks[1].qkv.weight.requires_grad_(False)
     assert counts(lambda: module(tokens()).sum().backward())["reduce"] == LAYERS
-    with SentNumels() as numels:
+    with Operators(lambda func, args: args[1].numel() if func.overloadpacket is REDUCE else None) as sent:
         module(tokens()).sum().backward()
-    sent = sorted(numels.sent)
     block = module.blocks[1]
     trainable = sum(padded(parameter) for parameter in block.parameters() if parameter.requires_grad)
-    assert trainable in sent and len(sent) == LAYERS
+    assert trainable in sent.seen and len(sent.seen) == LAYERS
 
 
 def padded(parameter: torch.Tensor) -> int:
     """Return how many elements of a parameter travel when its first dimension is cut for sixty-four ranks."""
     first, rest = parameter.shape[0], parameter.numel() // parameter.shape[0]
     return -(-first // 64) * 64 * rest
-
-
-class SentNumels(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the number of elements that every reduce-scatter sends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is REDUCE:
-            self.sent.append(args[1].numel())
-        return func(*args, **(kwargs or {}))
 
 
 @api.fsdp2_only

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2.check.strict import LiveBytes
 from fsdp2.sharding.mesh import simulated_backend
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
-from tests.support.memory import LiveBytes
 from tests.support.models import mlp
 
 WORLD, LAYERS, WIDTH = 64, 6, 256

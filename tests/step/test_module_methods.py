@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import api
 from tests.support.cases import CASES, Setup, assert_case, build, build_sharded, chunk
-from tests.support.counting import Collectives
+from tests.support.counting import Collectives, Operators
 from tests.support.models import mlp
 from tests.support.parity import Run, mesh_of
 from tests.support.pool import on_ranks
@@ -304,17 +303,9 @@ def test_transfer_sizes_say_what_is_packed(rank, world):
         module.set_transfer_sizes(chunk_bytes=-1)
 
 
-class Exchanged(TorchDispatchMode):
-    """Notes the dtype of what ranks send each other directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is torch.ops.c10d.alltoall_base_:
-            self.dtypes.append(args[1].dtype)
-        return func(*args, **(kwargs or {}))
+def dtype_of_an_exchange(func, args):
+    """Return the dtype of what ranks send each other directly."""
+    return args[1].dtype if func.overloadpacket is torch.ops.c10d.alltoall_base_ else None
 
 
 @api.fsdp2_only
@@ -330,9 +321,9 @@ def test_gradients_are_exchanged_where_asked(rank, world):
     api.ours.fully_shard(module, mesh=mesh_of(world), mp_policy=policy)
     for size, dtypes in ((0, [torch.bfloat16]), (1 << 30, [])):
         module.set_transfer_sizes(exchange_bytes=size)
-        with Exchanged() as seen:
+        with Operators(dtype_of_an_exchange) as exchanged:
             module(batches[rank]).float().sin().sum().backward()
-        assert seen.dtypes == dtypes
+        assert exchanged.seen == dtypes
         found, expected = module.weight.grad.full_tensor(), sum(gradient.float() for gradient in gradients) / world
         torch.testing.assert_close(found, expected, rtol=0, atol=0 if size == 0 else 1e-6)
         module.zero_grad()

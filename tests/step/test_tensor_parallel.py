@@ -13,13 +13,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.llama import Llama, LlamaConfig, loss_context, next_token_loss, tensor_parallel
 from fsdp2 import DataParallelMeshDims
 from tests.step.test_named_dimensions import OnMesh, ranks_of, spread
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.counting import Operators
 from tests.support.parity import STEPS, Run, assert_parity, full, mesh_of, shard_each, train
 from tests.support.pool import on_ranks
 
@@ -279,17 +279,10 @@ class ReplicatedWeights(ColwiseParallel):
         return distribute_module(module, mesh)
 
 
-class SumsOfTensorParallelism(TorchDispatchMode):
-    """The dtypes in which tensor parallelism's own all-reduces run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and func.__name__.startswith("all_reduce"):
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
+def dtype_of_a_sum(func: Any, args: Any) -> torch.dtype | None:
+    """Return the dtype of an all-reduce of tensor parallelism itself."""
+    own = func.namespace == "_c10d_functional" and func.__name__.startswith("all_reduce")
+    return args[0].dtype if own else None
 
 
 @composes("tensor parallel", "sequence parallel", "mixed precision", "accumulation")
@@ -309,7 +302,7 @@ def test_partial_gradients_are_summed_in_the_reduce_dtype(rank, world, reduce, s
         module = nn.Sequential(nn.LayerNorm(8))
         parallelize_module(module, mesh["tp"], {"0": SequenceParallel()})
         fsdp.fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
-        with SumsOfTensorParallelism() as sums:
+        with Operators(dtype_of_a_sum) as sums:
             for step in range(2):
                 module.set_requires_gradient_sync(sync or step == 1)
                 torch.manual_seed(rank + step)
@@ -317,7 +310,7 @@ def test_partial_gradients_are_summed_in_the_reduce_dtype(rank, world, reduce, s
                 output = module(rows)
                 output = output.to_local() if isinstance(output, DTensor) else output
                 (output.float() * torch.randn(2, 3, 8)).sum().backward()
-        assert sums.dtypes and set(sums.dtypes) == {reduce}
+        assert sums.seen and set(sums.seen) == {reduce}
         seen.append([parameter.grad.full_tensor() for parameter in module.parameters()])
     for ours, theirs in zip(seen[0], seen[-1]):
         assert torch.equal(ours, theirs)

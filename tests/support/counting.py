@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +41,22 @@ class Collectives(TorchDispatchMode):
     def reset(self) -> None:
         """Count from zero again."""
         self.counts.clear()
+
+
+class Operators(TorchDispatchMode):
+    """While it is active, notes in ``seen`` what ``note(func, args)`` returns of each operator, unless that is None.
+
+    Without ``note`` it notes the operators' names.
+    """
+
+    def __init__(self, note: Callable[[Any, Any], Any] = lambda func, args: str(func)) -> None:
+        super().__init__()
+        self.note, self.seen = note, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (noted := self.note(func, args)) is not None:
+            self.seen.append(noted)
+        return func(*args, **(kwargs or {}))
 
 
 def kind_of(name: str) -> str:

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.support.api import torch_since
+from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
 from tests.support.processes import ended
 from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
@@ -397,18 +397,6 @@ def test_views_know_their_base_and_containers_are_taken_apart() -> None:
     assert OrderedDict in _torch.pytree.SUPPORTED_NODES and int not in _torch.pytree.SUPPORTED_NODES
 
 
-class Watching(TorchDispatchMode):
-    """A mode that knows what it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @probes("dispatch_modes", "outside_dynamo_and_modes")
 def test_modes_of_a_checkpoint_and_inner_ones_can_be_taken_off_and_put_back() -> None:
     class Hooks:
@@ -419,7 +407,7 @@ def test_modes_of_a_checkpoint_and_inner_ones_can_be_taken_off_and_put_back() ->
             torch.ones(1).mul(2)
             return _torch.dispatch_modes()
 
-    outer, inner = Watching(), Watching()
+    outer, inner = Operators(), Operators()
     assert Hooks().run() == 0
     with outer, inner:
         assert Hooks().run() == 1 and _torch.dispatch_modes() == 2

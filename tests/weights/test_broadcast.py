@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fsdp2
+from fsdp2.check.strict import LiveBytes
 from tests.support.cases import CASES
-from tests.support.memory import LiveBytes
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
 import fsdp2
+from fsdp2.check.strict import LiveBytes
 from tests.support import ROOT, api
-from tests.support.memory import LiveBytes
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
 

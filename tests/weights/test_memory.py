@@ -10,9 +10,9 @@ from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import iter_full_params, summon_full_params
+from fsdp2.check.strict import LiveBytes
 from tests.support import api
 from tests.support.fake import fake_mesh
-from tests.support.memory import LiveBytes
 
 pytestmark = api.fsdp2_only
 WORLD, LAYERS, WIDTH = 64, 6, 512  # a weight is the smallest default bucket, 1 MiB

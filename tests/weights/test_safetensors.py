@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp2
+from fsdp2.check.strict import LiveBytes
 from fsdp2.weights import safetensors as files
 from tests.step.test_extensions import of_halves
 from tests.support.cases import CASES
-from tests.support.memory import LiveBytes
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
 from tests.weights.models import (

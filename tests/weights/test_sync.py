@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, distribute_module, distribute_te
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
-from tests.support.memory import LiveBytes
+from fsdp2.check.strict import LiveBytes
 from tests.support.models import Counting
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fsdp2
+from fsdp2.check.strict import LiveBytes
 from tests.support import api
-from tests.support.memory import LiveBytes
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import save, using

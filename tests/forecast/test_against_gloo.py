@@ -160,11 +160,7 @@ LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixture", "mi
 @on_ranks(pytest.param(2, marks=pytest.mark.slow), 4)
 @pytest.mark.parametrize("name", ["gpt", "llama", *LONGER])
 def test_real_processes(rank, world, name, expected):
-    """Launches and bytes exactly, the peak of memory within three percent.
-
-    DTensor of torch before 2.13 plans AdamW's ``addcdiv_`` anew in each step, since its scalar has changed, on fake
-    tensors of the full size. A forecast cannot tell these from the step's own, so there it may be 7 % too high.
-    """
+    """Launches and bytes exactly, the peak of memory within three percent."""
     peak, sent = expected
     sizes, do = mesh_of(name, world), step_2d if name == "llama" else step
     model, optimizer = build(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), name)
@@ -175,7 +171,7 @@ def test_real_processes(rank, world, name, expected):
         do(model, optimizer)
     assert {kind: (seen.launches[kind], seen.nbytes[kind]) for kind in seen.launches} == sent
     if rank == 0:
-        assert (0.97 if api.torch_since("2.13") else 0.93) * peak < live.peak < 1.03 * peak
+        assert 0.97 * peak < live.peak < 1.03 * peak
 
 
 @on_ranks(2)

@@ -363,6 +363,16 @@ def test_a_subclass_of_tuple_with_arguments_of_its_own_keeps_its_items() -> None
     assert type(new) is Items and len(new) == 2
 
 
+def test_a_subclass_of_tuple_keeps_its_attributes() -> None:
+    class Named(tuple):
+        pass
+
+    old = Named((torch.ones(1), "b"))
+    old.name = "kept"  # type: ignore[attr-defined]
+    new = map_tensors(lambda t: t * 2, old)
+    assert type(new) is Named and new.name == "kept" and new[0].item() == 2.0  # type: ignore[attr-defined]
+
+
 def test_a_named_tuple_with_arguments_of_its_own_keeps_its_items() -> None:
     class Twice(Pair):
         def __new__(cls, item: Any) -> Any:

@@ -153,6 +153,17 @@ def test_all_operations_are_abandoned_though_waiting_for_one_raises() -> None:
     flying.abandon([None])
 
 
+def test_bytes_of_abandoned_operations_are_counted_no_longer() -> None:
+    """What comes after would be waited for as if they were still in flight."""
+    operations, flying = Operations(), window(9, nbytes=10)
+    flying.add(operations.make(0, 2), nbytes=10)
+    flying.abandon([None])
+    flying.add(operations.make(1, 2), nbytes=5)
+    flying.add(operations.make(2, 2), nbytes=5)
+    assert operations.alive == {1, 2} and (1, 1) not in operations.log
+    flying.abandon([None])
+
+
 def test_abandoned_operations_go_no_further_and_free_what_they_held() -> None:
     operations, flying = Operations(), window(1)
     inputs = torch.ones(3)

@@ -4,6 +4,7 @@
     python tests/mutate.py --likely   # only the tests that enter what is broken; what they miss is left for later
     python tests/mutate.py --list     # the places, without running anything
     python tests/mutate.py --only reduce.py --again
+    python tests/mutate.py --folders sharding --among tests/unit   # a part of the package, asked of a part of the tests
 
 A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. Of the tests
 without processes those run first that enter the broken function, as ``runs/entered.json`` knows; then all that
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ SPARED = re.compile(
 
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent.json").read_text())
 """Why nothing can notice a mutant, by its place and what is broken there."""
+AMONG: list[str] = ["tests/"]
+"""Where the tests are that are asked."""
 FAILING: list[str] = []
 """Tests that fail without a mutant as well."""
 PASSING: set[str] = set()
@@ -239,9 +242,9 @@ def _offset(lines: list[str], line: int, column: int) -> int:
     return sum(len(one) for one in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
 
 
-def places(count: int = PLACES) -> list[Mutant]:
+def places(count: int = PLACES, folders: Sequence[str] = FOLDERS) -> list[Mutant]:
     """Return the places that are broken: so many of each rule, those with the smallest keys."""
-    files = [path for folder in FOLDERS for path in sorted((ROOT / "fsdp2" / folder).glob("*.py"))]
+    files = [path for folder in folders for path in sorted((ROOT / "fsdp2" / folder).glob("*.py"))]
     found = [mutant for path in files if path.stem not in DIAGNOSTIC for mutant in mutants_of(path)]
     chosen = []
     for rule in RULES:
@@ -274,7 +277,7 @@ def test_files(folder: Path) -> list[str]:
     """Return the test files that are about what the package does."""
     files = [path.relative_to(folder).as_posix() for path in (folder / "tests").rglob("test_*.py")]
     skipped = ("tests/demo", "tests/docs", "tests/benchmarks", "tests/test_architecture", "tests/support")
-    return sorted(path for path in files if not path.startswith(skipped))
+    return sorted(path for path in files if not path.startswith(skipped) and path.startswith(tuple(AMONG)))
 
 
 def entered(whole: Path) -> dict[str, Tests]:
@@ -399,7 +402,7 @@ def run(
 # ---- the table ----
 
 
-def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
+def table(chosen: list[Mutant], results: dict[str, dict[str, object]], folders: Sequence[str] = FOLDERS) -> str:
     """Return the table of what ran."""
     none: dict[str, object] = {"noticed": False, "by": ""}
     done = [(m, none if m.equivalent else results[m.key]) for m in chosen if m.equivalent or m.key in results]
@@ -416,9 +419,9 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
         "# What the tests notice",
         "",
         "Written by `python tests/mutate.py`; do not edit. Each row is the package broken in one place, and the first",
-        "test of `make test` that failed.",
+        f"test of {'`make test`' if AMONG == ['tests/'] else ', '.join(AMONG)} that failed.",
         "",
-        share,
+        f"Places in {', '.join(folders)}, on commit {commit()}. {share}",
         "",
     ]
     for title, wanted in (("Not noticed", False), ("Noticed", True)):
@@ -430,6 +433,12 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
             lines.append(f"| {mutant.place} | {mutant.rule} | {cell(mutant.was)} | {cell(mutant.now)} | {by} |")
         lines += [""] if rows else []
     return "\n".join(lines)
+
+
+def commit() -> str:
+    """Return the commit whose tree was broken."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def cell(text: str) -> str:
@@ -447,8 +456,11 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run what has been run as well")
     parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule")
     parser.add_argument("--workers", type=int, default=2, help="processes for the tests that run last")
+    parser.add_argument("--folders", nargs="+", default=FOLDERS, metavar="FOLDER", help="of the package, to be broken")
+    parser.add_argument("--among", nargs="+", metavar="PATH", help="where the tests are that are asked; otherwise all")
     options = parser.parse_args()
-    chosen = places(options.places)
+    AMONG[:] = options.among or AMONG
+    chosen = places(options.places, options.folders)
     kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     results = {str(one["key"]): one for one in kept}
     with tempfile.TemporaryDirectory() as name:
@@ -468,7 +480,7 @@ def main() -> int:
                 except TimeoutError as error:
                     print(f"    {error}", flush=True)
     if not options.list:
-        TABLE.write_text(table(chosen, results))
+        TABLE.write_text(table(chosen, results, options.folders))
     return 0
 
 

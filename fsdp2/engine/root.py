@@ -292,9 +292,12 @@ class RootContext(Generic[U]):
         self.comm.drop_postponed()  # backward never came to it
         with _trace.span("root_post_backward", ""):
             run.join_before_end()
-            for group in self.groups_backward:
-                if group in ended:
-                    self._end_group(run, group, manual)
+            # In the order of forward: a rank that has skipped units may be here while others are still in their
+            # backward. It asks first for what they come to last, and joins what they need until then.
+            for state in self.all_states:
+                for group in reversed(state.groups):
+                    if group in ended:
+                        self._end_group(run, group, manual)
             # Before waiting: an unscheduled pass is compared here, and ranks that differ must not wait for reductions.
             run.end()
             if manual:

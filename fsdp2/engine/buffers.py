@@ -170,7 +170,8 @@ class ShardStore:
     def replaced(self, *, in_backward: bool) -> bool:
         """Return whether a module shows another parameter than its shard, or the shard has another local tensor.
 
-        The second is what ``swap_tensors`` does. Every gather asks this, so it is one pass in C where nothing changed.
+        The second is what ``swap_tensors`` does. Every gather asks this: it is one pass in C over the local tensors and
+        one dictionary lookup for each site.
 
         Raises:
             RuntimeError: it does so ``in_backward``, so that the forward computed with other weights; or somebody
@@ -318,7 +319,7 @@ class ShardStore:
     def make_gather_buffers(self, lanes: Lanes) -> GatherBuffers:
         """Make the buffers of gathers, and the full parameters in them.
 
-        All of it but portions exists for a moment, in memory of the gather lane, which takes it again for the gather.
+        All but portions is allocated for a moment only, on the gather lane, whose next gather takes the same memory.
         """
         assert self._plan is not None and self._flat is not None
         plan, source, items = self._plan, self._flat, self._gathered

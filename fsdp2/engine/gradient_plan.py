@@ -132,6 +132,7 @@ class GradientPlan:
         """Return which gradients leave together."""
         store, mesh, keys = self._store, self._store.mesh, list(self.dtypes.values())
         ranks, streams = max(mesh.shard.size, mesh.replicate.size), mesh.first.coalesces
+        # On streams chunks bound what is packed, in the dtype of the sum; on a CPU what is sent, as computed.
         dtypes = [key.reduce if streams else key.computed for key in keys]
         nbytes = [store.params[i].spec.layout.numel * dtype.itemsize for i, dtype in zip(reduced, dtypes)]
         # A unit smaller than others need not be cut as fine: it is the largest that memory is needed for.

@@ -106,7 +106,7 @@ class GroupGradients:
         if self._hooked.get(i) is full:
             return
         self._hooked[i] = full
-        reference = weakref.ref(self)
+        reference = weakref.ref(self)  # the hook lives as long as the full parameter, which a user may keep
 
         def finished(unused: torch.Tensor) -> None:
             gradients = reference()
@@ -130,7 +130,8 @@ class GroupGradients:
         """Note how many autograd nodes the forward made. Fewer than weights: a compiled block, where one makes all.
 
         Its gradients appear at once, so nothing computes beside their chunks, and to wait for one of them before the
-        next leaves would only idle. This rank alone may find that: collectives are the same either way.
+        next leaves would only idle. This rank alone may find that: collectives are the same either way. Nodes of units
+        below count too, which a compiled block has none of.
         """
         self._at_once = nodes < len(self._current_plan().chunk_of)
 
@@ -306,6 +307,7 @@ class GroupGradients:
             reduce()
             return True
         dtypes = plan.dtypes[indices[0]]
+        # Gradients that have accumulated are in the dtype of the sum, on every rank.
         part = indices if self.unreduced.accumulated or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
         return launch(Collective("reduce", self._group, part), reduce)
 

@@ -112,7 +112,10 @@ class FSDPParamGroup:
 
     @property
     def after_forward(self) -> bool | int:
-        """True where forward frees full parameters, False where it keeps them, or on how many ranks pieces stay."""
+        """True where forward frees full parameters, False where it keeps them, or on how many ranks pieces stay.
+
+        Compare with ``is``: 1 is a number of ranks, and equal to True.
+        """
         asked = self.options.reshard_after_forward
         return not self.in_root if asked is None else asked
 

@@ -49,14 +49,16 @@ class Collective(NamedTuple):
     parameters whose gradients a reduction sends, and ``AS_COMPUTED`` where they are sent narrower than they are summed.
     """
 
-    # "gather", "gather over replicas", "reduce", or "end" for the end of a pass, which has no group. Where ranks
-    # compare passes, "stay" and "gather over replicas" at their beginning stand for what their kinds contain.
+    # "gather", "gather over replicas", "reduce", or "end" for the end of a pass, which has no group. When ranks compare
+    # a pass, its list begins with one entry for each group in its kind: "stay" (PassKind.stayed) or "gather over
+    # replicas" (PassKind.anew).
     kind: str
     group: ObservedGroup | None
     part: tuple[int, ...] = ()
 
 
 AS_COMPUTED = -1
+"""In ``Collective.part`` of a reduction, behind the indices: gradients are sent narrower than they are summed."""
 END = Collective("end", None)
 """The end of a pass, shown to the observer like a collective."""
 

@@ -30,10 +30,10 @@ _ALIKE = attrgetter(*_ALIKE_NAMES)
 class GroupOptions:
     """The settings of one group, by ``fully_shard`` and by setters.
 
-    ``reshard_after_forward`` None means True, except on the root, which backward needs first. ``divide_factor`` None
-    means the number of data-parallel ranks. ``may_accumulate``: somebody has said whether backwards reduce, so any rank
-    may have gradients of several micro-batches, summed in the dtype of the reduction. ``reduce_inputs`` is how many
-    chunks of gradients may be in flight; None leaves it to the backend.
+    With ``reshard_after_forward`` None, every unit but the root frees after forward; backward needs the root first.
+    ``divide_factor`` None means the number of data-parallel ranks. ``may_accumulate``: somebody has said whether
+    backwards reduce, so any rank may have gradients of several micro-batches, summed in the dtype of the reduction.
+    ``reduce_inputs`` is how many chunks of gradients may be in flight; None leaves it to the backend.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)

@@ -51,7 +51,8 @@ class BackwardOrder(Generic[T]):
             return None
         before, forward = self._calls[position - 1]
         # Calls stay recorded until the last backward on them. If an earlier backward met that call, it is needed again
-        # by another backward on the same forward (of two losses), but not after the backward of the next forward.
+        # by another backward on the same forward (of two losses), but not after the backward of the next forward. A
+        # call that is still among the positions has met no backward yet.
         if forward == self._calls[position][1] or position - 1 in self._positions[id(before)]:
             return before
         return None

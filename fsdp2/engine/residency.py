@@ -61,7 +61,7 @@ class InFlight:
     """A gather was started. It reads the shards or the pieces of ``source``, which stay in memory until it is over.
 
     It ``keeps_source`` in a forward that finds pieces which are held for a backward: they stay in memory beside what is
-    gathered from them.
+    gathered from them, and ``held`` marks them. Otherwise ``held`` marks what is gathered.
     """
 
     work: Gathering
@@ -284,7 +284,7 @@ class Residency:
         if store.extensions is not None:
             self._start_extended(launch, gather, axis, optional)
         elif axis.size == 1:
-            gather()  # nothing is communicated, so other ranks need not know
+            gather()  # nothing is communicated, so other ranks need not know, and even a prefetch starts at once
         else:
             launch(Collective("gather", self._group, store.formats_digest), gather, optional=optional)
 

@@ -411,7 +411,7 @@ class RootContext(Generic[U]):
                     del deferred[group]
                     run.post_backward(group)
                 elif group.options.reshard_after_backward and not group.residency.summoned:
-                    group.reshard()
+                    group.reshard()  # gathered ahead, and kept until now because more micro-batches might use it
             run.end()
         self.backward = None
         return reduction

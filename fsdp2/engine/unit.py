@@ -190,7 +190,7 @@ class FSDPState(ComposableState):
                 for group in entering:
                     pending[group] = need_none and pending.get(group, True)
         call.note_arguments(given, args, kwargs)
-        if first and isinstance(run, ForwardPass):
+        if first and isinstance(run, ForwardPass):  # a backward, in which this runs anew, gathers ahead by itself
             self._prefetch_forward(run)
         return args, kwargs
 

@@ -97,7 +97,7 @@ class Answer(Enum):
 CanJoin = Callable[[Collective, bool], bool]
 """``Pass.can_join``: whether a pass can *join* a collective, that is launch it because other ranks need it.
 
-Called with the collective and with True if all ranks planned it, since they follow a known pass."""
+Called with the collective, and with True if all ranks have planned it, in a known pass, and for this time only."""
 
 
 class Observer(Protocol):

@@ -129,7 +129,8 @@ class Pass:
 
         That is possible for units marked with ``set_reduce_scatter_unused_params(True)``. In models with such units it
         is possible for the others too: ranks that skip a unit come to the next ones earlier than those that use it.
-        Ranks that follow a known pass have ``planned`` the collective. Otherwise they have just chosen it together.
+        Ranks that follow a known pass have ``planned`` the collective, and not once more later in the pass. Otherwise
+        they have just chosen it together, or it comes again.
         """
         group = self._group_of(collective)
         # What is being joined may turn out to be another collective than the expected one; to ask for it again would

@@ -173,6 +173,14 @@ class PassLog:
         return schedule[position] if position < len(schedule) else None
 
     @property
+    def plans_once(self) -> bool:
+        """True if the schedule has the next collective, and does not have it again later in the pass.
+
+        A group that a rank recomputes in backward, and others not, may be reduced several times.
+        """
+        return not self.chosen and self.expected not in self.rest
+
+    @property
     def rest(self) -> Schedule:
         """The collectives that are expected after the next one."""
         return list(self._expects.schedule[len(self.collectives) + 1 :])

@@ -146,7 +146,7 @@ class RankMonitor:
     def joins_before_end(self, can_join: CanJoin) -> Collective | None:
         """Return the next collective that other ranks launch before this pass ends, if this rank can join it."""
         expected = self.log.expected
-        if expected is None or expected == END or not can_join(expected, not self.log.chosen):
+        if expected is None or expected == END or not can_join(expected, self.log.plans_once):
             return None
         return expected
 
@@ -202,7 +202,7 @@ class RankMonitor:
             return Answer.LAUNCH
         while (expected := log.expected) != collective:
             if expected is not None:
-                if can_join(expected, not log.chosen):
+                if can_join(expected, log.plans_once):
                     return expected
                 if optional and (collective.kind == "gather" if log.chosen else log.expects_later(collective)):
                     return Answer.LATER
@@ -465,8 +465,9 @@ def _choose_among(wants: dict[int, Any]) -> Any:
         return next(iter(wants.values()))["collective"]
     optional = [want for want in wants.values() if want.get("optional")]
     if optional:
-        # Of one group the gather first: a rank that reduces zeros of it can wait, one that has to use it cannot.
-        return min(optional, key=lambda want: (want["order"], want["collective"][0] == "reduce"))["collective"]
+        # Gathers first. A rank that reduces can join them and wait. One that gathers cannot join every reduction: it
+        # may be about to use that unit too, as where a checkpoint recomputes both before the backward of either.
+        return min(optional, key=lambda want: (want["collective"][0] == "reduce", want["order"]))["collective"]
     # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need.
     needed = [want for want in wants.values() if not want.get("prefetch")]
     if len(needed) < len(wants) and any(want["collective"][0] == "reduce" for want in needed):

@@ -17,7 +17,7 @@ from fsdp2.comm.reduce import Compression, ReducePlan
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.compression import ENCODED, Formats
-from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.param import FSDPParam, have_gradients
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import NO_LIMIT, BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
 
@@ -65,7 +65,8 @@ class GradientPlan:
         self._axis = axis
         self._comm = comm
         self.is_rounded = self._find_rounded()
-        reduced = [i for i, p in enumerate(store.params) if p.requires_grad or p.has_gradient or p in waiting]
+        there = have_gradients(store.params)
+        reduced = [i for i, p in enumerate(store.params) if p.requires_grad or there[i] or p in waiting]
         self.dtypes = self._find_dtypes(reduced)
         self.chunks = self._cut(reduced)
         self.chunk_of = {i: c for c, chunk in enumerate(self.chunks.chunks) for i in chunk}

@@ -16,7 +16,7 @@ from fsdp2.comm.context import CommContext
 from fsdp2.comm.reduce import Finished, ReducePlan, reduce_chunk
 from fsdp2.engine.gradient_plan import GradientPlan
 from fsdp2.engine.observer import AS_COMPUTED, Collective, Launch, ObservedGroup
-from fsdp2.engine.param import FSDPParam, accumulate_gradients, take_gradients
+from fsdp2.engine.param import FSDPParam, accumulate_gradients, have_gradients, take_gradients
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.unreduced import Unreduced
 from fsdp2.sharding.mesh import Axis
@@ -227,7 +227,7 @@ class GroupGradients:
                     "MixedPrecisionPolicy.reduce_dtype, since all ranks must make zeros of one dtype; set it to the "
                     "dtype that its gradients have"
                 )
-        there = [param.has_gradient for param in params]
+        there = have_gradients(params)
         if not unused and True not in there and not self.unreduced.sums:
             self.unreduced.accumulated.clear()  # nothing was left, or it is gone
             return
@@ -254,7 +254,7 @@ class GroupGradients:
 
     def left_over(self) -> bool:
         """Return whether autograd finished a gradient after the last reduction, which should have been part of it."""
-        return self._store.options.reduce_gradients and any([param.has_gradient for param in self._store.params])
+        return self._store.options.reduce_gradients and True in have_gradients(self._store.params)
 
     def _must_flush(self, i: int) -> bool:
         return self._all_reduces and self._store.params[i] in self.unreduced.sums

@@ -41,6 +41,7 @@ __all__ = [
     "Shown",
     "Site",
     "accumulate_gradients",
+    "have_gradients",
     "is_managed_tensor",
     "is_temporary",
     "lend_gradient",
@@ -160,6 +161,11 @@ def show(params: list[FSDPParam], which: Shown) -> bool:
             for site in param.sites:
                 site.show(shown)  # type: ignore[arg-type]  # it was made before
     return changed
+
+
+def have_gradients(params: Iterable[FSDPParam]) -> list[bool]:
+    """Return for each of ``params`` whether its full parameter has a gradient, which was not reduced yet."""
+    return [param.full is not None and param.full.grad is not None for param in params]
 
 
 def take_gradients(params: list[FSDPParam]) -> list[torch.Tensor | None]:
@@ -451,11 +457,6 @@ class FSDPParam:
         return True
 
     # ---- gradients ----
-
-    @property
-    def has_gradient(self) -> bool:
-        """True if the full parameter has a gradient, which was not reduced yet."""
-        return self.full is not None and self.full.grad is not None
 
     def expect_gradients(self, *, reduced: bool, rounded: bool) -> None:
         """Set the dtype that autograd gives gradients, which are ``reduced`` after this backward or accumulate.

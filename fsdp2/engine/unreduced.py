@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.param import FSDPParam, have_gradients
 
 __all__ = ["Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
 
@@ -63,13 +63,11 @@ class Unreduced:
         """
         if self._in_use():
             return []
-        unused = self._store.options.reduce_unused
+        params, unused = self._store.params, self._store.options.reduce_unused
         found = [
             param
-            for param in self._store.params
-            if param.has_gradient
-            or param in self.sums
-            or (unused and param in self.accumulated and param.requires_grad)
+            for param, there in zip(params, have_gradients(params))
+            if there or param in self.sums or (unused and param in self.accumulated and param.requires_grad)
         ]
         if not found and not self:
             _noted.discard(self)

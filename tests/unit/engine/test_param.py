@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fsdp2.engine.param import FSDPParam, Site, accumulate_gradients, show, take_gradients
+from fsdp2.engine.param import FSDPParam, Site, accumulate_gradients, have_gradients, show, take_gradients
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.spec import ShardedSpec
@@ -113,7 +113,7 @@ def test_a_new_full_parameter_takes_over_the_gradient(dp2: DataParallelMesh) -> 
     param = manage(weight(4, 3), dp2)
     param.full.grad = torch.ones(4, 3)
     param.set_full(torch.zeros(12))
-    assert torch.equal(param.full.grad, torch.ones(4, 3)) and param.has_gradient
+    assert torch.equal(param.full.grad, torch.ones(4, 3)) and have_gradients([param])[0]
     assert torch.equal(take_gradients([param])[0], torch.ones(4, 3))
 
 
@@ -181,11 +181,11 @@ def test_an_adopted_shard_brings_what_it_knows(dp2: DataParallelMesh) -> None:
 
 def test_a_gradient_is_taken_once(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2)
-    assert not param.has_gradient and take_gradients([param])[0] is None
+    assert not have_gradients([param])[0] and take_gradients([param])[0] is None
     (param.full * 2).sum().backward()
-    assert param.has_gradient
+    assert have_gradients([param])[0]
     assert torch.equal(take_gradients([param])[0], torch.full((4, 3), 2.0))
-    assert not param.has_gradient and param.full.grad is None
+    assert not have_gradients([param])[0] and param.full.grad is None
 
 
 def test_a_sparse_gradient_is_refused_by_name(dp2: DataParallelMesh) -> None:
@@ -229,13 +229,13 @@ def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
     param.expect_gradients(reduced=False, rounded=True)
     param.full.sum().backward()
     assert torch.equal(take_gradients([param])[0], torch.full((4, 3), 2.0))
-    assert not param.has_gradient
+    assert not have_gradients([param])[0]
 
 
 def test_keeping_nothing_is_nothing(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2)
     param.expect_gradients(reduced=False, rounded=True)
-    assert not param.has_gradient
+    assert not have_gradients([param])[0]
 
 
 def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
@@ -246,7 +246,7 @@ def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
     accumulate_gradients([param], [torch.ones(2, 3)])
     param.drop_gradient()
     assert param.sharded.grad is None
-    assert not param.has_gradient and take_gradients([param])[0] is None
+    assert not have_gradients([param])[0] and take_gradients([param])[0] is None
 
 
 def test_reduced_gradients_accumulate_on_the_shard(dp2: DataParallelMesh) -> None:

@@ -25,4 +25,5 @@ phase      where a group is in the iteration, and which phase may follow which
 compression  which parameters travel in which block format
 options    every knob of a group
 casts      what a policy casts
+registry   objects that are alive, for all threads
 """

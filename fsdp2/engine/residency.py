@@ -19,7 +19,6 @@ suspends all of it for ``summon_full_params``.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +33,7 @@ from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gat
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.observer import Collective, Launch, ObservedGroup
 from fsdp2.engine.param import FSDPParam, Shown, lie_in, show, shows
+from fsdp2.engine.registry import Registry
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
 from fsdp2.sharding.mesh import Axis
@@ -103,7 +103,7 @@ _SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Ful
 
 # ---- what is held ----
 
-_alive: weakref.WeakSet[Held] = weakref.WeakSet()
+_alive: Registry[Held] = Registry()
 
 
 class Held:
@@ -143,7 +143,7 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> No
 
     DTensor's operators that change several tensors at once (``foreach``) run below autograd, where no counter grows.
     """
-    if not _alive:
+    if not len(_alive):
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for held in _alive:

@@ -39,6 +39,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
 from fsdp2.engine.observer import PassKind, launch_unobserved
 from fsdp2.engine.passes import Call, CallKind, backward_runs
+from fsdp2.engine.registry import Registry
 from fsdp2.engine.root import RootContext
 from fsdp2.policies import MixedPrecisionPolicy
 
@@ -53,7 +54,7 @@ __all__ = [
     "register_as_managed",
 ]
 
-_live: weakref.WeakSet[FSDPState] = weakref.WeakSet()
+_live: Registry[FSDPState] = Registry()
 
 
 def live_states() -> list[FSDPState]:

@@ -7,17 +7,17 @@ and clipping do not see them (``optim/unreduced.py``).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 
 import torch
 
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.param import FSDPParam, have_gradients
+from fsdp2.engine.registry import Registry
 
 __all__ = ["Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
 
-_noted: weakref.WeakSet[Unreduced] = weakref.WeakSet()  # that may contain something
+_noted: Registry[Unreduced] = Registry()  # that may contain something
 
 
 def any_unreduced() -> bool:
@@ -27,12 +27,12 @@ def any_unreduced() -> bool:
 
 def unreduced_params(shard_ids: Collection[int]) -> list[FSDPParam]:
     """Return the parameters with shards of these ids whose gradients are unreduced; alike on all ranks."""
-    return [param for unreduced in list(_noted) for param in unreduced.find() if id(param.sharded) in shard_ids]
+    return [param for unreduced in _noted for param in unreduced.find() if id(param.sharded) in shard_ids]
 
 
 def drop_unreduced(shard_ids: Collection[int]) -> None:
     """Drop the unreduced gradients of parameters with shards of these ids."""
-    for unreduced in list(_noted):
+    for unreduced in _noted:
         unreduced.drop(shard_ids)
 
 

@@ -84,13 +84,13 @@ def fake_tensors() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     muted, log.disabled = log.disabled, True
     torch.utils.swap_tensors = swap_forgotten
-    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign, assignment]
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign, assignment]  # replaced until the block ends
     try:
         with mode:
             yield
     finally:
         torch.utils.swap_tensors = swap
-        ShardingPropagator._propagate_tensor_meta_non_cached = shape_of_result  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = shape_of_result  # type: ignore[method-assign]  # as it was
         log.disabled = muted
 
 

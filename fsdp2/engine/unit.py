@@ -297,12 +297,13 @@ class FSDPState(ComposableState):
         """End the forward of all members, whether they ran or not: free, and put hooks on the ``output``."""
         if call is not None and call.hidden is not None:
             call.hidden.open_if_unused(output)
-        self._release(call)
+        in_backward = backward_runs()
+        self._release(call, in_backward)
         if torch.is_grad_enabled() and self.groups:
-            output = self._watch_results(call, output)
+            output = self._watch_results(call, output, in_backward)
         return output
 
-    def _release(self, call: Call | None) -> None:
+    def _release(self, call: Call | None, in_backward: bool) -> None:
         """Free what the call computed with, or keep it, as its pass decides."""
         # An exception may have ended the pass of the call, or the call before its end: then the groups are freed.
         run = None if call is None or call.run.entered.pop(self, None) is None else call.run
@@ -314,12 +315,12 @@ class FSDPState(ComposableState):
                 continue  # another unit computes with it
             after = run.decide_after(group) if isinstance(run, ForwardPass) else True
             group.post_forward()
-            if unfreed or not backward_runs():  # after a recomputation, backward computes with it next, and frees it
+            if unfreed or not in_backward:  # after a recomputation, backward computes with it next, and frees it
                 group.release(after)
             if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
 
-    def _watch_results(self, call: Call | None, output: Any) -> Any:
+    def _watch_results(self, call: Call | None, output: Any, in_backward: bool) -> Any:
         """Put hooks on what the forward computed, by which backward enters the unit, and return the output."""
         made = autograd_sequence_number() - self._first_node
         for group in self.groups:
@@ -330,7 +331,7 @@ class FSDPState(ComposableState):
             call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
         if call is not None and call.written:
             watched |= hooks.watch_outputs(call.written, self.pre_backward, self._first_node)[0]
-        if not backward_runs():  # also if parameters are kept: a backward on another forward may free them first
+        if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
             watched |= self._watch_side_outputs(call)
             if watched:
                 self.root.pending.record(self.groups)

@@ -390,6 +390,8 @@ class RowPlan:
         self.numel = align(end, pad_to)
         self.padding = self.numel - end
         self.rest: RowPlan = RowPlan([self.layouts[i] for i in self.packed], pad_to) if self.in_place else self
+        # What is reduced in place ends aligned, so the padding of the rest is that of the whole row.
+        assert not self.in_place or self.rest_offset + self.rest.numel == self.numel
         self.chunk_cat = all(
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0
             for layout in layouts

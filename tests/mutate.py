@@ -411,15 +411,15 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]], folders: 
     share = f"{noticed} of {len(counted)} are noticed ({100 * noticed / max(len(counted), 1):.0f} %)."
     if rest := len(chosen) - len(done):
         share = (
-            f"Not finished: {rest} of {len(chosen)} places have not been run against all tests, among them any that\n"
-            f"the likely tests missed. Of the others {noticed} are noticed and {len(counted) - noticed} are not; "
-            "that is no share of all."
+            f"Not finished: {rest} of {len(chosen)} places were not run against all tests, among them any that the\n"
+            f"likely tests missed. Of the others, {noticed} were noticed, and {len(counted) - noticed} not noticed. "
+            "These numbers are no share of all places."
         )
     lines = [
         "# What the tests notice",
         "",
         "Written by `python tests/mutate.py`; do not edit. Each row is the package broken in one place, and the first",
-        f"test of {'`make test`' if AMONG == ['tests/'] else ', '.join(AMONG)} that failed.",
+        f"test that failed, of {'`make test`' if AMONG == ['tests/'] else ', '.join(AMONG)} or of the likely tests.",
         "",
         f"Places in {', '.join(folders)}, on commit {commit()}. {share}",
         "",

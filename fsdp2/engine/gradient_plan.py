@@ -82,9 +82,10 @@ class GradientPlan:
     def reduction(
         self, indices: Sequence[int], values: Iterable[torch.Tensor] = (), *, accumulated: bool = False
     ) -> ReducePlan:
-        """Return how the gradients of a chunk are reduced, which are ``values`` with the sums that wait for them.
+        """Return how the gradients of the parameters ``indices``, which leave together, are reduced.
 
-        If they were ``accumulated`` in the dtype of their sum, they are also sent in it.
+        ``values`` are these gradients and earlier sums of them. If they were ``accumulated`` in the dtype of their sum,
+        they are also sent in it.
         """
         dtypes = self.dtypes[indices[0]]
         if dtypes.follows:

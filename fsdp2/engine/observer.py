@@ -97,7 +97,7 @@ class Answer(Enum):
 CanJoin = Callable[[Collective, bool], bool]
 """``Pass.can_join``: whether a pass can *join* a collective, that is launch it because other ranks need it.
 
-Called with the collective, and with True if all ranks have planned it, in a known pass, and for this time only."""
+Called with the collective, and with True if a known pass has it here and not once more later."""
 
 
 class Observer(Protocol):

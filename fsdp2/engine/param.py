@@ -70,7 +70,7 @@ class Site:
 
     @property
     def shown(self) -> nn.Parameter | None:
-        """What ``module.name`` is now, if it is a parameter."""
+        """The parameter that ``module.name`` is now, or None."""
         return self.module._parameters.get(self.name)
 
     def show(self, param: nn.Parameter) -> None:

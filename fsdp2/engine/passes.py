@@ -157,7 +157,7 @@ class Pass:
         return group.options.reduce_unused and group.is_idle
 
     def join(self, collective: Collective) -> bool:
-        """Launch ``collective``, which ``can_join`` accepts, because other ranks do; return whether any one was.
+        """Launch ``collective``, which ``can_join`` accepts, because other ranks do; return whether one was launched.
 
         This runs inside ``launch``, before this rank's own collective.
         """

@@ -37,10 +37,10 @@ def drop_unreduced(shard_ids: Collection[int]) -> None:
 
 
 class Unreduced:
-    """Unreduced gradients of one group. Which parameters have some is alike on all ranks, as these run alike."""
+    """Unreduced gradients of one group, of the same parameters on all ranks, since these run the same backwards."""
 
     def __init__(self, store: ShardStore, in_use: Callable[[], bool]) -> None:
-        """``in_use`` says that a pass computes with the group, or reduces its gradients."""
+        """``in_use`` returns whether a pass computes with the group, or reduces its gradients."""
         self._store = store
         self._in_use = in_use
         # Parameters whose gradients a backward left on the full parameters, in the reduce dtype, on whichever ranks
@@ -84,7 +84,7 @@ class Unreduced:
                 param.drop_unreduced_gradient()
 
     def clear(self) -> None:
-        """Forget all; gradients on full parameters are dropped by those who drop all gradients."""
+        """Forget everything. The caller drops the gradients on full parameters."""
         self.accumulated.clear()
         self.sums.clear()
 

@@ -414,7 +414,7 @@ def _in_python(name: str) -> str:
 
 
 class _StateAtMeeting:
-    """The history of a rank when it came to a meeting, and the collective that it wants. The host may go on."""
+    """The history of a rank when it came to a meeting, and the collective that it wants next."""
 
     def __init__(
         self, later: History, at: tuple[int, int], numbers: list[int], compared: int, texts: Callable[[], list[str]]

@@ -471,7 +471,7 @@ class FSDPModule(TorchFSDPModule):
                     f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected a call "
                     "between two steps. Call it after backward, after reset_iter_state() on the root if that raised"
                 )
-            if group in state.root.pending.inputs:  # backward needs the buffers that the forward used
+            if state.root.pending.expects(group):  # backward needs the buffers that the forward used
                 raise RuntimeError(
                     f"{group.name or 'the root'}: set_compression was called between a forward and its backward; "
                     "expected a call between two steps. Call it after the last backward, or after reset_iter_state() "

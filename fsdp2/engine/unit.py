@@ -187,9 +187,8 @@ class FSDPState(ComposableState):
             if entering:
                 done = partial(self._inputs_done, entering)
                 (args, kwargs), need_none, call.hidden = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
-                pending = self.root.pending.inputs
                 for group in entering:
-                    pending[group] = need_none and pending.get(group, True)
+                    self.root.pending.expect(group, inputs_need_none=need_none)
         call.note_arguments(given, args, kwargs)
         if first and isinstance(run, ForwardPass):  # a backward, in which this runs anew, gathers ahead by itself
             self._prefetch_forward(run)
@@ -397,14 +396,12 @@ class FSDPState(ComposableState):
         comm.drop_postponed()  # backward has come to what was to be gathered
         entered = []
         for group in self.groups:  # all of this unit's gathers go ahead of those for later
-            if group.pre_backward(run.launch, recorded=group in pending.inputs):
+            if group.pre_backward(run.launch, recorded=pending.expects(group)):
                 entered.append(group)
         for group in entered:
-            # No input can tell when backward is done with the group, but its parameters' gradients can.
-            by_gradients = pending.inputs.get(group, False) and group.ends_with_its_gradients()
             following = pending.calls.visit(group)  # recorded also with a prefetch list, as in forward
             end, final = partial(run.post_backward, group), following is None
-            group.gradients.begin_backward(run.launch, end, count=by_gradients, final=final)
+            group.gradients.begin_backward(run.launch, end, count=pending.ends_by_gradients(group), final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 for other in reversed(following.gathered_with):
                     if other.options.unshard_in_backward and group.gradients.gathers_later:
@@ -446,7 +443,7 @@ class FSDPState(ComposableState):
         if root.is_last_backward and not root.finalizes_manually:
             return
         for group in self.groups:
-            if group in root.pending.inputs:
+            if root.pending.expects(group):
                 group.unshard_now(launch_unobserved if root.running is None else root.running.launch, in_backward=True)
                 group.residency.hold()
 

@@ -29,8 +29,8 @@ from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 
 __all__ = [
+    "ChildCount",
     "after_steps",
-    "count_registration",
     "hook_error",
     "hook_forward",
     "hook_gradient",
@@ -162,10 +162,23 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
     register_module_module_registration_hook(registered)
 
 
-def count_registration() -> None:
-    """Count a registration that calls no hook: ``insert`` of torch's containers."""
-    global registrations
-    registrations += 1
+class ChildCount:
+    """Counts registrations below ``module`` that call no hook: ``insert`` of torch's containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._list()
+
+    def _list(self) -> None:
+        self._children = [inner._modules for inner in self._module.modules() if inner._modules]
+        self._count = sum(map(len, self._children))
+
+    def look(self) -> None:
+        """Count a registration if there are more or fewer children than before."""
+        global registrations
+        if self._count != sum(map(len, self._children)):
+            self._list()
+            registrations += 1
 
 
 def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., None]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp2 import _trace
 from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import outside_dynamo
-from fsdp2.autograd.hooks import count_registration
+from fsdp2.autograd.hooks import ChildCount
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Pending, Synchronization
@@ -48,8 +48,7 @@ class RootContext(Generic[U]):
         self._ended_with: FSDPParamGroup | None = None
         self._needed_first: FSDPParamGroup | None = None
         self._compared = False  # whether the ranks have compared their units
-        self._children: list[dict[str, nn.Module | None]] = []  # of all modules below the root, and how many there are
-        self._children_count = 0
+        self._children: ChildCount | None = None  # below the root's module, known from the first forward on
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -66,7 +65,14 @@ class RootContext(Generic[U]):
         """The innermost pass that runs."""
         return self.backward or self.forward
 
-    def name_groups(self, module: nn.Module) -> None:
+    def take_over(self, units: list[U], module: nn.Module) -> None:
+        """Be the root of ``units`` from now on, which are named as in ``module``, the module of the first of them."""
+        self.all_states = units
+        self._name_groups(module)
+        self._children = ChildCount(module)
+        self.use_comm(self.comm)
+
+    def _name_groups(self, module: nn.Module) -> None:
         """Name groups and their parameters as ``module``, the root's, names them."""
         # By place, not by parameter: somebody may have put others there (functional_call does).
         sites = [(Site(inner, name), prefix) for prefix, inner in module.named_modules() for name in inner._parameters]
@@ -74,19 +80,10 @@ class RootContext(Generic[U]):
         for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
             group.set_names(unit.name, names)
 
-    def list_children(self, module: nn.Module) -> None:
-        """Look at the children of all modules from ``module``, the root's, down."""
-        self._children = [inner._modules for inner in module.modules() if inner._modules]
-        self._children_count = sum(map(len, self._children))
-
-    def notice_inserted(self, module: nn.Module) -> None:
-        """Count a registration if there are more or fewer children below ``module``, the root's.
-
-        ``insert`` of torch's containers calls no hook.
-        """
-        if self._children_count != sum(map(len, self._children)):
-            self.list_children(module)
-            count_registration()
+    def notice_inserted(self) -> None:
+        """Count a registration if modules were inserted below the root since it was last asked."""
+        if self._children is not None:
+            self._children.look()
 
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.

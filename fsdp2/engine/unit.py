@@ -207,7 +207,7 @@ class FSDPState(ComposableState):
         """Take in modules and parameters that were added since the last forward."""
         root = self.root
         if root.forward is None:
-            root.notice_inserted(root.all_states[0].modules[0])
+            root.notice_inserted()
         if self._registrations != hooks.registrations:
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for state in root.all_states if root.forward is None else [self]:
@@ -462,28 +462,23 @@ class FSDPState(ComposableState):
                 f"FSDP requires a single root module but got {self.modules}; call fully_shard on the module whose "
                 "forward runs first as well"
             )
-        states: dict[FSDPState, str] = {}
+        names: dict[FSDPState, str] = {}
         for name, module in self.modules[0].named_modules():
-            state = get_state(module)
-            if state is not None:
-                states[state] = f"{states[state]}, {name}" if state in states else name
+            unit = get_state(module)
+            if unit is not None:
+                names[unit] = f"{names[unit]}, {name}" if unit in names else name
+        self._refuse_manual_below(names)
         root = self._own_root
-        root.all_states = list(states)
-        self._refuse_manual_below(states)
-        for state, name in states.items():
-            state._root = weakref.ref(root)
-            state.name = name
-            for group in state.groups:
-                group.gathered_with = [group] if group.shared else state.groups
-        root.name_groups(self.modules[0])
-        root.list_children(self.modules[0])
+        for unit, name in names.items():
+            unit._run_under(root, name)
+        root.take_over(list(names), self.modules[0])
         if not self._notices_errors:
             self._notices_errors = True
             hooks.hook_error(self.modules[0], self._forward_is_left)
-        root.use_comm(root.comm)
         error = None
         try:
-            self._prepare(list(states))
+            for unit in names:
+                unit._prepare(in_root=self)
         except RuntimeError as reason:
             error = reason
         try:
@@ -492,9 +487,26 @@ class FSDPState(ComposableState):
             if error is not None:
                 raise error
         except RuntimeError:
-            for state in states:
-                state._root = None  # the next forward looks again
+            for unit in names:
+                unit._root = None  # the next forward looks again
             raise
+
+    def _run_under(self, root: RootContext[FSDPState], name: str) -> None:
+        """Run under ``root`` from now on, whose module calls this unit's modules ``name``."""
+        self._root = weakref.ref(root)
+        self.name = name
+        for group in self.groups:
+            group.gathered_with = [group] if group.shared else self.groups
+
+    def _prepare(self, *, in_root: FSDPState) -> None:
+        """Take in what happened to the unit's parameters since ``fully_shard``; ``in_root`` is the root's unit."""
+        self._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
+        self.notice_added()
+        below = (get_state(module) for top in self.modules for module in top.modules())
+        nested = any(other is not None and other is not self for other in below)
+        for group in self.groups:
+            group.has_units_below = nested
+            group.lazy_init(in_root=group in in_root.groups)
 
     @outside_dynamo
     def _forward_is_left(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -530,13 +542,3 @@ class FSDPState(ComposableState):
                     "set_manual_backward_finalization must be called on the root FSDP module; it was called on one "
                     f"below {type(self.modules[0]).__name__}, whose forward began here. Call it on that one instead"
                 )
-
-    def _prepare(self, states: list[FSDPState]) -> None:
-        for state in states:
-            state._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
-            state.notice_added()
-            below = (get_state(module) for top in state.modules for module in top.modules())
-            nested = any(other is not None and other is not state for other in below)
-            for group in state.groups:
-                group.has_units_below = nested
-                group.lazy_init(in_root=group in self.groups)

@@ -216,11 +216,11 @@ def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
 def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> None:
     """Make one unit of ``modules``."""
     managed = collect(modules, options.ignored, options.ignored_modules)
-    state = FSDPState(modules, options.mesh.device, options.options.mp_policy)
+    unit = FSDPState(modules, options.mesh.device, options.options.mp_policy)
     classes = [_fsdp_class(type(module)) for module in modules]
-    options.manage(state, managed)
-    state.made_by = options
-    _attach(state)
+    options.manage(unit, managed)
+    unit.made_by = options
+    _attach(unit)
     for module, cls in zip(modules, classes):
         module.__class__ = cls  # names and attributes do not change
 
@@ -403,14 +403,14 @@ def _refuse_fsdp1(frame: FrameType | None) -> None:
         )
 
 
-def _attach(state: FSDPState) -> None:
+def _attach(unit: FSDPState) -> None:
     """Store the state on its modules, where fsdp2 and torch look it up, and register the forward hooks."""
-    for module in state.modules:
-        keep_state(module, state)
+    for module in unit.modules:
+        keep_state(module, unit)
         register_as_managed(module, _Registry(apis_of(module)))
-    handles = hook_forward(state.modules, state.pre_forward, state.post_forward)
-    state._pre_forward_hook_handle, state._post_forward_hook_handle = handles[0]
-    hook_loading(state.modules, before_load_tree, after_load_tree)
+    handles = hook_forward(unit.modules, unit.pre_forward, unit.post_forward)
+    unit._pre_forward_hook_handle, unit._post_forward_hook_handle = handles[0]
+    hook_loading(unit.modules, before_load_tree, after_load_tree)
 
 
 def _fsdp_class(cls: type) -> type:

@@ -17,7 +17,7 @@ from fsdp2.comm.collectives import in_memory_of_groups, in_symmetric_memory
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import states_below
+from fsdp2.engine.index import units_below
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.root import GradientReduction, RootContext
 from fsdp2.engine.unit import FSDPState, get_state
@@ -60,7 +60,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the module.
         """
-        used = {group: state for state in self._states(recurse) for group in state.groups}
+        used = {group: unit for unit in self._units(recurse) for group in unit.groups}
         for group in used:
             group.residency.refuse_summoned("unshard")
         gather_by_hand(used, "unshard()")
@@ -78,7 +78,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the module.
         """
-        for group in [group for state in self._states(recurse) for group in state.groups]:
+        for group in [group for unit in self._units(recurse) for group in unit.groups]:
             group.residency.refuse_summoned("reshard")
             group.reshard()
 
@@ -102,21 +102,21 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: The module is not the root.
         """
-        self._root_state("reset_iter_state").root.reset()
+        self._root_unit("reset_iter_state").root.reset()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Start gathering ``modules`` when this module's forward starts, instead of the unit that ran next before."""
-        state, prefetch = self._get_fsdp_state(), _states(modules)
-        if prefetch != state.forward_prefetch:
-            state.forward_prefetch = prefetch
-            state.root.options_changed("set_modules_to_forward_prefetch")
+        unit, prefetch = self._get_fsdp_state(), _units(modules)
+        if prefetch != unit.forward_prefetch:
+            unit.forward_prefetch = prefetch
+            unit.root.options_changed("set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Start gathering ``modules`` when this module's backward starts, instead of the unit before it in forward."""
-        state, prefetch = self._get_fsdp_state(), _states(modules)
-        if prefetch != state.backward_prefetch:
-            state.backward_prefetch = prefetch
-            state.root.options_changed("set_modules_to_backward_prefetch")
+        unit, prefetch = self._get_fsdp_state(), _units(modules)
+        if prefetch != unit.backward_prefetch:
+            unit.backward_prefetch = prefetch
+            unit.root.options_changed("set_modules_to_backward_prefetch")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters after forward (True) or keep them for backward (False), starting with the next forward.
@@ -145,8 +145,8 @@ class FSDPModule(TorchFSDPModule):
             reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward),
         )
         if not reshard_after_backward:
-            for state in self._states(recurse):
-                state.unshard_before_backward()
+            for unit in self._units(recurse):
+                unit.unshard_before_backward()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Gather this module's parameters for backward (True) or not (False); an embedding's backward needs none."""
@@ -171,7 +171,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: The module is not the root, or a backward has begun and was neither finalized nor reset.
         """
-        self._root_state("set_manual_backward_finalization").root.set_manual(_bool("enabled", enabled))
+        self._root_unit("set_manual_backward_finalization").root.set_manual(_bool("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients of the backwards since the last call, and free full parameters as the settings say.
@@ -190,8 +190,8 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: The module is not the root, manual finalization is off, a backward is running, you did not
                 wait for an earlier call, or all-reduce is off for a unit.
         """
-        state = self._root_state("finalize_backward")
-        reduction = GradientReduction(None) if state.is_root is None else state.root.finalize()
+        unit = self._root_unit("finalize_backward")
+        reduction = GradientReduction(None) if unit.is_root is None else unit.root.finalize()
         if async_op:
             return reduction
         reduction.wait()
@@ -236,8 +236,8 @@ class FSDPModule(TorchFSDPModule):
                 the unit with ``set_reduce_scatter_unused_params(True)``) or do not all call it.
         """
         by_root: dict[RootContext[FSDPState], dict[FSDPParamGroup, None]] = {}
-        for state in self._states(recurse):
-            by_root.setdefault(state.root, {}).update(dict.fromkeys(state.groups))
+        for unit in self._units(recurse):
+            by_root.setdefault(unit.root, {}).update(dict.fromkeys(unit.groups))
         for root, groups in by_root.items():
             root.synchronize(list(groups))
 
@@ -282,8 +282,8 @@ class FSDPModule(TorchFSDPModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         self._set("set_reduce_scatter_max_input_buffers", recurse, reduce_inputs=max_input_buffers)
-        for state in self._states(recurse):
-            state.root.use_comm(state.root.comm)
+        for unit in self._units(recurse):
+            unit.root.use_comm(unit.root.comm)
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
@@ -337,7 +337,7 @@ class FSDPModule(TorchFSDPModule):
         """
         self._one_group("set_all_reduce_hook", recurse)
         if stream is not None:
-            for group in [group for state in self._states(recurse) for group in state.groups]:
+            for group in [group for unit in self._units(recurse) for group in unit.groups]:
                 if group.mesh.replicate.size > 1:
                     raise ValueError("stream cannot be set when using native HSDP")
 
@@ -366,8 +366,8 @@ class FSDPModule(TorchFSDPModule):
         """
         _bool("enable", enable)
         made: dict[object, Axis] = {}
-        for state in self._states(recurse):
-            for group in state.groups:
+        for unit in self._units(recurse):
+            for group in unit.groups:
                 axis = group.mesh.shard
                 if enable and axis.group is not None:
                     if axis.group not in made:
@@ -464,14 +464,14 @@ class FSDPModule(TorchFSDPModule):
         """
         if compression is not None and not isinstance(compression, CompressionPolicy):
             raise TypeError(f"compression must be a CompressionPolicy or None, got {compression!r}")
-        for state, group in [(one, group) for one in self._states(recurse) for group in one.groups]:
+        for unit, group in [(one, group) for one in self._units(recurse) for group in one.groups]:
             if not group.is_idle:
                 phase = group.phases.phase.name.lower()
                 raise RuntimeError(
                     f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected a call "
                     "between two steps. Call it after backward, after reset_iter_state() on the root if that raised"
                 )
-            if state.root.pending.expects(group):  # backward needs the buffers that the forward used
+            if unit.root.pending.expects(group):  # backward needs the buffers that the forward used
                 raise RuntimeError(
                     f"{group.name or 'the root'}: set_compression was called between a forward and its backward; "
                     "expected a call between two steps. Call it after the last backward, or after reset_iter_state() "
@@ -482,41 +482,41 @@ class FSDPModule(TorchFSDPModule):
     # ---- internal ----
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not torch's class
-        state = get_state(cast(nn.Module, self))
-        if state is None:
+        unit = get_state(cast(nn.Module, self))
+        if unit is None:
             raise AssertionError(f"No FSDP state found on {self}")
-        return state
+        return unit
 
-    def _root_state(self, method: str) -> FSDPState:
-        state = self._get_fsdp_state()
-        if state.is_root is False:
-            raise RuntimeError(f"{method} must be called on the root FSDP module; {state.name!r} lies below the root")
-        return state
+    def _root_unit(self, method: str) -> FSDPState:
+        unit = self._get_fsdp_state()
+        if unit.is_root is False:
+            raise RuntimeError(f"{method} must be called on the root FSDP module; {unit.name!r} lies below the root")
+        return unit
 
     def _one_group(self, method: str, recurse: bool = False) -> None:
-        for state in self._states(recurse):
-            if len(state.groups) > 1:
+        for unit in self._units(recurse):
+            if len(unit.groups) > 1:
                 raise ValueError(
-                    f"{state.name or 'the module'}: {method} is not supported with multiple param groups (from "
+                    f"{unit.name or 'the module'}: {method} is not supported with multiple param groups (from "
                     "per-param mesh via shard_placement_fn, or per-param offload_policy): what to do would be "
                     "ambiguous across groups"
                 )
 
-    def _states(self, recurse: bool) -> list[FSDPState]:
+    def _units(self, recurse: bool) -> list[FSDPState]:
         module = cast(nn.Module, self)
-        return states_below(module) if _bool("recurse", recurse) else [self._get_fsdp_state()]
+        return units_below(module) if _bool("recurse", recurse) else [self._get_fsdp_state()]
 
     def _set(self, setter: str, recurse: bool, **changes: Any) -> None:
         self._change(setter, recurse, lambda group: replace(group.options, **changes))
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""
-        changes = [(state, group, change(group)) for state in self._states(recurse) for group in state.groups]
-        for state, group, options in changes:  # all are made, and so validated, before the first one takes effect
+        changes = [(unit, group, change(group)) for unit in self._units(recurse) for group in unit.groups]
+        for unit, group, options in changes:  # all are made, and so validated, before the first one takes effect
             alike = group.options.alike == options.alike
             group.set_options(options)
             if not alike:
-                state.root.options_changed(setter)
+                unit.root.options_changed(setter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients like ``nn.Module``, also those that modules do not show: of shards, and unreduced ones.
@@ -524,7 +524,7 @@ class FSDPModule(TorchFSDPModule):
         Called inside a backward, it leaves the gradients of units that this backward is computing.
         """
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
-        for group in [group for state in self._states(recurse=True) for group in state.groups]:
+        for group in [group for unit in self._units(recurse=True) for group in unit.groups]:
             if not group.phases.in_backward:
                 group.gradients.zero(set_to_none=set_to_none)
 
@@ -551,15 +551,15 @@ def _bool(name: str, value: Any) -> bool:
     return value
 
 
-def _states(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
+def _units(modules: Sequence[TorchFSDPModule]) -> list[FSDPState]:
     if not isinstance(modules, (list, tuple)):
         raise TypeError(f"modules must be a list of FSDPModules, got {type(modules).__name__}; pass [module] for one")
-    states = []
+    units = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}; call fully_shard on it first")
-        states.append(module._get_fsdp_state())
-    return states
+        units.append(module._get_fsdp_state())
+    return units
 
 
 class _Unsharding(UnshardHandle):
@@ -582,6 +582,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         TypeError: ``modules`` is not a list.
         ValueError: A module is not an FSDPModule.
     """
-    states = _states(modules)
-    for state in states[1:]:
-        state.root.use_comm(states[0].root.comm)
+    units = _units(modules)
+    for unit in units[1:]:
+        unit.root.use_comm(units[0].root.comm)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import states_below
+from fsdp2.engine.index import units_below
 from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.unit import FSDPState, get_state, keep_state
 
@@ -19,16 +19,16 @@ __all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
 def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, for ``module.__deepcopy__``.
 
-    New states, groups and shards are put into ``memo`` first, so that copies of references to the old ones (in hooks)
+    New units, groups and shards are put into ``memo`` first, so that copies of references to the old ones (in hooks)
     refer to the new ones, by the ordinary rules of ``copy.deepcopy``. The copy starts like a newly sharded module:
     resharded, outside any iteration, without a root.
     """
-    states = [state for state in states_below(module) if id(state) not in memo]
-    groups = list(dict.fromkeys(group for state in states for group in state.groups if id(group) not in memo))
+    units = [unit for unit in units_below(module) if id(unit) not in memo]
+    groups = list(dict.fromkeys(group for unit in units for group in unit.groups if id(group) not in memo))
     shown_before = {group: group.residency.shown for group in groups if not group.residency.summoned}
     try:  # an attribute that cannot be copied (a lock) must not leave shards where full parameters were shown
-        for state in states:
-            memo[id(state)] = FSDPState.__new__(FSDPState)
+        for unit in units:
+            memo[id(unit)] = FSDPState.__new__(FSDPState)
         for group in groups:
             memo[id(group)] = FSDPParamGroup.__new__(FSDPParamGroup)
             group.residency.show_shards()
@@ -40,8 +40,8 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         # weights.
         attributes = nn.Module.__getstate__(module)
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
-        for state in states:
-            _finish_state(state, memo)
+        for unit in units:
+            _finish_unit(unit, memo)
     finally:
         for group, shown in shown_before.items():
             group.residency.show(shown)
@@ -52,9 +52,9 @@ def copy_module(module: nn.Module) -> nn.Module:
     """Return a shallow copy for ``module.__copy__``: another object with the same parameters, submodules and state."""
     clone = nn.Module.__new__(type(module))
     clone.__dict__.update(module.__dict__)
-    state = get_state(module)
-    if state is not None:
-        keep_state(clone, state)
+    unit = get_state(module)
+    if unit is not None:
+        keep_state(clone, unit)
     return clone
 
 
@@ -81,14 +81,14 @@ def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
     memo[id(param)], memo[id(param.sharded)] = clone, clone.sharded
 
 
-def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
+def _finish_unit(unit: FSDPState, memo: dict[int, Any]) -> None:
     """Initialize the new state and its groups, now that their modules are copied."""
-    clone: FSDPState = memo[id(state)]
-    modules = tuple(copy.deepcopy(module, memo) for module in state.modules)
-    clone.__init__(modules, state.device, state.mp_policy)  # type: ignore[misc]  # made bare above
+    clone: FSDPState = memo[id(unit)]
+    modules = tuple(copy.deepcopy(module, memo) for module in unit.modules)
+    clone.__init__(modules, unit.device, unit.mp_policy)  # type: ignore[misc]  # made bare above
     for module in modules:
         keep_state(module, clone)
-    for group in state.groups:
+    for group in unit.groups:
         new: FSDPParamGroup = memo[id(group)]
         if not new.__dict__:
             params = [memo[id(param)] for param in group.params]
@@ -99,6 +99,6 @@ def _finish_state(state: FSDPState, memo: dict[int, Any]) -> None:
             new.__init__(store, inside, comm, clone.notice_backward)  # type: ignore[misc]  # made bare above
             new.shared = group.shared
         clone.groups.append(new)
-    clone.made_by = None if state.made_by is None else state.made_by.copied(memo)
+    clone.made_by = None if unit.made_by is None else unit.made_by.copied(memo)
     for name in ("forward_prefetch", "backward_prefetch"):
-        setattr(clone, name, [memo.get(id(other), other) for other in getattr(state, name)])
+        setattr(clone, name, [memo.get(id(other), other) for other in getattr(unit, name)])

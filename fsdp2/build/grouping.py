@@ -46,23 +46,23 @@ class CallOptions:
     replicated: set[nn.Parameter] = field(default_factory=set)
     ignored_sites: set[Site] = field(default_factory=set)
 
-    def manage(self, state: FSDPState, managed: Managed) -> None:
-        """Put ``managed`` parameters into groups of ``state``; share the groups of parameters that other calls manage.
+    def manage(self, unit: FSDPState, managed: Managed) -> None:
+        """Put ``managed`` parameters into groups of ``unit``; share the groups of parameters that other calls manage.
 
         All checks run first, so that an error leaves everything unchanged.
         """
-        hooked = list(state.groups)
+        hooked = list(unit.groups)
         sites = (Site(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
         self.ignored_sites.update(sites)
-        own, ties = find_ties(managed.params, self.mesh, state)
+        own, ties = find_ties(managed.params, self.mesh, unit)
         placed = self.place(own)
         parts = _together(placed, self.options)
         stay = [entry.found for entry in placed if not isinstance(entry.offload, CPUOffloadPolicy)]
         move_to(self.mesh.device, stay, managed.buffers)
-        join_ties(ties, state)
-        state.groups[:0] = [_make_group(part, self.options, state) for part in parts]
+        join_ties(ties, unit)
+        unit.groups[:0] = [_make_group(part, self.options, unit) for part in parts]
         _mark(managed.modules)
-        for group in state.groups:
+        for group in unit.groups:
             if group in hooked:
                 continue
             self.hook_group(group)
@@ -94,14 +94,14 @@ class CallOptions:
             ignored_sites={Site(memo.get(id(site.module), site.module), site.name) for site in self.ignored_sites},
         )
 
-    def adopt_added(self, state: FSDPState) -> None:
-        """Shard parameters that were added below the modules of ``state`` (LoRA adapters, say), and follow new ties."""
+    def adopt_added(self, unit: FSDPState) -> None:
+        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties."""
         for site in self.ignored_sites:  # loading with assign=True replaces ignored parameters
             shown = site.shown
             if shown is not None and not is_managed_tensor(shown):
                 self.ignored.add(shown)
-        managed = collect(state.modules, self.ignored, self.ignored_modules)
-        params = [param for group in state.groups for param in group.params]
+        managed = collect(unit.modules, self.ignored, self.ignored_modules)
+        params = [param for group in unit.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
         places = {site: param for param in params for site in param.sites}
         tied: list[Found] = []
@@ -119,13 +119,13 @@ class CallOptions:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
             return
         names = ", ".join(found.name for found in added)
-        logger.info("%s: adopted parameters added after fully_shard: %s", state.name or "the root", names)
-        before = len(state.groups)
-        self.manage(state, Managed(managed.modules, added, managed.buffers))
-        for group in state.groups[: len(state.groups) - before]:
-            group.use_comm(state.root.comm)
-            group.in_root = bool(state.is_root)
-            group.set_names(state.name, {})
+        logger.info("%s: adopted parameters added after fully_shard: %s", unit.name or "the root", names)
+        before = len(unit.groups)
+        self.manage(unit, Managed(managed.modules, added, managed.buffers))
+        for group in unit.groups[: len(unit.groups) - before]:
+            group.use_comm(unit.root.comm)
+            group.in_root = bool(unit.is_root)
+            group.set_names(unit.name, {})
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
@@ -176,7 +176,7 @@ def _first_values(param: nn.Parameter) -> list[float]:
 
 
 @torch.no_grad()
-def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -> FSDPParamGroup:
+def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) -> FSDPParamGroup:
     mesh = placed[0].mesh
     params = [FSDPParam(p.found.param, p.spec, p.found.sites, p.found.name, p.policy) for p in placed]
     pieces = [p.piece for p in placed]
@@ -189,7 +189,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, state: FSDPState) -
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups here, because every rank calls fully_shard
     store = ShardStore(params, mesh, pieces, options)
-    group = FSDPParamGroup(store, state.modules, state.root.comm, state.notice_backward)
+    group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward)
     if mesh.mesh.size() > 1:
         group.initial = (_first_values(placed[0].found.param), group.store.version())
     originals = [p.found.param for p in placed]

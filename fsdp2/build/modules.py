@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import states_below
+from fsdp2.engine.index import units_below
 from fsdp2.module import FSDPModule
 
 __all__ = ["fsdp_modules", "no_sync"]
@@ -47,13 +47,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
                 model(batch).sum().backward()
         ```
     """
-    states = states_below(module)
-    if not states and module.__dict__.get("_is_fsdp_managed_module"):
+    units = units_below(module)
+    if not units and module.__dict__.get("_is_fsdp_managed_module"):
         raise ValueError(
             f"no_sync: {type(module).__name__} is part of a unit whose FSDPModule is above it; pass that module, or "
             "the whole model"
         )
-    groups = list(dict.fromkeys(group for state in states for group in state.groups))
+    groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
     before = [(group, group.options.reduce_gradients, group.options.all_reduce_gradients) for group in groups]
     try:
         for group in groups:

@@ -30,7 +30,7 @@ class Tie:
     param: FSDPParam
 
 
-def find_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> tuple[list[Found], list[Tie]]:
+def find_ties(found: list[Found], mesh: DataParallelMesh, unit: FSDPState) -> tuple[list[Found], list[Tie]]:
     """Return the parameters that no other call manages, and the ties to those of other calls; this changes nothing.
 
     Raises:
@@ -42,19 +42,19 @@ def find_ties(found: list[Found], mesh: DataParallelMesh, state: FSDPState) -> t
         if param is None or get_state(param.group.modules[0]) is None:
             own.append(entry)
         else:
-            _check(entry, param, mesh, state)
+            _check(entry, param, mesh, unit)
             ties.append(Tie(entry, param))
     return own, ties
 
 
-def join_ties(ties: list[Tie], state: FSDPState) -> None:
-    """Let ``state`` share the groups of tied parameters with the units of the other calls."""
+def join_ties(ties: list[Tie], unit: FSDPState) -> None:
+    """Let ``unit`` share the groups of tied parameters with the units of the other calls."""
     for tie in ties:
         param, group = tie.param, _group_of_its_own(tie.param)
         param.set_sites(param.sites + [site for site in tie.found.sites if site not in param.sites])
         show([param], "sharded")
-        if group not in state.groups:
-            state.groups.append(group)
+        if group not in unit.groups:
+            unit.groups.append(group)
 
 
 def follow_tie(found: Found, places: Mapping[Site, FSDPParam]) -> bool:
@@ -77,9 +77,9 @@ def follow_tie(found: Found, places: Mapping[Site, FSDPParam]) -> bool:
     return True
 
 
-def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, state: FSDPState) -> None:
+def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, unit: FSDPState) -> None:
     group = param.group
-    ours, theirs = state.mp_policy.param_dtype, param.policy.param_dtype
+    ours, theirs = unit.mp_policy.param_dtype, param.policy.param_dtype
     if group.mesh.mesh != mesh.mesh and _ranks(group.mesh) != _ranks(mesh):
         got, expected = f"the mesh {mesh.mesh}", f"{group.mesh.mesh}"
     elif ours != theirs:

@@ -21,12 +21,12 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
     """
     by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
     # Where no forward has run, nothing is known of a root: the first such unit stands for it.
-    first = next((state for state in used.values() if state.is_root is None), None)
-    for group, state in used.items():
+    first = next((unit for unit in used.values() if unit.is_root is None), None)
+    for group, unit in used.items():
         group.lazy_init(in_root=group.in_root)
-        if state.is_root is None and first is not None:
-            state = first
-        by_root.setdefault(state.root, []).append(group)
+        if unit.is_root is None and first is not None:
+            unit = first
+        by_root.setdefault(unit.root, []).append(group)
     for root, groups in by_root.items():
         running = root.running
         if running is None:
@@ -36,7 +36,7 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
 
 
 def _gather_between_passes(
-    root: RootContext[FSDPState], groups: list[FSDPParamGroup], states: list[FSDPState], kind: PassKind
+    root: RootContext[FSDPState], groups: list[FSDPParamGroup], units: list[FSDPState], kind: PassKind
 ) -> None:
     """Gather in a pass of its own, so that ranks on which the caller did not ask notice it, and hold the result."""
     one_replica = are_copied(groups)  # so one may ask alone, as it may evaluate
@@ -47,7 +47,7 @@ def _gather_between_passes(
     if one_replica or not any(group.residency.needs_gather for group in groups):
         _start(groups, launch_unobserved)
     else:
-        observer = root.observer_by_hand(states, kind)
+        observer = root.observer_by_hand(units, kind)
         kind = PassKind(kind.name, anew=root.portions_anew(groups))
         observer.begin(kind, outermost=True)
         run = Pass(groups, observer)

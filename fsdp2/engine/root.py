@@ -53,12 +53,12 @@ class RootContext(Generic[U]):
     @property
     def groups(self) -> list[FSDPParamGroup]:
         """Every group under the root, each once."""
-        return list(dict.fromkeys([group for state in self.all_states for group in state.groups]))
+        return list(dict.fromkeys([group for unit in self.all_states for group in unit.groups]))
 
     @property
     def groups_backward(self) -> list[FSDPParamGroup]:
         """Every group under the root, each once, in about the order in which a backward meets them."""
-        return list(dict.fromkeys([group for state in reversed(self.all_states) for group in reversed(state.groups)]))
+        return list(dict.fromkeys([group for unit in reversed(self.all_states) for group in reversed(unit.groups)]))
 
     @property
     def running(self) -> Pass | None:
@@ -130,10 +130,10 @@ class RootContext(Generic[U]):
             self.observer = make_observer(self, kind, error)
             self._compared = True
 
-    def observer_by_hand(self, states: list[U], kind: PassKind) -> Observer:
+    def observer_by_hand(self, units: list[U], kind: PassKind) -> Observer:
         """Return the observer of gathers between passes; before the first forward, of what the caller gathers first."""
         # Before the first forward nobody has listed the units below; it will list all of them anew.
-        self.all_states += [state for state in states if state not in self.all_states]
+        self.all_states += [unit for unit in units if unit not in self.all_states]
         if not self._compared:
             self.observe(None, kind)
         return self.observer
@@ -291,8 +291,8 @@ class RootContext(Generic[U]):
             run.join_before_end()
             # In the order of forward: a rank that has skipped units may be here while others are still in their
             # backward. It asks first for what they come to last, and joins what they need until then.
-            for state in self.all_states:
-                for group in reversed(state.groups):
+            for unit in self.all_states:
+                for group in reversed(unit.groups):
                     if group in ended:
                         self._end_group(run, group, manual)
             # Before waiting: an unscheduled pass is compared here, and ranks that differ must not wait for reductions.

@@ -50,14 +50,14 @@ __all__ = [
     "get_state",
     "is_managed_by_torch",
     "keep_state",
-    "live_states",
+    "live_units",
     "register_as_managed",
 ]
 
 _live: Registry[FSDPState] = Registry()
 
 
-def live_states() -> list[FSDPState]:
+def live_units() -> list[FSDPState]:
     """Return every unit of the process, in no order; a submodule that is no unit has no other way to find its own."""
     return list(_live)
 
@@ -93,8 +93,8 @@ def register_as_managed(module: nn.Module, apis: dict[str, Any]) -> None:
 class Adopting(Protocol):
     """The options of the ``fully_shard`` call (``build.grouping.CallOptions``), by which parameters are added later."""
 
-    def adopt_added(self, state: FSDPState) -> None:
-        """Manage parameters that appeared below the modules of ``state`` since."""
+    def adopt_added(self, unit: FSDPState) -> None:
+        """Manage parameters that appeared below the modules of ``unit`` since."""
 
     def copied(self, memo: dict[int, Any]) -> Adopting:
         """Return the same for a deep copy of the modules."""
@@ -137,7 +137,7 @@ class FSDPState(ComposableState):
         self.summoned: str | None = None
         _live.add(self)
         # Here and not in ``init_root``: the call that fails may be one that makes no root (``generate``, say).
-        explain_at_exit(lambda: [group for state in live_states() for group in state.groups])
+        explain_at_exit(lambda: [group for unit in live_units() for group in unit.groups])
 
     @property
     def root(self) -> RootContext[FSDPState]:
@@ -158,7 +158,7 @@ class FSDPState(ComposableState):
 
     # ---- forward ----
 
-    @outside_dynamo_and_modes(lambda state: state.outer_modes)
+    @outside_dynamo_and_modes(lambda unit: unit.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Gather, cast inputs, and put hooks on inputs for the moment when backward has their gradients."""
         if self.summoned is not None:
@@ -210,8 +210,8 @@ class FSDPState(ComposableState):
             root.notice_inserted()
         if self._registrations != hooks.registrations:
             # The outermost forward looks for all: a unit's gather may start before its own forward.
-            for state in root.all_states if root.forward is None else [self]:
-                state.notice_added()
+            for unit in root.all_states if root.forward is None else [self]:
+                unit.notice_added()
 
     def _classify(self, module: nn.Module, in_backward: bool) -> tuple[Call, bool]:
         """Classify a forward call: the first of these that it is.
@@ -239,7 +239,7 @@ class FSDPState(ComposableState):
         self._calls.append(call)
         return call
 
-    @outside_dynamo_and_modes(lambda state: state.outer_modes)
+    @outside_dynamo_and_modes(lambda unit: unit.outer_modes)
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free, put hooks on outputs so that backward gathers first, cast outputs.
 
@@ -259,9 +259,9 @@ class FSDPState(ComposableState):
             root = self.root
             if root.forward is not None and root.forward.outermost is self:
                 # Grouped calls whose other members did not run in this forward end with it.
-                for state, unfinished in reversed(list(root.forward.entered.items())):
-                    state._calls.clear()
-                    output = state._complete(unfinished, output)
+                for unit, unfinished in reversed(list(root.forward.entered.items())):
+                    unit._calls.clear()
+                    output = unit._complete(unfinished, output)
                 root.end_forward()
         return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
 
@@ -364,8 +364,8 @@ class FSDPState(ComposableState):
             )
 
     def _prefetch_forward(self, run: ForwardPass) -> None:
-        for state in self.forward_prefetch:
-            for group in state.groups:
+        for unit in self.forward_prefetch:
+            for group in unit.groups:
                 run.prefetch(group)
         for group in self.groups:
             following = run.order.visit(group)  # recorded also with a prefetch list: other units follow the order
@@ -408,8 +408,8 @@ class FSDPState(ComposableState):
                         comm.postpone_gather(partial(run.prefetch, other))
                     elif other.options.unshard_in_backward:
                         run.prefetch(other)
-        for state in self.backward_prefetch:
-            for group in reversed(state.groups):
+        for unit in self.backward_prefetch:
+            for group in reversed(unit.groups):
                 run.prefetch(group)
 
     def _enter_member(self, grad: torch.Tensor) -> None:
@@ -526,18 +526,18 @@ class FSDPState(ComposableState):
         run = self.root.forward
         if run is None or run.outermost is not self or backward_runs():
             return
-        for state in run.entered:
-            state._calls.clear()
+        for unit in run.entered:
+            unit._calls.clear()
         self.root.break_off_forward()
 
     def explain(self, error: BaseException | None) -> None:
         """Add to the text of ``error``, which leaves a forward or a registered method, which shards it is about."""
         explain(error, lambda: self.root.groups)
 
-    def _refuse_manual_below(self, states: Iterable[FSDPState]) -> None:
+    def _refuse_manual_below(self, units: Iterable[FSDPState]) -> None:
         """Raise RuntimeError where somebody asked to end the backwards of a unit below the root."""
-        for state in states:
-            if state is not self and state.root is not self._own_root and state.root.manual:
+        for unit in units:
+            if unit is not self and unit.root is not self._own_root and unit.root.manual:
                 raise RuntimeError(
                     "set_manual_backward_finalization must be called on the root FSDP module; it was called on one "
                     f"below {type(self.modules[0]).__name__}, whose forward began here. Call it on that one instead"

@@ -49,9 +49,9 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         with torch.autograd.graph.saved_tensors_hooks(*_saving(used)):
             yield module
     finally:
-        for (group, state), (held, shown) in zip(used.items(), before):
+        for (group, unit), (held, shown) in zip(used.items(), before):
             if torch.is_grad_enabled():
-                state.root.pending.record([group])
+                unit.root.pending.record([group])
             if held and shown == "sharded":
                 group.residency.show_shards()  # again: it stays for backward alone
             if held or not group.is_idle:
@@ -64,7 +64,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
 
 def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
     """Return hooks for what autograd saves, which gather a full parameter before backward reads it."""
-    owners = {_memory(param.full): state for group, state in used.items() for param in group.params}
+    owners = {_memory(param.full): unit for group, unit in used.items() for param in group.params}
 
     def pack(tensor: torch.Tensor) -> Any:
         return tensor, owners.get(_memory(tensor))

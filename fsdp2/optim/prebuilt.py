@@ -23,7 +23,7 @@ from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.index import managed_sites, originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
 from fsdp2.engine.residency import note_optimizer_step
-from fsdp2.engine.unit import live_states
+from fsdp2.engine.unit import live_units
 from fsdp2.engine.unreduced import any_unreduced
 from fsdp2.optim.unreduced import drop_unreduced, refuse_unreduced_step
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
@@ -79,7 +79,7 @@ def _follow_summoned(optimizer: torch.optim.Optimizer) -> None:
     given = optimizer.param_groups[-1]["params"]
     summoned = [param for param in given if _is_summoned(param)]
     if summoned:
-        sites = managed_sites(live_states()).items()
+        sites = managed_sites(live_units()).items()
         shown = {id(site.shown): param for site, param in sites}
         known = [param for param in summoned if id(param) in shown]
         _remember(known, [shown[id(param)] for param in known])

@@ -324,8 +324,8 @@ class RankMonitor:
         # only their rank has.
         groups = {
             group: (number, [param.name.rpartition(".")[2] for param in group.params])
-            for number, state in enumerate(self._root.all_states)
-            for group in state.groups
+            for number, unit in enumerate(self._root.all_states)
+            for group in unit.groups
         }
         numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in collectives]
         return [zlib.crc32(repr(one).encode()) for one in (str(kind), *numbers)]

@@ -26,18 +26,18 @@ class Line(NamedTuple):
 
 def options_of(root: RootContext[Any]) -> list[Line]:
     """Return the options of each unit of ``root`` that influence communication and are not part of a collective."""
-    numbers = {state: number for number, state in enumerate(root.all_states)}
+    numbers = {unit: number for number, unit in enumerate(root.all_states)}
     lines = []
-    for state, number in numbers.items():
-        options = list(dict.fromkeys(group.options.describe_alike() for group in state.groups))
+    for unit, number in numbers.items():
+        options = list(dict.fromkeys(group.options.describe_alike() for group in unit.groups))
         compared, shown = [str(number), *options], [text for text in options if text]
-        for when, ahead in (("forward", state.forward_prefetch), ("backward", state.backward_prefetch)):
+        for when, ahead in (("forward", unit.forward_prefetch), ("backward", unit.backward_prefetch)):
             # By number, not by name: names of experts often contain a number that only their rank has.
             compared.append(str([numbers.get(other) for other in ahead]))
             if ahead:
                 names = ", ".join(repr(other.name) for other in ahead)
                 shown.append(f"{names} gathered ahead in {when} (set_modules_to_{when}_prefetch)")
-        lines.append(Line(" ".join(compared), f"{_name(state.name)} with {'; '.join(shown) or 'default options'}"))
+        lines.append(Line(" ".join(compared), f"{_name(unit.name)} with {'; '.join(shown) or 'default options'}"))
     return lines
 
 

@@ -20,7 +20,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below, managed_sites
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
 from fsdp2.engine.passes import backward_runs
-from fsdp2.engine.unit import get_state, live_states
+from fsdp2.engine.unit import get_state, live_units
 from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
 from fsdp2.sharding.spec import on_this_rank
 from fsdp2.weights.names import clean_name
@@ -204,8 +204,8 @@ class Selection:
 
 
 def _check_idle(group: FSDPParamGroup, where: str) -> None:
-    state = get_state(group.modules[0])
-    running = None if state is None else state.root.forward
+    unit = get_state(group.modules[0])
+    running = None if unit is None else unit.root.forward
     if running is not None and len(running.outermost.modules) == 1:  # a grouped call's other modules may never run
         got = "a forward"
     elif backward_runs() or group.phases.in_backward:
@@ -231,7 +231,7 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
     for group in groups_below(module):
         group.residency.adopt()
-    sites = managed_sites(live_states())
+    sites = managed_sites(live_units())
     shown = {id(t): param for param in sites.values() for t in (param.sharded, param.full, param.subgroup)}
     places: dict[int, Place] = {}
     left_out: dict[int, Place] = {}

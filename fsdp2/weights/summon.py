@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.engine.param import FSDPParam, proxy
 from fsdp2.engine.passes import backward_runs
-from fsdp2.engine.unit import FSDPState, get_state, live_states
+from fsdp2.engine.unit import FSDPState, get_state, live_units
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Selection, ranks_of, select
 from fsdp2.weights.whole import Source, check_gatherable, check_same, gather_whole
@@ -82,7 +82,7 @@ def summon_full_params(
     named = {f"{selection.managed[param].name}.grad": source for param, source in gradients.items()}
     check_same(named, selection.groups, ranks)
     shows = ranks.first or not rank0_only
-    summoned = _Summoned(selection, _states(module, selection, recurse), shows, rank0_only, offload_to_cpu)
+    summoned = _Summoned(selection, _units(module, selection, recurse), shows, rank0_only, offload_to_cpu)
     try:
         with torch.inference_mode(False), torch.no_grad():
             summoned.start(gradients)
@@ -99,8 +99,8 @@ def _check_outside(selection: Selection) -> None:
     selection.refuse_summoned("summon_full_params")
     inside = backward_runs()
     for group, params in selection.groups.items():
-        state = get_state(group.modules[0])
-        if inside or not group.is_idle or (state is not None and state.root.running is not None):
+        unit = get_state(group.modules[0])
+        if inside or not group.is_idle or (unit is not None and unit.root.running is not None):
             raise RuntimeError(
                 f"{selection.managed[params[0]].name}: summon_full_params cannot unshard parameters during "
                 "forward/backward; expected outside of both. Call it before or after; if an earlier one raised, "
@@ -108,13 +108,13 @@ def _check_outside(selection: Selection) -> None:
             )
 
 
-def _states(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDPState]:
+def _units(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDPState]:
     """Return the units whose groups are in ``selection``, and the units without parameters below ``module``."""
     groups, inside = selection.groups, set(module.modules()) if recurse else set()
     return [
-        state
-        for state in live_states()
-        if any(group in groups for group in state.groups) or (not state.groups and not inside.isdisjoint(state.modules))
+        unit
+        for unit in live_units()
+        if any(group in groups for group in unit.groups) or (not unit.groups and not inside.isdisjoint(unit.modules))
     ]
 
 
@@ -122,7 +122,7 @@ class _Summoned:
     """One ``with`` block: the parameters that it shows, and the values that it writes back."""
 
     def __init__(
-        self, selection: Selection, states: list[FSDPState], shows: bool, rank0_only: bool, offload: bool
+        self, selection: Selection, units: list[FSDPState], shows: bool, rank0_only: bool, offload: bool
     ) -> None:
         self.selection = selection
         self.shows = shows  # on this rank
@@ -132,14 +132,14 @@ class _Summoned:
         self.values: dict[FSDPParam, torch.Tensor] = {}
         self.gradients = False  # True: gradients of values are written as well
         self.ending = False  # True: reset_iter_state() may now recover from an interrupt
-        self._before = {state: state.summoned for state in states}
+        self._before = {unit: unit.summoned for unit in units}
 
     def start(self, gradients: dict[FSDPParam, Source]) -> None:
         """Gather and show the parameters. Ranks that show nothing take part in the gathers and keep nothing."""
         for group, params in self.selection.groups.items():
             group.residency.summon(params, self)
-        for state in self._before:
-            state.summoned = self._why_no_forward(state)
+        for unit in self._before:
+            unit.summoned = self._why_no_forward(unit)
         sources = []
         for param in self.selection.managed:
             assert param.data is not None  # just checked
@@ -178,8 +178,8 @@ class _Summoned:
     def end(self) -> None:
         """Write the recorded values, and restore what the modules showed before, even if writing fails."""
         self.ending = True
-        for state, reason in self._before.items():
-            state.summoned = reason
+        for unit, reason in self._before.items():
+            unit.summoned = reason
         with ExitStack() as stack:
             for group, params in self.selection.groups.items():
                 values = {param: self.values[param] for param in params if param in self.values}
@@ -192,13 +192,13 @@ class _Summoned:
         for shown in self.shown.values():
             shown.__dict__.pop("_fsdp2_managed", None)
 
-    def _why_no_forward(self, state: FSDPState) -> str:
-        """Return the reason why ``state`` cannot compute with the shown parameters, or "" if it can."""
-        params = [param for group in state.groups for param in group.params]
+    def _why_no_forward(self, unit: FSDPState) -> str:
+        """Return the reason why ``unit`` cannot compute with the shown parameters, or "" if it can."""
+        params = [param for group in unit.groups for param in group.params]
         if self.rank0_only:
             return "rank0_only shows full parameters on one rank"
         if any(param not in self.selection.managed for param in params):
             return "only some of its parameters are shown in full; summon the whole unit"
         if any(param.spec.full is not None for param in params):
             return "its tensor-parallel parameters are shown as plain tensors"
-        return "its parameters are shown on the CPU" if self.offload and state.device.type != "cpu" else ""
+        return "its parameters are shown on the CPU" if self.offload and unit.device.type != "cpu" else ""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import managed_sites, states_below
+from fsdp2.engine.index import managed_sites, units_below
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
 from fsdp2.sharding.spec import placed_alike
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
@@ -125,7 +125,7 @@ def before_load_tree(
     head = f"{CHECKPOINTED}." if wrapper else ""  # the wrapper's own hook has already renamed its keys
     _reach_compiled(module, state_dict, prefix, head)
     problems, assign = [], bool(metadata.get("assign_to_params_buffers", False))
-    sites = managed_sites(states_below(module))
+    sites = managed_sites(units_below(module))
     for path, owner, name, tensor in loaded_plainly(module, ""):
         long = f"{path}.{name}" if path else name
         short = ".".join(part for part in long.split(".") if part != CHECKPOINTED)
@@ -162,12 +162,12 @@ def _shard_added(module: nn.Module) -> None:
     and a new group would add to them. Skip it also while ``summon_full_params`` shows parameters, which would look
     like added ones.
     """
-    states = states_below(module)
-    sites = managed_sites(states)
+    units = units_below(module)
+    sites = managed_sites(units)
     own = [name for name, param in module._parameters.items() if param is not None]
-    if all(Site(module, name) in sites for name in own) and all(state.summoned is None for state in states):
-        for state in states:
-            state.notice_added()
+    if all(Site(module, name) in sites for name in own) and all(unit.summoned is None for unit in units):
+        for unit in units:
+            unit.notice_added()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2.engine.index import managed_sites
 from fsdp2.engine.param import FSDPParam, Site
-from fsdp2.engine.unit import live_states
+from fsdp2.engine.unit import live_units
 from fsdp2.weights.names import clean_name, clean_names
 from fsdp2.weights.state_dict.convert import Item, convert
 
@@ -87,7 +87,7 @@ def _converts(module: nn.Module, destination: dict[str, Any]) -> bool:
 
 def _params_by_name(module: nn.Module, own: Setting) -> dict[str, tuple[FSDPParam | None, StateDictSettings]]:
     """Return the managed parameters below ``module`` under each of their names, with the settings of their modules."""
-    sites = managed_sites(live_states())
+    sites = managed_sites(live_units())
     found: dict[str, tuple[FSDPParam | None, StateDictSettings]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         for name in inner._parameters:

@@ -216,10 +216,9 @@ def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
 def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> None:
     """Make one unit of ``modules``."""
     managed = collect(modules, options.ignored, options.ignored_modules)
-    unit = FSDPState(modules, options.mesh.device, options.options.mp_policy)
+    unit = FSDPState(modules, options.mesh.device, options.options.mp_policy, options)
     classes = [_fsdp_class(type(module)) for module in modules]
     options.manage(unit, managed)
-    unit.made_by = options
     _attach(unit)
     for module, cls in zip(modules, classes):
         module.__class__ = cls  # names and attributes do not change

@@ -85,7 +85,8 @@ def _finish_unit(unit: FSDPState, memo: dict[int, Any]) -> None:
     """Initialize the new state and its groups, now that their modules are copied."""
     clone: FSDPState = memo[id(unit)]
     modules = tuple(copy.deepcopy(module, memo) for module in unit.modules)
-    clone.__init__(modules, unit.device, unit.mp_policy)  # type: ignore[misc]  # made bare above
+    made_by = None if unit.made_by is None else unit.made_by.copied(memo)
+    clone.__init__(modules, unit.device, unit.mp_policy, made_by)  # type: ignore[misc]  # made bare above
     for module in modules:
         keep_state(module, clone)
     for group in unit.groups:
@@ -96,9 +97,7 @@ def _finish_unit(unit: FSDPState, memo: dict[int, Any]) -> None:
                 param.set_sites([Site(copy.deepcopy(site.module, memo), site.name) for site in old.sites])
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
             store, comm = group.store.of(params), clone.root.comm
-            new.__init__(store, inside, comm, clone.notice_backward)  # type: ignore[misc]  # made bare above
-            new.shared = group.shared
+            new.__init__(store, inside, comm, clone.notice_backward, shared=group.shared)  # type: ignore[misc]  # likewise
         clone.groups.append(new)
-    clone.made_by = None if unit.made_by is None else unit.made_by.copied(memo)
     for name in ("forward_prefetch", "backward_prefetch"):
         setattr(clone, name, [memo.get(id(other), other) for other in getattr(unit, name)])

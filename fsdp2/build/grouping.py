@@ -122,10 +122,7 @@ class CallOptions:
         logger.info("%s: adopted parameters added after fully_shard: %s", unit.name or "the root", names)
         before = len(unit.groups)
         self.manage(unit, Managed(managed.modules, added, managed.buffers))
-        for group in unit.groups[: len(unit.groups) - before]:
-            group.use_comm(unit.root.comm)
-            group.in_root = bool(unit.is_root)
-            group.set_names(unit.name, {})
+        unit.include(unit.groups[: len(unit.groups) - before])
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
@@ -189,9 +186,8 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups here, because every rank calls fully_shard
     store = ShardStore(params, mesh, pieces, options)
-    group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward)
-    if mesh.mesh.size() > 1:
-        group.initial = (_first_values(placed[0].found.param), group.store.version())
+    initial = ([], None) if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), store.version())
+    group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward, initial=initial)
     originals = [p.found.param for p in placed]
     follow_parameters(originals, params)
     return group

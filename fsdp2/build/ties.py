@@ -108,11 +108,7 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     if len(group.params) == 1:  # keep this group: hooks on its modules refer to it
         group.shared = True
         return group
-    alone = FSDPParamGroup(group.store.of([param]), group.modules, group.comm, group.notice_backward)
-    alone.shared, alone.in_root = True, group.in_root
     owner = get_state(group.modules[0])
     assert owner is not None
-    owner.groups.append(alone)
-    alone.gradients.unreduced.take_over(group.gradients.unreduced)
-    group.drop(param)
-    return alone
+    owner.groups.append(group.split_off(param))
+    return owner.groups[-1]

@@ -33,8 +33,20 @@ class FSDPParamGroup:
         modules: tuple[nn.Module, ...],
         comm: CommContext,
         notice_backward: Callable[[], None],
+        *,
+        in_root: bool = False,
+        shared: bool = False,
+        initial: tuple[list[float], object] = ([], None),
     ) -> None:
-        """``notice_backward`` is called when autograd finishes a gradient although no backward entered the group."""
+        """Make a group of the parameters in ``store``, whose shards ``modules`` or modules below them show.
+
+        Args:
+            notice_backward: Is called when autograd finishes a gradient although no backward entered the group.
+            in_root: The group is the root's, which by default stays after forward, as with torch.
+            shared: Several units use it, because they tie its parameter.
+            initial: First values, and the version that the shards had then. Ranks compare these before the first
+                forward; only ``fully_shard`` has whole values to take them from.
+        """
         self.store = store
         self.params = params = store.params
         self.modules = modules
@@ -44,16 +56,14 @@ class FSDPParamGroup:
         self.notice_backward = notice_backward
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
         self.gathered_with = [self]  # the groups of its unit, which are gathered and used together
-        self.in_root = False  # it is the root's, which by default stays after forward, as with torch
-        self.shared = False  # several units use it, because they tie its parameter
-        self.has_units_below = False
+        self.in_root = in_root
+        self.shared = shared
+        self.initial = initial
+        self.has_units_below = False  # as far as is known before the first forward
         self.phases = PhaseTracker()
         self.residency = Residency(self, store, comm)
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
-        # First values, and the shards' version then. Ranks compare these before the first forward; only fully_shard has
-        # whole values to take them from.
-        self.initial: tuple[list[float], object] = ([], None)
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
         for param in params:
             param.group = self
@@ -101,8 +111,16 @@ class FSDPParamGroup:
             self.store.note_change()
         self.store.check_ready()
 
+    def split_off(self, param: FSDPParam) -> FSDPParamGroup:
+        """Return a new group of ``param`` alone, which several units share; this group must be sharded."""
+        store = self.store.of([param])
+        alone = FSDPParamGroup(store, self.modules, self.comm, self.notice_backward, in_root=self.in_root, shared=True)
+        alone.gradients.unreduced.take_over(self.gradients.unreduced)
+        self.drop(param)
+        return alone
+
     def drop(self, param: FSDPParam) -> None:
-        """Give up ``param``, which becomes a group of its own because several units tie it; must be sharded."""
+        """Give up ``param``, which is another group's from now on; must be sharded."""
         self.params = [p for p in self.params if p is not param]
         self.store = self.store.of(self.params)
         self.residency.use(self.store, self.comm)

@@ -106,7 +106,14 @@ class FSDPState(ComposableState):
     The class has torch's name. Modules of a grouped call are its *members*.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], device: torch.device, mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        made_by: Adopting | None,
+    ) -> None:
+        """``made_by`` takes in parameters that are added later."""
         super().__init__()
         self.modules = modules
         self.device = device
@@ -128,9 +135,8 @@ class FSDPState(ComposableState):
             modules, lambda module: get_state(module) is not None, {STATE_KEY, REGISTRY_KEY}
         )
         self._notices_errors = False  # whether a hook tells when an exception leaves its forward
-        # Takes in parameters that were added since. It is asked only when the process has counted registrations that
-        # this unit has not seen.
-        self.made_by: Adopting | None = None
+        # Asked only when the process has counted registrations that this unit has not seen.
+        self.made_by = made_by
         self._registrations = hooks.registrations
         # While summon_full_params shows parameters of the unit: the reason why forward cannot compute with them, "" if
         # it can. It is not on the groups, because it depends on all of them, and a unit without parameters has none.
@@ -379,6 +385,13 @@ class FSDPState(ComposableState):
             self._registrations = hooks.registrations
             if self.made_by is not None:
                 self.made_by.adopt_added(self)
+
+    def include(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
+        for group in groups:
+            group.in_root = bool(self.is_root)
+            group.use_comm(self.root.comm)
+            group.set_names(self.name, {})
 
     # ---- backward ----
 

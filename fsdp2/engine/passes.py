@@ -59,6 +59,7 @@ class Call:
     run: Pass
     depth: int = 0  # of a recursive one: how many calls of the module are on the stack
     members: set[nn.Module] = field(default_factory=set)  # that have not run yet
+    first_node: int = 0  # autograd nodes made by the forward, if it has gradients, have this number or a higher one
     hidden: HiddenInputs | None = None  # inputs that no hook can be put on
     copies: list[Copies] = field(default_factory=list)  # of the caller's containers, in which tensors were replaced
     written: list[Any] = field(default_factory=list)  # what the module wrote to those containers

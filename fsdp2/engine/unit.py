@@ -130,7 +130,6 @@ class FSDPState(ComposableState):
         self._own_root: RootContext[FSDPState] = RootContext(device, self)
         self._root: weakref.ref[RootContext[FSDPState]] | None = None
         self._calls: list[Call] = []  # that are under way, the latest last; an exception may leave some behind
-        self._first_node = 0  # autograd nodes made by its latest forward have this number or a higher one
         self._side_outputs = SideOutputs(
             modules, lambda module: get_state(module) is not None, {STATE_KEY, REGISTRY_KEY}
         )
@@ -189,7 +188,7 @@ class FSDPState(ComposableState):
             if only_user:
                 entering.append(group)
         if torch.is_grad_enabled():
-            self._first_node = autograd_sequence_number()
+            call.first_node = autograd_sequence_number()
             if entering:
                 done = partial(self._inputs_done, entering)
                 (args, kwargs), need_none, call.hidden = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
@@ -252,24 +251,32 @@ class FSDPState(ComposableState):
         A grouped call is complete with its last member, or where the outermost forward ends without that member.
         """
         call = self._leave(module)
-        if call is not None and call.copies:
+        if call is not None:
+            output = self._end(call, output)
+        return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
+
+    def _end(self, call: Call, output: Any) -> Any:
+        """End ``call``, or one member's part of it, and return its output."""
+        if call.copies:
             # As if the module had written to the caller's containers. Backward may enter by what it wrote.
             call.written = [value for copies in call.copies for value in copies.carry_back()]
-        if call is not None and (call.kind is not CallKind.NORMAL or call.members):
-            # Not complete, or part of another call. Backward may still enter by this member's output.
-            if call.kind is CallKind.NORMAL and torch.is_grad_enabled():
-                _, output = hooks.watch_outputs(output, self._enter_member, self._first_node)
-                hooks.watch_outputs(call.written, self._enter_member, self._first_node)
-        elif self.summoned is None:
-            output = self._complete(call, output)
-            root = self.root
-            if root.forward is not None and root.forward.outermost is self:
-                # Grouped calls whose other members did not run in this forward end with it.
-                for unit, unfinished in reversed(list(root.forward.entered.items())):
-                    unit._calls.clear()
-                    output = unit._complete(unfinished, output)
-                root.end_forward()
-        return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
+        if call.kind is not CallKind.NORMAL:
+            return output  # a part of another call
+        if call.members:
+            # Not complete, but backward may enter by this member's output.
+            if torch.is_grad_enabled():
+                _, output = hooks.watch_outputs(output, self._enter_member, call.first_node)
+                hooks.watch_outputs(call.written, self._enter_member, call.first_node)
+            return output
+        output = self._complete(call, output)
+        root = self.root
+        if root.forward is not None and root.forward.outermost is self:
+            # Grouped calls whose other members did not run in this forward end with it.
+            for unit, unfinished in reversed(list(root.forward.entered.items())):
+                unit._calls.clear()
+                output = unit._complete(unfinished, output)
+            root.end_forward()
+        return output
 
     @property
     def outer_modes(self) -> int:
@@ -285,7 +292,7 @@ class FSDPState(ComposableState):
     def _leave(self, module: nn.Module) -> Call | None:
         """Return the call that ends, or one of whose members ends.
 
-        None within ``summon_full_params``, and where the call has ended already (a registered method called forward).
+        None within ``summon_full_params``, and where an exception has ended the pass of a call that handled it.
         """
         calls = self._calls
         if self.summoned is not None or not calls:
@@ -298,9 +305,9 @@ class FSDPState(ComposableState):
             calls.pop()
         return call
 
-    def _complete(self, call: Call | None, output: Any) -> Any:
+    def _complete(self, call: Call, output: Any) -> Any:
         """End the forward of all members, whether they ran or not: free, and put hooks on the ``output``."""
-        if call is not None and call.hidden is not None:
+        if call.hidden is not None:
             call.hidden.open_if_unused(output)
         in_backward = backward_runs()
         self._release(call, in_backward)
@@ -308,15 +315,16 @@ class FSDPState(ComposableState):
             output = self._watch_results(call, output, in_backward)
         return output
 
-    def _release(self, call: Call | None, in_backward: bool) -> None:
+    def _release(self, call: Call, in_backward: bool) -> None:
         """Free what the call computed with, or keep it, as its pass decides."""
-        # An exception may have ended the pass of the call, or the call before its end: then the groups are freed.
-        run = None if call is None or call.run.entered.pop(self, None) is None else call.run
+        # The pass may have ended before the call, by an exception or by a forward inside a registered method. Then the
+        # groups are freed.
+        run = None if call.run.entered.pop(self, None) is None else call.run
         # Inside another root's backward (a teacher in a checkpointed loss), a forward without gradients has no backward
         # that would free what it gathered.
         unfreed = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()
         for group in self.groups:
-            if call is not None and group.shared and not call.run.leave_shared(group, self):
+            if group.shared and not call.run.leave_shared(group, self):
                 continue  # another unit computes with it
             after = run.decide_after(group) if isinstance(run, ForwardPass) else True
             group.post_forward()
@@ -325,17 +333,18 @@ class FSDPState(ComposableState):
             if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
 
-    def _watch_results(self, call: Call | None, output: Any, in_backward: bool) -> Any:
+    def _watch_results(self, call: Call, output: Any, in_backward: bool) -> Any:
         """Put hooks on what the forward computed, by which backward enters the unit, and return the output."""
-        made = autograd_sequence_number() - self._first_node
+        since = call.first_node
+        made = autograd_sequence_number() - since
         for group in self.groups:
             group.gradients.expect_from(made)
-        watched, output = hooks.watch_outputs(output, self.pre_backward, self._first_node)
-        if call is not None and not watched:  # it returns nothing, so its results may be in its arguments
-            made_here = partial(is_made_since, since=self._first_node)
+        watched, output = hooks.watch_outputs(output, self.pre_backward, since)
+        if not watched:  # it returns nothing, so its results may be in its arguments
+            made_here = partial(is_made_since, since=since)
             call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
-        if call is not None and call.written:
-            watched |= hooks.watch_outputs(call.written, self.pre_backward, self._first_node)[0]
+        if call.written:
+            watched |= hooks.watch_outputs(call.written, self.pre_backward, since)[0]
         if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
             watched |= self._watch_side_outputs(call)
             if watched:
@@ -346,13 +355,13 @@ class FSDPState(ComposableState):
         """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""
         return group in run.stayed or (not run.trains and group in self.root.pending.stayed)
 
-    def _watch_side_outputs(self, call: Call | None) -> bool:
+    def _watch_side_outputs(self, call: Call) -> bool:
         """Put hooks on tensors that the forward left on modules; return whether there are any.
 
         Backward may enter by them, into this unit and into the units around it.
         """
-        units = [self, *([] if call is None else call.run.entered)]
-        return self._side_outputs.watch(self._first_node, lambda: [unit.pre_backward for unit in units])
+        units = [self, *call.run.entered]
+        return self._side_outputs.watch(call.first_node, lambda: [unit.pre_backward for unit in units])
 
     def _check_summoned(self) -> None:
         """Allow a forward that computes with what ``summon_full_params`` shows, in its dtype, where that is right.

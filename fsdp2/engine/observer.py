@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.options import GroupOptions
@@ -22,6 +22,7 @@ __all__ = [
     "Answer",
     "CanJoin",
     "Collective",
+    "CollectiveKind",
     "Launch",
     "ObservedGroup",
     "Observer",
@@ -42,6 +43,15 @@ class ObservedGroup(Protocol):
     store: ShardStore
 
 
+CollectiveKind = Literal[
+    "gather",
+    "gather over replicas",  # at the beginning of a pass, of the groups in PassKind.anew
+    "reduce",
+    "end",  # of the pass
+    "stay",  # only in lists that ranks compare: of the groups in PassKind.stayed, nothing is gathered
+]
+
+
 class Collective(NamedTuple):
     """One collective of a pass.
 
@@ -49,11 +59,8 @@ class Collective(NamedTuple):
     parameters whose gradients a reduction sends, and ``AS_COMPUTED`` where they are sent narrower than they are summed.
     """
 
-    # "gather", "gather over replicas", "reduce", or "end" for the end of a pass, which has no group. When ranks compare
-    # a pass, its list begins with one entry for each group in its kind: "stay" (PassKind.stayed) or "gather over
-    # replicas" (PassKind.anew).
-    kind: str
-    group: ObservedGroup | None
+    kind: CollectiveKind
+    group: ObservedGroup | None  # None at the end of a pass
     part: tuple[int, ...] = ()
 
 

@@ -7,7 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from fsdp2.engine import observer
-from fsdp2.engine.observer import END, Answer, CanJoin, Collective, Observer, PassKind, observe_with
+from fsdp2.engine.observer import (
+    END,
+    Answer,
+    CanJoin,
+    Collective,
+    CollectiveKind,
+    Observer,
+    PassKind,
+    observe_with,
+)
 from fsdp2.engine.root import RootContext
 
 __all__ = ["others_use_everything"]
@@ -70,7 +79,7 @@ class _Others:
     def forget(self, setter: str) -> None:
         """Do nothing."""
 
-    def _next(self, kinds: list[str], groups: list[Any], can_join: CanJoin) -> Collective | None:
+    def _next(self, kinds: list[CollectiveKind], groups: list[Any], can_join: CanJoin) -> Collective | None:
         for group in groups:
             for kind in kinds if group.options.reduce_unused else ():
                 if (kind, group) not in self._launched and can_join(Collective(kind, group), True):

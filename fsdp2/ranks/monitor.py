@@ -314,9 +314,10 @@ class RankMonitor:
         """
         if kind is None:
             return list(collectives)
-        beginning = [("stay", number) for number in kind.stayed]
-        beginning += [("gather over replicas", number) for number in kind.anew]
-        return [*(Collective(name, self._root.groups[number]) for name, number in beginning), *collectives]
+        groups = self._root.groups
+        stayed = [Collective("stay", groups[number]) for number in kind.stayed]
+        anew = [Collective("gather over replicas", groups[number]) for number in kind.anew]
+        return [*stayed, *anew, *collectives]
 
     def _digests(self, kind: object, collectives: Sequence[Collective]) -> list[int]:
         # Groups are identified by their unit and parameters, not by number: a rank may have another group for

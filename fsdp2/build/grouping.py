@@ -103,18 +103,18 @@ class CallOptions:
         managed = collect(unit.modules, self.ignored, self.ignored_modules)
         params = [param for group in unit.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
-        places = {site: param for param in params for site in param.sites}
+        shown_by = {site: param for param in params for site in param.sites}
         tied: list[Found] = []
         unknown: list[Found] = []
         for found in managed.params:
-            if follow_tie(found, places):
+            if follow_tie(found, shown_by):
                 tied.append(found)
             elif found.param not in known:
                 unknown.append(found)
         for found in unknown:
-            for param in {places[site] for site in found.sites if site in places}:
+            for param in {shown_by[site] for site in found.sites if site in shown_by}:
                 _take_over(found, param)
-        added = tied + [found for found in unknown if not any(site in places for site in found.sites)]
+        added = tied + [found for found in unknown if not any(site in shown_by for site in found.sites)]
         if not added:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
             return

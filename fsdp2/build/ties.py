@@ -57,14 +57,14 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
             unit.groups.append(group)
 
 
-def follow_tie(found: Found, places: Mapping[Site, FSDPParam]) -> bool:
+def follow_tie(found: Found, shown_by: Mapping[Site, FSDPParam]) -> bool:
     """Stop managing parameters that ``found``, which is also managed, has replaced; return True if there were any.
 
     Parameters that other modules still show, or that several units share, stay. The next gather raises an error that
     names them.
     """
     param = param_of(found.param)
-    others = {places[site] for site in found.sites if site in places} - {param}
+    others = {shown_by[site] for site in found.sites if site in shown_by} - {param}
     if param is None or not others or any(o.group.shared or not {*o.sites} <= {*found.sites} for o in others):
         return False
     touched = [p for one in (param, *others) for p in one.group.params if p.full is not None]

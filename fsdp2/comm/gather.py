@@ -151,7 +151,7 @@ class GatherBuffers:
 
     def _plan_unpacks(self, rows: torch.Tensor) -> list[Planned]:
         """Plan how packed parameters are copied or decoded from ``rows`` (ranks, bytes) to their places."""
-        places: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         decodings: list[Planned] = []
         for i in self.plan.packed:
@@ -166,10 +166,10 @@ class GatherBuffers:
                 pairs = [(flat.view(layout.ranks, layout.slot_numel), sent)]
             else:
                 pairs = piece_pairs(flat.as_strided(layout.shape, layout.stride), sent, layout)
-            for place, source in pairs:
-                places.append(place)
+            for target, source in pairs:
+                targets.append(target)
                 sources.append(source)
-        return [partial(copy_all, places, sources), *decodings] if places else decodings
+        return [partial(copy_all, targets, sources), *decodings] if targets else decodings
 
     def _encoded_pieces(self, i: int, form: BlockFormat, rows: torch.Tensor) -> Encoded:
         """Return the pieces of item ``i`` in ``rows``, which were encoded together with its neighbours."""

@@ -203,9 +203,9 @@ class ShardStore:
     def check_ties(self) -> None:
         """Raise RuntimeError if modules that share a parameter show different ones, of which only one could be used."""
         for param in self.params:
-            places = [(site, site.shown) for site in param.sites]
-            first, shown = places[0]
-            for site, other in places[1:]:
+            found = [(site, site.shown) for site in param.sites]
+            first, shown = found[0]
+            for site, other in found[1:]:
                 if other is not shown and other is not None:  # one that was removed is put back
                     raise RuntimeError(
                         f"{param.name}: the sharded parameter is tied, and its modules show different ones: got one as "
@@ -333,8 +333,8 @@ class ShardStore:
             self.gather_buffers = GatherBuffers(items, plan, source, self._full)
             self._fulls = []
             for i, (param, item) in enumerate(zip(self._plain, items)):
-                layout, place = item.layout, plan.full_offset[i]
-                flat = self._full.view(place, layout.full_storage_numel, item.wire_dtype)
+                layout, start = item.layout, plan.full_offset[i]
+                flat = self._full.view(start, layout.full_storage_numel, item.wire_dtype)
                 self._fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
             self._full.free()

@@ -75,13 +75,13 @@ class FSDPParamGroup:
 
     # ---- configuration ----
 
-    def set_names(self, name: str, places: dict[Site, tuple[int, str]]) -> None:
-        """Use names relative to the root from now on; ``places`` say how each is called there, and in which order."""
+    def set_names(self, name: str, names: dict[Site, tuple[int, str]]) -> None:
+        """Use names relative to the root from now on; ``names`` say how each is called there, and in which order."""
         self.name = self.phases.name = name
         prefix = f"{name}." if name and len(self.modules) == 1 else ""
         for param in self.params:
             own = param.name if param.name.startswith(prefix) else prefix + param.name  # where somebody removed it
-            param.name = min((places[site] for site in param.sites if site in places), default=(0, own))[1]
+            param.name = min((names[site] for site in param.sites if site in names), default=(0, own))[1]
 
     def use_comm(self, comm: CommContext) -> None:
         """Communicate on ``comm`` from now on."""

@@ -64,11 +64,11 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
         return _WRITTEN
     if _TEXT not in text:
         return None
-    place = error.__traceback__
-    while place.tb_next is not None:
-        place = place.tb_next
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
     units = _shown(groups)
-    used, named = _used(place, units)
+    used, named = _used(trace, units)
     if not used:
         return None
     names = ", ".join(f"{p.name} (unit {units[p]})" for p in used[:_SHOWN])
@@ -76,10 +76,10 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
     return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
 
 
-def _used(place: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPParam], bool]:
+def _used(trace: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPParam], bool]:
     """Return those of ``params`` that the failing lines name, else that their function names, and whether named."""
-    frame, code = place.tb_frame, place.tb_frame.f_code
-    text = _lines(place)
+    frame, code = trace.tb_frame, trace.tb_frame.f_code
+    text = _lines(trace)
     meant = {id(_follow(path, frame.f_locals)) for path in re.findall(r"\w+(?:\.\w+)*", text)}
     used = [p for p in params if id(p.sharded) in meant]
     if used:
@@ -103,13 +103,13 @@ def _follow(path: str, values: Mapping[str, object]) -> object:
     return value
 
 
-def _lines(place: TracebackType) -> str:
+def _lines(trace: TracebackType) -> str:
     """Return the failing expression's lines."""
-    first = last = place.tb_lineno
+    first = last = trace.tb_lineno
     if sys.version_info >= (3, 11):
-        _, last_known, _, _ = next(itertools.islice(place.tb_frame.f_code.co_positions(), place.tb_lasti // 2, None))
+        _, last_known, _, _ = next(itertools.islice(trace.tb_frame.f_code.co_positions(), trace.tb_lasti // 2, None))
         last = last_known or first
-    return "".join(linecache.getline(place.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
+    return "".join(linecache.getline(trace.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
 
 
 def explain(error: BaseException | None, groups: Groups) -> None:

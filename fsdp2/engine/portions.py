@@ -59,8 +59,8 @@ class Portions:
         with lane.after():
             self._memory = Buffer(self.plan.shard_bytes, mesh.device)
             self._memory.bytes.zero_()  # what lies between portions is encoded with them, so it must be numbers
-            places = replace(plan, full_offset=self.plan.shard_offset, full_bytes=self.plan.shard_bytes)
-            self.gather = GatherBuffers(items, places, shards, self._memory)
+            offsets = replace(plan, full_offset=self.plan.shard_offset, full_bytes=self.plan.shard_bytes)
+            self.gather = GatherBuffers(items, offsets, shards, self._memory)
         self.arriving: Gathering | None = None
         self.filled = False  # a gather has written them, or is writing them; a backward needs no more than that
         self.mark: Mark | None = None  # of the shards as gathered; without it a forward gathers anew

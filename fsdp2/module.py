@@ -260,7 +260,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Let ranks use different parameters (True): a rank sends zeros for parameters without a gradient.
 
-        A rank that skips such a unit gathers it when the others do, frees it, and takes part in its reductions.
+        A rank that skips such a unit gathers it when the others do, frees it, and takes part in its reductions. All
+        ranks must use the others in one order, the same in every step: loop over experts by index, say, not by score.
         """
         self._set(
             "set_reduce_scatter_unused_params",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.sharding.boxes import Entry, Part
+from fsdp2.sharding.boxes import Entry, Part, intersect
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import DTYPE_NAMES, INDEX, RESERVED, write_header, write_tensor
@@ -29,6 +29,8 @@ __all__ = ["save_safetensors"]
 _WHERE = "save_safetensors"
 _SHARD_BYTES = 5 * 10**9
 """The largest size of a file in a folder, as with Hugging Face."""
+_COMPARED = 4
+"""How many elements of each dimension are compared where several meshes have a tensor of one name."""
 
 
 def save_safetensors(
@@ -64,7 +66,7 @@ def save_safetensors(
 
     Raises:
         OSError: Rank 0 cannot write.
-        RuntimeError: A parameter is on the meta device, or has another shape or dtype on another rank.
+        RuntimeError: A parameter is on the meta device, or has another shape, dtype or value on another rank.
         NotImplementedError: The format lacks a dtype or a name, or extra state is not a tensor.
         TypeError, ValueError: An argument is wrong.
 
@@ -86,6 +88,7 @@ def save_safetensors(
         # With different buckets or files, ranks would misread each other's bytes.
         limit, target = ranks.share((limit, target))
         offers = _gather_offers(mine, ranks)
+        _check_copies(mine, ranks)
         with ranks.agreed():
             files = target.files(_joined(mine, offers, ranks))
             total = sum(tensor.entry.nbytes for file in files for tensor in file)
@@ -216,6 +219,43 @@ def _joined(mine: _Mine, offers: dict[int, _Offer], ranks: Ranks) -> list[_Tenso
             for name in names:
                 known.setdefault(name, earlier or (entry, rank))
     return tensors
+
+
+def _check_copies(mine: _Mine, ranks: Ranks) -> None:
+    """Raise an error on every rank if meshes have different tensors of one name: the file can only hold one of them.
+
+    The first elements are compared. Copies that have drifted apart by roundings are no different tensors.
+
+    Raises:
+        RuntimeError: A name stands for several tensors.
+    """
+    here: dict[str, tuple[int, torch.Tensor]] = {}
+    for place in mine:
+        # Of a tensor on the mesh of some ranks alone; other ranks may have it on a mesh of their own.
+        if place.mesh is not None and place.mesh.size() < ranks.size and place.copies.first:
+            corner = tuple((0, min(length, _COMPARED)) for length in place.shape)
+            if intersect(place.box, corner) is not None:
+                first = torch.zeros([length for _, length in corner], dtype=place.dtype, device=place.local.device)
+                place.read(corner, first)
+                here[place.name] = int(place.mesh.mesh.min()), first.cpu().double()
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for values in ranks.gather(here):
+        for name, (mesh, part) in values.items():  # each rank of a mesh has another part, and zeros elsewhere
+            parts = found.setdefault(name, {})
+            parts[mesh] = parts[mesh] + part if mesh in parts else part
+    for name, copies in found.items():
+        (holder, expected), *others = sorted(copies.items())
+        for other, got in others:
+            if not torch.allclose(got, expected, rtol=0.1, atol=0.1 * float(expected.abs().max())):
+                raise RuntimeError(
+                    f"{_WHERE}: ranks have different tensors under the name {name}; got the mesh of rank {holder} with "
+                    f"{_some(expected)} and the mesh of rank {other} with {_some(got)}, expected one tensor of a name. "
+                    "Give the modules names that differ between these ranks (an expert's number among all experts)"
+                )
+
+
+def _some(values: torch.Tensor) -> str:
+    return f"{values.flatten()[:3].tolist()}"
 
 
 def _with_extras(selection: Selection) -> list[Place]:

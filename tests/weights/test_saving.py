@@ -253,6 +253,28 @@ def test_ranks_with_experts_of_their_own(rank, world, size):
             assert torch.equal(whole(value), before[name]), name
 
 
+@on_ranks(4)
+def test_one_name_for_experts_of_several_ranks(rank, world):
+    """Each pair of ranks calls its own expert "expert". The file held that of rank 0's mesh, without an error. Copies
+    under one name that only differ by roundings are written once, as before."""
+    with shared_folder() as folder:
+        for different in (True, False):
+            torch.manual_seed(rank // 2 if different else 0)
+            module = nn.ModuleDict({"expert": nn.Linear(8, 6), "dense": nn.Linear(3, 2)})
+            with torch.no_grad():
+                module["expert"].weight.mul_(1 + 1e-3 * (rank // 2))
+            fsdp2.fully_shard(module["expert"], mesh=mesh_of(2, 2, names=("owner", "shard"))["shard"])
+            fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+            if different:
+                error = r"different tensors under the name expert.weight; got the mesh of rank 0 with .* rank 2"
+                with pytest.raises(RuntimeError, match=error):
+                    fsdp2.save_safetensors(module, folder / "x")
+            else:
+                fsdp2.save_safetensors(module, folder / "x")
+        written = load_file(folder / "x" / "model.safetensors")
+        assert torch.equal(written["expert.weight"], whole(module["expert"].weight)) == (rank < 2)
+
+
 @on_ranks(2)
 def test_ranks_that_disagree(rank, world):
     """One name with different shapes, or names in another order: ranks would add up each other's bytes."""

@@ -10,13 +10,22 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
+from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor, is_summoned
 from fsdp2.engine.unit import FSDPState, get_state, live_units
 
-__all__ = ["groups_below", "managed_sites", "originals_remembered", "param_of", "remember_originals", "units_below"]
+__all__ = [
+    "SiteFinder",
+    "groups_below",
+    "managed_sites",
+    "originals_remembered",
+    "param_of",
+    "remember_originals",
+    "units_below",
+]
 
 # Weak references to originals only: torch cannot swap a tensor that has one, and Module.to swaps the sharded ones.
 _originals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> weak FSDPParam
+_by_id: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()  # id of a managed tensor -> param
 
 
 def remember_originals(originals: Iterable[nn.Parameter], params: Iterable[FSDPParam]) -> None:
@@ -35,10 +44,27 @@ def param_of(tensor: torch.Tensor) -> FSDPParam | None:
     reference = _originals.get(tensor)
     if reference is not None:
         return reference()
-    if not is_managed_tensor(tensor):
+    if not is_managed_tensor(tensor) or is_summoned(tensor):
         return None
-    params = (param for unit in live_units() for group in unit.groups for param in group.params)
-    return next((p for p in params if tensor is p.sharded or tensor is p.full or tensor is p.subgroup), None)
+    if not _belongs(tensor, _by_id.get(id(tensor))):
+        _list_tensors()
+    param = _by_id.get(id(tensor))
+    return param if _belongs(tensor, param) else None
+
+
+def _belongs(tensor: torch.Tensor, param: FSDPParam | None) -> bool:
+    return param is not None and (tensor is param.sharded or tensor is param.full or tensor is param.subgroup)
+
+
+def _list_tensors() -> None:
+    """List all managed tensors anew: some are new, and ids of freed ones may stand for others by now.
+
+    Clipping asks for every parameter in each step, so a search through all of them for each would be too slow.
+    """
+    global _by_id
+    params = [param for unit in live_units() for group in unit.groups for param in group.params]
+    tensors = [(tensor, param) for param in params for tensor in (param.sharded, param.full, param.subgroup)]
+    _by_id = weakref.WeakValueDictionary({id(tensor): param for tensor, param in tensors if tensor is not None})
 
 
 def units_below(module: nn.Module) -> list[FSDPState]:
@@ -52,17 +78,34 @@ def managed_sites(units: Iterable[FSDPState]) -> dict[Site, FSDPParam]:
     return {site: param for group in groups for param in group.params for site in param.sites}
 
 
+class SiteFinder:
+    """Finds the managed parameters of sites, without listing all sites of the process where it can."""
+
+    def __init__(self) -> None:
+        self._sites: dict[Site, FSDPParam] | None = None
+
+    def find(self, site: Site) -> FSDPParam | None:
+        """Return the managed parameter whose site this is, else the one that it shows, else None."""
+        shown = site.shown
+        param = None if shown is None else param_of(shown)
+        if param is not None and site in param.sites:
+            return param
+        if self._sites is None:  # something else is shown there
+            self._sites = managed_sites(live_units())
+        return self._sites.get(site, param)
+
+
 def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGroup, FSDPState]:
     """Return the groups whose parameters ``module`` and modules below it show, in order, each with its unit.
 
     Raises:
         ValueError: there are none, and ``required_by`` names a function that needs some.
     """
-    sites = managed_sites(live_units())
+    finder = SiteFinder()
     found: dict[FSDPParamGroup, FSDPState] = {}
     for inner in module.modules():
         for name in inner._parameters:
-            param = sites.get(Site(inner, name))
+            param = finder.find(Site(inner, name))
             unit = None if param is None else get_state(param.group.modules[0])
             if param is not None and unit is not None:
                 found.setdefault(param.group, unit)

@@ -43,6 +43,7 @@ __all__ = [
     "accumulate_gradients",
     "have_gradients",
     "is_managed_tensor",
+    "is_summoned",
     "is_temporary",
     "lend_gradient",
     "lie_in",
@@ -89,6 +90,11 @@ def is_managed_tensor(value: object) -> bool:
 def is_temporary(value: object) -> bool:
     """Return whether ``value`` is shown while its group is in use; the reduced gradient is on the shard, not on it."""
     return getattr(value, "_fsdp2_temporary", False)
+
+
+def is_summoned(value: object) -> bool:
+    """Return whether ``summon_full_params`` shows ``value``: it is managed, not temporary, and not a DTensor."""
+    return is_managed_tensor(value) and not is_temporary(value) and not isinstance(value, DTensor)
 
 
 def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:

@@ -21,7 +21,7 @@ from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use
 from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
 from fsdp2.engine.index import managed_sites, originals_remembered, param_of, remember_originals
-from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_temporary
+from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_summoned, is_temporary
 from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.engine.unit import live_units
 from fsdp2.engine.unreduced import any_unreduced
@@ -77,17 +77,12 @@ def _follow_summoned(optimizer: torch.optim.Optimizer) -> None:
     block, where it may step on them.
     """
     given = optimizer.param_groups[-1]["params"]
-    summoned = [param for param in given if _is_summoned(param)]
+    summoned = [param for param in given if is_summoned(param)]
     if summoned:
         sites = managed_sites(live_units()).items()
         shown = {id(site.shown): param for site, param in sites}
         known = [param for param in summoned if id(param) in shown]
         _remember(known, [shown[id(param)] for param in known])
-
-
-def _is_summoned(param: torch.Tensor) -> bool:
-    """Return True if ``summon_full_params`` shows ``param``: it is then managed, not temporary, and not a DTensor."""
-    return is_managed_tensor(param) and not is_temporary(param) and not isinstance(param, DTensor)
 
 
 def shards_of(params: list[Any]) -> list[Any]:

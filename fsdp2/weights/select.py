@@ -17,10 +17,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsdp2._torch.modules import loads_as_torch_does, non_persistent_buffers
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import groups_below, managed_sites
+from fsdp2.engine.index import SiteFinder, groups_below
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
 from fsdp2.engine.passes import backward_runs
-from fsdp2.engine.unit import get_state, live_units
+from fsdp2.engine.unit import get_state
 from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, copy_common, whole
 from fsdp2.sharding.spec import on_this_rank
 from fsdp2.weights.names import clean_name
@@ -231,8 +231,7 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
     for group in groups_below(module):
         group.residency.adopt()
-    sites = managed_sites(live_units())
-    shown = {id(t): param for param in sites.values() for t in (param.sharded, param.full, param.subgroup)}
+    finder = SiteFinder()
     places: dict[int, Place] = {}
     left_out: dict[int, Place] = {}
     extras: dict[str, nn.Module] = {}
@@ -243,7 +242,7 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
             if tensor is None:
                 continue
             site = Site(inner, name)
-            param = sites.get(site) or shown.get(id(tensor))
+            param = finder.find(site) if name in inner._parameters else None
             value = tensor if param is None or param.sharded is None else param.sharded
             into = left_out if name in skipped else places
             place = into.setdefault(id(value), Place([], value, param))

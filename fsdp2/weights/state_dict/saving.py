@@ -12,9 +12,8 @@ from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2.engine.index import managed_sites
+from fsdp2.engine.index import SiteFinder
 from fsdp2.engine.param import FSDPParam, Site
-from fsdp2.engine.unit import live_units
 from fsdp2.weights.names import clean_name, clean_names
 from fsdp2.weights.state_dict.convert import Item, convert
 
@@ -87,11 +86,11 @@ def _converts(module: nn.Module, destination: dict[str, Any]) -> bool:
 
 def _params_by_name(module: nn.Module, own: Setting) -> dict[str, tuple[FSDPParam | None, StateDictSettings]]:
     """Return the managed parameters below ``module`` under each of their names, with the settings of their modules."""
-    sites = managed_sites(live_units())
+    finder = SiteFinder()
     found: dict[str, tuple[FSDPParam | None, StateDictSettings]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         for name in inner._parameters:
-            param = sites.get(Site(inner, name))
+            param = finder.find(Site(inner, name))
             if param is not None:
                 setting = inner.__dict__.get(SETTING) or own  # own: for modules that were added later
                 found[clean_name(f"{path}.{name}" if path else name)] = (param, setting.settings)

@@ -13,7 +13,7 @@ from tests.support import api
 from tests.support.cases import CASES, Setup, assert_case, build, build_sharded, chunk
 from tests.support.counting import Collectives, Operators
 from tests.support.models import mlp
-from tests.support.parity import Run, mesh_of
+from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_of
 from tests.support.pool import on_ranks
 
 
@@ -327,3 +327,33 @@ def test_gradients_are_exchanged_where_asked(rank, world):
         found, expected = module.weight.grad.full_tensor(), sum(gradient.float() for gradient in gradients) / world
         torch.testing.assert_close(found, expected, rtol=0, atol=0 if size == 0 else 1e-6)
         module.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ahead", [True, False], ids=["before forward", "after it"])
+def test_a_method_that_computes_and_calls_forward(rank, world, ahead):
+    """Backward may enter by what a registered method has computed itself, before or after the forward that it calls."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(x)
+
+        def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if ahead:
+                hidden = torch.relu(self.first(self.first(x)))
+                return hidden, self(hidden.detach())
+            y = self(x)
+            return torch.relu(self.first(self.first(x))), y
+
+    def program(run: Run) -> None:
+        if run.fsdp is not None:
+            run.fsdp.register_fsdp_forward_method(run.module, "encode")
+        for step in range(2):
+            run.note_loss(run.module.encode(batch(step)[0])[0].square().mean()).backward()
+            run.update()
+
+    assert_parity(lambda module, fsdp: fsdp.fully_shard(module, mesh=mesh_of(world)), build=Encoder, program=program)

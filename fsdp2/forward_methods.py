@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
+from fsdp2.autograd.nesting import counts_as_call
 from fsdp2.module import FSDPModule
 
 __all__ = ["register_fsdp_forward_method"]
@@ -42,17 +44,22 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A deep copy of the module has this method too; it must compute with the copy's parameters.
-        call = MethodType(original.__func__, self) if of_module else original
-        state = self._get_fsdp_state()
-        outermost = state.root.forward is None
-        args, kwargs = state.pre_forward(self, args, kwargs)
-        try:
-            output = call(*args, **kwargs)
-        except Exception as error:
-            state.explain(error)  # the hook on errors of forward does not see this call
-            if outermost:
-                state.break_off_forward()
-            raise
-        return state.post_forward(self, args, output)
+        return _call(self, MethodType(original.__func__, self) if of_module else original, args, kwargs)
 
     setattr(module, method_name, MethodType(method, module))
+
+
+@counts_as_call
+def _call(self: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the module ``self`` with what happens around ``forward``."""
+    unit = self._get_fsdp_state()
+    outermost = unit.root.forward is None
+    try:
+        args, kwargs = unit.pre_forward(self, args, kwargs)
+        output = original(*args, **kwargs)
+    except Exception as error:
+        unit.explain(error)  # the hook on errors of forward does not see this call
+        if outermost:
+            unit.break_off_forward()
+        raise
+    return unit.post_forward(self, args, output)

@@ -1,13 +1,14 @@
-"""WHEN things happen: one training step. From the top down; a file imports only what stands below it.
+"""WHEN things happen: one iteration. From the top down; a file imports only what stands below it.
 
 use        a block in which parameters are full, for use outside forward
 index      which parameter a tensor belongs to, and what lies below a module
 by_hand    gathers that the caller asks for
 unit       one fully_shard call: what happens around the forward and backward of its modules
 root       the root of a tree of units: what they share, and what outlives a pass
-backward   a backward pass, and what forwards leave for it
+backward   a backward pass
 forward    a forward pass
 passes     what both have in common: collectives before an observer, units that only other ranks use
+pending    what forwards leave for backwards
 order      the recorded order of groups, which says what comes next
 group      parameters that communicate together, and what happens to them around a forward and a backward
 residency  what of a group is in memory, what its modules show, and every move between

@@ -6,57 +6,15 @@ what backwards left unreduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from fsdp2._torch.hooks import dispatch_modes
-from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Collective, Observer
-from fsdp2.engine.order import BackwardOrder
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.phase import Phase
 
-__all__ = ["BackwardPass", "Pending", "Synchronization"]
-
-
-class Pending:
-    """The record that forwards leave for backwards still to come; dropped after the last backward on them."""
-
-    def __init__(self) -> None:
-        self.calls: BackwardOrder[FSDPParamGroup] = BackwardOrder()
-        # The groups that backwards will come to, and whether no input of their calls requires a gradient.
-        self._expected: dict[FSDPParamGroup, bool] = {}
-        self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
-        self.stayed: dict[FSDPParamGroup, None] = {}  # that stayed in memory because backward needs them first
-        self.forwards = 0
-        self.manual: bool | None = None  # whether the caller ends these backwards; settled when the first begins
-        self.deferred: dict[FSDPParamGroup, None] = {}  # left to ``finalize_backward``
-
-    def expect(self, group: FSDPParamGroup, *, inputs_need_none: bool) -> None:
-        """Expect a backward through ``group``; ``inputs_need_none`` if no input of the call requires a gradient."""
-        self._expected[group] = inputs_need_none and self._expected.get(group, True)
-
-    def expects(self, group: FSDPParamGroup) -> bool:
-        """Return whether a backward through ``group`` is still to come."""
-        return group in self._expected
-
-    def ends_by_gradients(self, group: FSDPParamGroup) -> bool:
-        """Return whether a backward is done with ``group`` when its parameters have their gradients.
-
-        That is known where inputs cannot tell it, because none of them requires a gradient.
-        """
-        return self._expected.get(group, False) and group.ends_with_its_gradients()
-
-    def record(self, groups: Iterable[FSDPParamGroup]) -> None:
-        """Note that a forward has computed with ``groups``, so that backward gathers them ahead."""
-        for group in groups:
-            self.calls.record(group, self.forwards)
-
-    def end_forward(self, run: ForwardPass) -> None:
-        """Note what backward has to know of a forward with gradients."""
-        self.used.update(run.gathered_skippable)
-        self.stayed.update(run.stayed)
-        self.forwards += 1
+__all__ = ["BackwardPass", "Synchronization"]
 
 
 class BackwardPass(Pass):

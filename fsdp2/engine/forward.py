@@ -10,6 +10,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Observer
 from fsdp2.engine.order import ForwardOrder
 from fsdp2.engine.passes import Pass
+from fsdp2.engine.pending import Pending
 
 __all__ = ["ForwardPass"]
 
@@ -24,17 +25,19 @@ class ForwardPass(Pass):
         outermost: Any,
         known: list[FSDPParamGroup],
         needed_first: FSDPParamGroup | None,
+        pending: Pending,
         *,
         observed: bool,
     ) -> None:
         """``known`` is the order of groups in the last forward, ``needed_first`` the group that backward needed first.
 
-        The second is None if it is not known.
+        The second is None if it is not known. ``pending`` is the record for backwards on this forward.
         """
         super().__init__(groups, observer)
         self.outermost = outermost
         self.observed = observed
         self.trains = torch.is_grad_enabled()
+        self.pending = pending
         self.order: ForwardOrder[FSDPParamGroup] = ForwardOrder(known)
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed

@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 __all__ = ["BackwardOrder", "ForwardOrder"]
 
 T = TypeVar("T")
+_MOST_CALLS = 1 << 16
+"""Of recorded calls: forwards with gradients that no backward follows would add to them for ever."""
 
 
 class ForwardOrder(Generic[T]):
@@ -38,6 +40,9 @@ class BackwardOrder(Generic[T]):
 
     def record(self, group: T, forward: int) -> None:
         """Note one call of ``group`` in the forward of this number."""
+        if len(self._calls) == _MOST_CALLS:  # start anew: what comes next is advice
+            self._calls.clear()
+            self._positions.clear()
         self._positions.setdefault(id(group), []).append(len(self._calls))
         self._calls.append((group, forward))
 

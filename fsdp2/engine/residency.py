@@ -252,6 +252,11 @@ class Residency:
                 "of that context. Leave it first, or summon fewer modules"
             )
 
+    def refuse_unended(self, what: str) -> None:
+        """Raise RuntimeError inside a block of ``summon_full_params``. One whose end was interrupted is over."""
+        if not all(block.ending for block in self.summoned.values()):
+            self.refuse_summoned(what)
+
     # ---- start ----
 
     def start(self, launch: Launch, *, optional: bool = False, in_backward: bool = False) -> None:
@@ -579,11 +584,8 @@ class Residency:
     def reset(self) -> None:
         """Free everything but the shards, in whatever state an error left the group (recovery).
 
-        Raises:
-            RuntimeError: inside a block of ``summon_full_params``. One whose end was interrupted is over.
+        The caller has asked ``refuse_unended``.
         """
-        if not all(block.ending for block in self.summoned.values()):
-            self.refuse_summoned("reset_iter_state")
         self.summoned.clear()
         self.free()
         # A gather that raised while it was being started has left memory allocated, although the state is still the

@@ -15,12 +15,13 @@ from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.autograd.hooks import ChildCount
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
-from fsdp2.engine.backward import BackwardPass, Pending, Synchronization
+from fsdp2.engine.backward import BackwardPass, Synchronization
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Observer, PassKind, Unobserved, make_observer
 from fsdp2.engine.param import Site
 from fsdp2.engine.passes import Pass, Unit, backward_runs
+from fsdp2.engine.pending import Pending
 from fsdp2.engine.phase import Phase
 from fsdp2.policies import GradientReductionHandle
 
@@ -36,7 +37,7 @@ class RootContext(Generic[U]):
         self.comm = CommContext(device)
         self.all_states: list[U] = [unit]
         self.known: list[FSDPParamGroup] = []  # the order in which the last forward met the groups
-        self.pending = Pending()
+        self._pending = Pending()
         self.forward: ForwardPass | None = None  # the pass that runs
         self.backward: BackwardPass | None = None
         self.is_last_backward = True
@@ -59,6 +60,11 @@ class RootContext(Generic[U]):
     def groups_backward(self) -> list[FSDPParamGroup]:
         """Every group under the root, each once, in about the order in which a backward meets them."""
         return list(dict.fromkeys([group for unit in reversed(self.all_states) for group in reversed(unit.groups)]))
+
+    @property
+    def pending(self) -> Pending:
+        """The record for the backwards on the forward that runs, or on those before."""
+        return self._pending if self.forward is None else self.forward.pending
 
     @property
     def running(self) -> Pass | None:
@@ -168,7 +174,8 @@ class RootContext(Generic[U]):
         # holds nothing.
         aborted = running is not None and running.trains
         observer = Unobserved() if alone else self.observer
-        run = ForwardPass(self.groups, observer, unit, self.known, self._needed_first, observed=not alone)
+        pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
+        run = ForwardPass(self.groups, observer, unit, self.known, self._needed_first, pending, observed=not alone)
         for group in run.groups:
             group.begin_forward_pass(aborted=aborted)
         kind = PassKind(name, anew=self.portions_anew(run.groups))
@@ -216,7 +223,7 @@ class RootContext(Generic[U]):
         if run.observed:
             self.known = run.order.calls or self.known
         if run.trains:
-            self.pending.end_forward(run)
+            self.pending.end_forward(run.gathered_skippable, run.stayed)
             self._ended_with = run.ended_with
 
     def break_off_forward(self) -> None:
@@ -239,7 +246,9 @@ class RootContext(Generic[U]):
     def enter_backward(self) -> BackwardPass:
         """Return the backward pass that runs; a recomputation may be the first that is heard of it."""
         if self.backward is None:
-            self.backward = BackwardPass(self.groups, self.observer)
+            # Inside an evaluation that one replica runs alone, its backward is its own business as well.
+            observer = self.observer if self.forward is None else self.forward.observer
+            self.backward = BackwardPass(self.groups, observer)
         return self.backward
 
     def start_backward(self) -> BackwardPass:
@@ -251,9 +260,10 @@ class RootContext(Generic[U]):
         run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)
         self._needed_first = self._ended_with  # not at the end of forward: no backward follows a frozen teacher's
         _trace.refresh()
-        self.pending.manual = self.finalizes_manually
+        if self.forward is None:  # another backward will come on a forward that still runs
+            self.pending.manual = self.finalizes_manually
         more = "" if self.is_last_backward else ", more to come"
-        self.observer.begin(self._backward_kind("backward", more), outermost=False)
+        run.observer.begin(self._backward_kind("backward", more), outermost=False)
         queue_end_of_backward(partial(self.end_backward, run))
         return run
 
@@ -341,7 +351,7 @@ class RootContext(Generic[U]):
         self.comm.reductions.finish()
         self.comm.copies.wait()  # the host may write to shards from here on, also if no reduction has made it wait
         if last:
-            self.pending = Pending()
+            self._pending = Pending()
 
     # ---- recovery ----
 
@@ -349,8 +359,11 @@ class RootContext(Generic[U]):
         """Drop the passes: gathers and reductions in flight, orders, phases, unreduced gradients.
 
         Raises:
-            RuntimeError: another root that communicates on the same lanes waits for its gradients.
+            RuntimeError: another root that communicates on the same lanes waits for its gradients, or
+                ``summon_full_params`` shows parameters.
         """
+        for group in self.groups:
+            group.residency.refuse_unended("reset_iter_state")
         finalizing = self.comm.finalizing
         if isinstance(finalizing, GradientReduction) and finalizing.root is not self:
             raise RuntimeError(
@@ -365,7 +378,7 @@ class RootContext(Generic[U]):
         for group in self.groups:
             group.reset()
         self.forward = self.backward = self._ended_with = self._needed_first = None
-        self.pending, self.known = Pending(), []
+        self._pending, self.known = Pending(), []
 
     # ---- backwards that the caller ends ----
 

@@ -222,7 +222,7 @@ class FSDPState(ComposableState):
         """Classify a forward call: the first of these that it is.
 
         Recomputed inside the unit's own backward; another member of a grouped call that is under way, which goes on; a
-        call inside a call of the same module (recursion); an ordinary one.
+        call inside a call of the same module (recursion, or a registered method that calls forward); an ordinary one.
         """
         root, calls = self.root, self._calls
         if in_backward and any([group.phases.in_backward for group in self.groups]):
@@ -231,11 +231,14 @@ class FSDPState(ComposableState):
         latest = calls[-1] if calls and calls[-1].run is running else None
         if latest is not None and latest.members and len(self.modules) > 1:
             return latest, False
-        if latest is not None and (depth := calls_under_way(module)) > 1:
+        depth = calls_under_way(module) if calls else 1
+        if latest is not None and depth > 1:
             # Gathered already, and both are through when the outer call is.
             return self._start_call(Call(CallKind.RECURSIVE, latest.run, depth)), True
+        if root.forward is None and not in_backward:
+            self._notice_errors()
         run = root.enter_backward() if in_backward else root.begin_forward(self)
-        if calls and calls[-1].run is not run:
+        if calls and (depth == 1 or calls[-1].run is not run):
             calls.clear()  # left behind by exceptions
         call = run.entered[self] = self._start_call(Call(CallKind.NORMAL, run, members=set(self.modules)))
         return call, True
@@ -317,8 +320,7 @@ class FSDPState(ComposableState):
 
     def _release(self, call: Call, in_backward: bool) -> None:
         """Free what the call computed with, or keep it, as its pass decides."""
-        # The pass may have ended before the call, by an exception or by a forward inside a registered method. Then the
-        # groups are freed.
+        # An exception may have ended the pass before the call. Then the groups are freed.
         run = None if call.run.entered.pop(self, None) is None else call.run
         # Inside another root's backward (a teacher in a checkpointed loss), a forward without gradients has no backward
         # that would free what it gathered.
@@ -494,9 +496,6 @@ class FSDPState(ComposableState):
         for unit, name in names.items():
             unit._run_under(root, name)
         root.take_over(list(names), self.modules[0])
-        if not self._notices_errors:
-            self._notices_errors = True
-            hooks.hook_error(self.modules[0], self._forward_is_left)
         error = None
         try:
             for unit in names:
@@ -530,17 +529,23 @@ class FSDPState(ComposableState):
             group.has_units_below = nested
             group.lazy_init(in_root=group in in_root.groups)
 
+    def _notice_errors(self) -> None:
+        """Learn when an exception leaves this unit's forward, which is the outermost."""
+        if not self._notices_errors:
+            self._notices_errors = True
+            for module in self.modules:
+                hooks.hook_error(module, self._forward_is_left)
+
     @outside_dynamo
     def _forward_is_left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called when the root's forward is left, after ``post_forward``, which an exception skips.
+        """Called when a forward of the unit is left, after ``post_forward``, which an exception skips.
 
-        Not by a call inside another one of the same module, which may handle the exception.
+        A call inside another one of the same module does not end the pass: the outer one may handle the exception.
         """
         if output is not None:
             return
         self.explain(sys.exc_info()[1])
-        inside = any([call.kind is not CallKind.RECURSIVE for call in self._calls[1:]])  # a registered method
-        if not inside and calls_under_way(module) == 1:
+        if calls_under_way(module) == 1:
             self.break_off_forward()
 
     def break_off_forward(self) -> None:

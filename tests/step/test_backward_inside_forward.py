@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.support import api
-from tests.support.parity import WIDTH, assert_parity, mesh_1d, shard_each
+from tests.support.counting import Collectives
+from tests.support.parity import WIDTH, assert_parity, mesh_1d, mesh_of, shard_each
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -48,3 +49,55 @@ def test_guidance(rank, world, differentiable, reshard):
     run = assert_parity(partial(sharded, reshard_after_forward=reshard), build=build, against=("alone",))
     assert run.module._get_fsdp_state().root.forward is None
     assert len(run.module._get_fsdp_state().root.known) == 4, "the order of the whole forward"
+
+
+class Forces(nn.Module):
+    """Energies, and the forces that an evaluation computes by a backward inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            return self.last(self.between(self.first(x)).tanh())
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.last(self.between(self.first(x)).tanh()).square().sum()
+            return torch.autograd.grad(energy, x)[0]
+
+
+@on_ranks(2)
+def test_an_evaluation_with_forces_leaves_nothing_behind(rank, world):
+    """Its calls were taken for those of a forward that trains: the next backwards gathered a unit that nobody used, and
+    setters said that a backward is still to come."""
+    module: Any = Forces()
+    sharded(module, api.ours)
+    x, gathers = torch.ones(2, WIDTH), []
+    for evaluates in (False, False, True, True, False):
+        for _ in range(2 if evaluates else 0):
+            with torch.no_grad(), Collectives() as collectives:
+                module(x)
+            gathers.append(collectives.gathers)
+        module.set_compression(None)
+        module.set_manual_backward_finalization(True)
+        module.set_manual_backward_finalization(False)
+        with Collectives() as collectives:
+            module(x).sum().backward()
+        gathers.append(collectives.gathers)
+    assert len(set(gathers[1:2] + gathers[4:5] + gathers[7:])) == 1 and len(set(gathers[2:4] + gathers[5:7])) == 1
+
+
+@on_ranks(4)
+def test_a_replica_evaluates_forces_alone(rank, world):
+    """The backward inside its evaluation was compared with the forward that the other replica started next: "ranks do
+    not do the same"."""
+    module: Any = Forces()
+    shard_each(module, api.ours, mesh=mesh_of(2, 2, names=("replicate", "shard")))
+    x = torch.ones(2, WIDTH)
+    for _ in range(3):
+        module(x).sum().backward()
+        if rank < 2:
+            with torch.no_grad():
+                module(x)
+        module(x).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from functools import partial
 from typing import Any
@@ -137,3 +138,69 @@ def test_activations_of_a_broken_forward_are_freed(rank, world):
     module.first.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     broken(module)
     assert seen.pop()() is None
+
+
+@on_ranks(2)
+def test_a_unit_below_the_root_that_is_called_by_itself(rank, world):
+    """Only the root told of an exception, so the forward of a unit that was called directly never ended: later calls of
+    other units joined it, what they recorded grew, and the unit stayed in memory."""
+    module = Fragile()
+    model = nn.Sequential(module)
+    for unit in (module.first, module.last, module, model):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    broken(module)
+    module.last(torch.ones(2, WIDTH)).sum().backward()
+    for inner in (module, module.first, module.last):
+        assert not any(group.is_unsharded for group in inner._get_fsdp_state().groups)
+
+
+@on_ranks(2)
+def test_a_call_that_is_tried_again_keeps_nothing(rank, world):
+    """A caller handles what a unit raises, and calls it again: the first call's arguments, a cache and all activations
+    in it, stayed until the unit's next forward."""
+
+    class Cache(list[torch.Tensor]):
+        pass
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            cache.append(self.inner(x))
+            if len(cache) == 1:
+                raise ValueError("once more")
+            return cache[-1]
+
+    class Patient(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.picky = Picky()
+
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            with pytest.raises(ValueError, match="once more"):
+                self.picky(x, cache)
+            return self.picky(x, cache)
+
+    module = Patient()
+    shard_each(module, api.ours, mesh=mesh_1d())
+    cache = Cache()
+    kept = weakref.ref(cache)
+    module(torch.ones(2, WIDTH), cache).sum().backward()
+    del cache
+    gc.collect()
+    assert kept() is None
+
+
+@on_ranks(2)
+def test_a_recovery_that_is_refused_changes_nothing(rank, world):
+    """``reset_iter_state`` inside ``summon_full_params`` dropped gradients of the groups before the summoned one."""
+    module = Fragile()
+    sharded(module, api.ours)
+    module(torch.ones(2, WIDTH)).sum().backward()
+    with fsdp2.summon_full_params(module.last), pytest.raises(RuntimeError, match="reset_iter_state while summon_full"):
+        module.reset_iter_state()
+    assert all(parameter.grad is not None for parameter in module.parameters())

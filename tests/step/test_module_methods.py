@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -357,3 +358,72 @@ def test_a_method_that_computes_and_calls_forward(rank, world, ahead):
             run.update()
 
     assert_parity(lambda module, fsdp: fsdp.fully_shard(module, mesh=mesh_of(world)), build=Encoder, program=program)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("below", [False, True], ids=["the root", "a unit below"])
+def test_a_forward_that_calls_a_registered_method(rank, world, below):
+    """An autoencoder registers ``encode``, which its forward calls. The method's end was taken for that of the forward,
+    which then found shards: "got mixed torch.Tensor and DTensor"."""
+
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.unit, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.unit(self.first(x))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.encode(x)) + self.encode(x)
+
+    def program(run: Run) -> None:
+        coder = run.module[0] if below else run.module
+        if run.fsdp is not None:
+            run.fsdp.register_fsdp_forward_method(coder, "encode")
+        for step in range(3):
+            with torch.no_grad():
+                run.note_loss(run.module(batch(step)[0]).sum())
+            run.note_loss(run.module(batch(step)[0]).square().mean()).backward()
+            run.update()
+
+    def shard(module: Any, fsdp: Any) -> None:
+        coder = module[0] if below else module
+        for unit in (coder.unit, coder, *([module] if below else [])):
+            fsdp.fully_shard(unit, mesh=mesh_of(world))
+
+    build = (lambda: nn.Sequential(Coder(), nn.Linear(WIDTH, WIDTH))) if below else Coder
+    assert_parity(shard, build=build, program=program, against=("alone",))
+
+
+@on_ranks(2)
+def test_a_method_that_calls_forward_is_one_pass(rank, world):
+    """``generate`` calls the model for each token. Each inner call was a pass of its own, at whose end the method's
+    weights were freed, and each ``generate`` cost a meeting of the ranks for ever."""
+
+    class Speaker(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.block(x))
+
+        def generate(self, ids: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                ids = torch.cat([ids, self(self.embed(ids))[:, -1].argmax(-1, keepdim=True)], 1)
+            return ids
+
+    torch.manual_seed(0)
+    alone = Speaker()
+    module = copy.deepcopy(alone)
+    for unit in (module.block, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    api.ours.register_fsdp_forward_method(module, "generate")
+    ids = torch.tensor([[1, 2]])
+    for _ in range(3):
+        with torch.no_grad(), Collectives() as collectives:
+            assert torch.equal(module.generate(ids), alone.generate(ids))
+        assert collectives.gathers == 4  # of the root once, and of the block for each token
+        assert all(is_sharded(inner) for inner in (module.embed, module.block, module.head))
+    module(alone.embed(ids).detach()).sum().backward()

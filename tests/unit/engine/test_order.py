@@ -110,3 +110,12 @@ def test_a_group_that_backward_skips_does_not_mislead_the_others() -> None:
 
 def test_a_group_that_was_not_recorded_gets_no_advice() -> None:
     assert visits(recorded("a"), "b") == [None]
+
+
+def test_forwards_that_no_backward_follows():
+    """Each of their calls was recorded for ever."""
+    order: BackwardOrder[Group] = BackwardOrder()
+    groups = [Group("a"), Group("b")]
+    for number in range(3 << 15):
+        order.record(groups[number % 2], 0)
+    assert len(order._calls) <= 1 << 16 and order.visit(groups[1]) is groups[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -35,12 +36,17 @@ def files(folder: str) -> list[Source]:
 
 PACKAGE = files("fsdp2")
 EVERYTHING = [source for folder in ("fsdp2", "tests", "examples", "benchmarks") for source in files(folder)]
-OWN = rules.own_private_names(PACKAGE)
+
+
+@functools.cache  # and not when this file is imported, which every worker does, whatever it runs
+def own_private_names() -> set[str]:
+    """Return the private names that the package itself defines."""
+    return rules.own_private_names(PACKAGE)
 
 
 def private_torch(source: Source) -> list[str]:
     """Private names of torch stand in _torch only."""
-    return rules.private_torch(source, OWN)
+    return rules.private_torch(source, own_private_names())
 
 
 IN_THE_PACKAGE: list[Rule] = [

@@ -16,6 +16,7 @@ queued; a copy from or to it is queued, and where it cannot be, the host waits (
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +27,11 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fsdp2.comm import streams
 from tests.support import ROOT
 
+OWN = f"{ROOT}/"
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Clocks = dict[str, int]  # how many kernels of each stream are known to be done
 
@@ -181,13 +182,14 @@ class Device(TorchDispatchMode):
         return stream.clocks[stream.name]
 
     def _memory_of(self, storage: torch.UntypedStorage) -> Memory:
-        reference = StorageWeakRef(storage)
-        if reference.cdata not in self._memory:
+        key = storage._cdata  # nobody else has it while it is known: the weak reference holds its place
+        if key not in self._memory:
+            reference = StorageWeakRef(storage)
             self._collect()
             begin = storage.data_ptr()
             found = [memory for _, memory in self._memory.values() if memory.begin <= begin < memory.end]
-            self._memory[reference.cdata] = (reference, found[0] if found else self._allocate(storage))
-        return self._memory[reference.cdata][1]
+            self._memory[key] = (reference, found[0] if found else self._allocate(storage))
+        return self._memory[key][1]
 
     def _allocate(self, storage: torch.UntypedStorage) -> Memory:
         """The allocator of the current stream may take any block that came back to it."""
@@ -287,9 +289,16 @@ class Device(TorchDispatchMode):
             setattr(*self._patched.pop())
 
 
+@functools.cache  # reading a schema takes longer than most operators
+def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
+    """The arguments of an operator: name, whether the result may be the same memory, and whether that is written."""
+    found = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return [(name, alias is not None, alias is not None and alias.is_write) for name, alias in found]
+
+
 def _is_queued(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a copy is asked not to make the host wait."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((name for name, *_ in _arguments(func)), args, strict=False)) | kwargs
     return bool(given.get("non_blocking"))
 
 
@@ -308,7 +317,13 @@ def _name(func: Any) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if type(leaf) in PLAIN]
+    """The tensors among the arguments of an operator, in order: faster than torch's ``tree_leaves``."""
+    if type(value) in PLAIN:
+        return [value]
+    if isinstance(value, (list, tuple, dict)):
+        values = value.values() if isinstance(value, dict) else value
+        return [tensor for one in values for tensor in _tensors(one)]
+    return []
 
 
 def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -317,12 +332,13 @@ def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], lis
     written: list[torch.Tensor] = []
     if func.namespace == "c10d":
         return _tensors(args[1:]), _tensors(args[0])  # the output comes first; an all-reduce has no other
-    values = [*zip(func._schema.arguments, args, strict=False)]
-    values += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    for argument, value in values:
-        if argument.alias_info is not None and not argument.alias_info.is_write:
+    arguments = _arguments(func)
+    values = [*zip(arguments, args, strict=False)]
+    values += [(argument, kwargs[argument[0]]) for argument in arguments if argument[0] in kwargs]
+    for (_, is_alias, is_written), value in values:
+        if is_alias and not is_written:
             return [], []
-        (written if argument.alias_info is not None else read).extend(_tensors(value))
+        (written if is_alias else read).extend(_tensors(value))
     if _name(func).startswith(("empty", "new_")) or _name(func).endswith("_like") or _name(func) == "_unsafe_view":
         read = []
     return read, written
@@ -343,7 +359,7 @@ def _place() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(str(ROOT)) and not path.endswith("streams.py") and ".venv" not in path:
-            return f"{path[len(str(ROOT)) + 1 :]}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if path.startswith(OWN) and not path.endswith("streams.py") and ".venv" not in path:
+            return f"{path[len(OWN) :]}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "autograd"

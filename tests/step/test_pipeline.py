@@ -20,7 +20,7 @@ import fsdp2
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
-from tests.support.parity import full, mesh_of
+from tests.support.parity import LocalSGD, full, mesh_of
 from tests.support.pool import on_ranks
 
 LAYERS, MICRO, MAX_NORM = 4, 4, 0.1
@@ -143,7 +143,7 @@ def train(fsdp: Any, setup: Setup) -> Seen:
     multiple = len(stages) > 1
     schedule = getattr(schedules, setup.name)(stages if multiple else stages[0], MICRO, loss_fn=loss_of)
     first, last = (any(getattr(stage, which) for stage in stages) for which in ("is_first", "is_last"))
-    optimizer = torch.optim.SGD([p for layer in owned.values() for p in layer.parameters()], lr=0.5)
+    optimizer = LocalSGD([p for layer in owned.values() for p in layer.parameters()], lr=0.5)
     means = []
     norms = []
     for step in range(2):

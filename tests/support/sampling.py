@@ -1,9 +1,9 @@
 """Which cases of a matrix run in a usual run; ``pytest --all`` runs every one.
 
-A test on ranks multiplies its cases by world sizes. In a usual run the first set of parameters runs on the fewest and
-on the most ranks, and of the others so many that each value of each parameter runs once: in turn on two ranks, which
-are the fewest that communicate, and on one; where a test does not have both, in turn on all its sizes. Parameters
-that are given together count as one. A test without ranks runs whole.
+A test on ranks multiplies its cases by world sizes. In a usual run the first set of parameters runs on the most ranks,
+and on one rank where the test does: that is special. Of the others so many run that each value of each parameter runs
+once: in turn on two ranks, which are the fewest that communicate, and on one; where a test does not have both, in turn
+on all its sizes. Parameters that are given together count as one. A test without ranks runs whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sample(cases: Sequence[Case]) -> list[int]:
     first, *others = sets
     sizes = sorted(sets[first])
     turns = cycle([2, 1] if {1, 2} <= {*sizes} else sizes[::-1])
-    found = [sets[first][size] for size in {sizes[0], sizes[-1]}]
+    found = [sets[first][size] for size in ({1} & {*sizes}) | {sizes[-1]}]
     missing = frozenset().union(*others) - first
     while missing:
         best = max(others, key=lambda values: len(values & missing))

@@ -9,6 +9,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Options for the program behind a target: make demo ARGS="--text book.txt", make test ARGS="-k layout"
 ARGS ?=
+# Where this is set, each of the many processes of the tests would compile the package and rewrite the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Each worker of pytest-xdist has a pool of ranks of its own; one that is done takes over a part of what others have left.
 # One more than processors, since ranks often wait for each other.
 WORKERS := --numprocesses $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))') --dist worksteal

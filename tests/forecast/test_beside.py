@@ -91,7 +91,7 @@ def test_what_switching_gains(how):
 
 def test_tables(capsys, tmp_path):
     """A column for each, and both timelines in one picture; several settings get a row for each."""
-    command = ["forecast", "tests.forecast.test_beside:build", "--mesh", "shard=8", "--beside", "torch"]
+    command = ["forecast", "tests.forecast.test_beside:build", "--mesh", "shard=8", "--beside", "torch", "--steps", "2"]
     assert main([*command, "--save", str(tmp_path / "both.json")]) == 0
     text = capsys.readouterr().out
     rows = {line[:26].strip(): line.split()[-3:] for line in text.splitlines() if len(line.split()) > 3}

@@ -191,7 +191,7 @@ def test_settings_side_by_side(capsys, tmp_path):
     assert "fastest that fits: shard 8, layers=1" in shown.out and "ranks_per_node = 4" in shown.out
     assert "1 of 6: shard 8, layers=1: step 2 of 2" in shown.err
     assert len({event["pid"] for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]}) == 4
-    assert main([*command, "--fit", "1MiB"]) == 1
+    assert main([*command[:4], "--steps", "2", "--fit", "1MiB"]) == 1
     assert "none fits" in capsys.readouterr().out
 
 

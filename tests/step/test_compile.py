@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from tests.step.test_tensor_parallel import language, llama, sharded
+from tests.step.test_tensor_parallel import language, one_layer, sharded
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.parity import WIDTH, Run, assert_same, mesh_1d, mesh_2d, mesh_of, play
@@ -225,7 +225,7 @@ def test_on_two_axes(rank, world, kind):
 @refuses("compile", "tensor parallel", "sequence parallel", by="torch", reason="the embedding's gradient is zero")
 @on_ranks(2, FOUR, limit=180)
 def test_language_model(rank, world):
-    """Every block of the llama as one graph, the first one's input still on its way when it is called.
+    """The block of a llama as one graph, its input still on its way when it is called.
 
     AOT autograd takes such an input for one that needs no gradient; under torch's own the embedding does not learn.
     """
@@ -238,4 +238,4 @@ def test_language_model(rank, world):
         sharded(mesh["dp"], mesh["tp"])(module, fsdp)
 
     part = (mesh.get_local_rank("dp"), world // 2)
-    assert_same_training(prepare, build=llama, program=language, part=part, against="alone")
+    assert_same_training(prepare, build=one_layer, program=language, part=part, against="alone")

@@ -18,7 +18,6 @@ from tests.support.pool import on_ranks
 
 pytest.importorskip("expecttest", reason="torch's test helpers need expecttest")
 pytestmark = api.fsdp2_only
-CASE = unittest.TestCase()
 
 
 class Asserting(unittest.TestCase):

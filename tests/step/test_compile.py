@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from tests.step.test_tensor_parallel import language, one_layer, sharded
+from tests.step.test_tensor_parallel import language, llama, sharded
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.parity import WIDTH, Run, assert_same, mesh_1d, mesh_2d, mesh_of, play
@@ -238,4 +238,4 @@ def test_language_model(rank, world):
         sharded(mesh["dp"], mesh["tp"])(module, fsdp)
 
     part = (mesh.get_local_rank("dp"), world // 2)
-    assert_same_training(prepare, build=one_layer, program=language, part=part, against="alone")
+    assert_same_training(prepare, build=llama, program=language, part=part, against="alone")

@@ -39,6 +39,8 @@ SPLITTING = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "Schedule
 IN_A_V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 CHOSEN = [name for name in SCHEDULES if name not in IN_A_V or api.torch_since("2.12")]
 """Before, torch's pipelining could not connect stages in a V over gloo: some follow each other on one rank."""
+ALIKE = ("ScheduleLoopedBFS", "ScheduleDualPipeV")
+"""GPipe's order on several stages, and zero bubbles in a V once more: a usual run leaves them out."""
 PAIR = ("ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble" if IN_A_V[0] in CHOSEN else "ScheduleInterleavedZeroBubble")
 """One schedule that splits backward in two and one that does not."""
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -191,7 +193,9 @@ def assert_weights(got: dict[str, Tensor], expected: dict[str, Tensor], whose: s
 @composes("pipeline", "zero bubble", "accumulation")
 @refuses("pipeline", "zero bubble", by="torch", reason="weights of units that reshard after forward get no gradient")
 @on_ranks(4)
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in CHOSEN]
+)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_schedules(rank, world, name, reshard):
     """Two pipeline ranks by two data-parallel ranks: losses and weights as with torch's, and as in a single process.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.support.counting import Operators
 from tests.support.parity import STEPS, Run, assert_parity, full, mesh_of, shard_each, train
 from tests.support.pool import on_ranks
 
-CONFIG = LlamaConfig(vocabulary=16, layers=2, width=8, heads=2, context=4)
+CONFIG = LlamaConfig(vocabulary=16, layers=1, width=8, heads=2, context=4)
 BATCH = 4
 BOTH = ("torch", "alone")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -31,13 +30,8 @@ OTHERS = [((2, 2), False), ((4, 1), True)]
 
 
 def llama() -> Llama:
-    """Return a tiny model."""
+    """Return a tiny model: three units, of which a block is one."""
     return Llama(CONFIG)
-
-
-def one_layer() -> Llama:
-    """Return one of a single block."""
-    return Llama(replace(CONFIG, layers=1))
 
 
 def language(run: Run) -> None:
@@ -92,7 +86,7 @@ def test_language_model_with_policies(rank, world, options):
     against, tolerance = (("torch",), 0.05) if cast else (BOTH, 2e-5)
     prepare = sharded(mesh["dp"], mesh["tp"], **options)
     part = (mesh.get_local_rank("dp"), 2)
-    assert_parity(prepare, build=one_layer, program=language, part=part, against=against, tolerance=tolerance)
+    assert_parity(prepare, build=llama, program=language, part=part, against=against, tolerance=tolerance)
 
 
 @composes("tensor parallel", "sequence parallel", "loss parallel", "hybrid sharding")
@@ -105,7 +99,7 @@ def test_three_dimensions(rank, world, over):
     part = (2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard"), 4)
     options = {"shard_over_replicas": True} if over else {}
     prepare = sharded(mesh["replicate", "shard"], mesh["tp"], **options)
-    run = assert_parity(prepare, build=one_layer, program=language, part=part, against=("alone",))
+    run = assert_parity(prepare, build=llama, program=language, part=part, against=("alone",))
     weight = run.module.blocks[0].feed_forward.w1.weight
     if over:
         assert weight.device_mesh.mesh_dim_names == ("shard", "replicate", "tp")

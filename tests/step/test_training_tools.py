@@ -19,6 +19,9 @@ from tests.support.pool import on_ranks
 
 MESHES = ("line", "hybrid", "tp", pytest.param("over replicas", marks=api.fsdp2_only))
 meshes = pytest.mark.parametrize("kind", MESHES)
+PLANES = (pytest.param("line", marks=pytest.mark.slow), *MESHES[1:])
+"""Those of two dimensions, one of which is a line: what steps there steps on a line alone."""
+planes = pytest.mark.parametrize("kind", PLANES)
 
 
 def uneven(last: int = 3) -> nn.Sequential:
@@ -117,7 +120,7 @@ def test_what_dtensors_refuse(rank, world):
 @composes("optimizer in backward", "SGD", "over replicas", "accumulation")
 @composes("optimizer in backward", "SGD", "tensor parallel", "accumulation")
 @on_ranks(4)
-@meshes
+@planes
 def test_optimizer_in_backward(rank, world, kind):
     """A hook on each sharded parameter steps once per reduction, not once per backward, and drops the gradient."""
 
@@ -151,7 +154,7 @@ def test_optimizer_in_backward(rank, world, kind):
 @composes("GradScaler", "mixed precision", "tensor parallel")
 @composes("GradScaler", "mixed precision", "SGD")
 @on_ranks(4)
-@meshes
+@planes
 def test_grad_scaler(rank, world, kind):
     """In float16 an overflow on one rank makes every rank skip the step and lower the scale."""
 
@@ -176,7 +179,7 @@ def test_grad_scaler(rank, world, kind):
 @composes("LR schedule", "SGD", "tensor parallel")
 @composes("LR schedule", "SGD", "CPU offload")
 @on_ranks(4)
-@pytest.mark.parametrize("kind", [*MESHES, "offload"])
+@pytest.mark.parametrize("kind", [*PLANES, "offload"])
 def test_schedules(rank, world, kind):
     """Rates that change per step, also momenta, and by how the loss goes."""
 
@@ -201,7 +204,7 @@ def test_schedules(rank, world, kind):
 @composes("averaged model", "tensor parallel", "SGD")
 @refuses("averaged model", by="torch", reason="FSDP does not support deepcopy")
 @on_ranks(4)
-@meshes
+@planes
 @pytest.mark.parametrize("exponential", [False, True])
 def test_averaged_model(rank, world, kind, exponential):
     """The average is a sharded copy of its own: it follows the weights, computes, saves and loads."""

@@ -104,13 +104,6 @@ def over_tensor_parallelism(module: Any, **options: Any) -> None:
     each(module, mesh=mesh["dp"], **options)
 
 
-def beside_tensor_parallelism(module: Any) -> None:
-    """Tensor parallelism in a layer that is ignored."""
-    mesh = mesh_2d("dp", "tp")
-    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel()})
-    each(module, mesh=mesh_1d(), ignored_params=set(module[0].parameters()))
-
-
 def checkpointed(module: Any) -> None:
     """Wrap one block before and one after sharding."""
     module.blocks[0] = checkpoint_wrapper(module.blocks[0])

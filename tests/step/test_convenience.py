@@ -272,8 +272,8 @@ def test_generation_kept(rank, world, fsdp):
 @report("Many small units", 1, 2, 4)
 def test_many_small_units(rank, world, fsdp):
     """A rule that shards every module makes a unit of each norm and gate. Hundreds of tiny ones must work, some
-    without parameters, some smaller than the number of ranks."""
-    build = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(25)))
+    without parameters, some smaller than the number of ranks; a few dozen here."""
+    build = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(12)))
 
     def prepare(module, fsdp):
         for unit in reversed(list(module.modules())):

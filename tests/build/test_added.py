@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support import api
-from tests.support.parity import Run, assert_parity, mesh_of, shard_each
+from tests.support.parity import Run, assert_gradients, assert_parity, mesh_of, shard_each
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -157,8 +157,7 @@ def test_two_ties_and_a_new_parameter_at_once(rank, world):
         one.scale = nn.Parameter(torch.arange(6.0))
         one(tokens).square().mean().backward()
     assert len(list(module.parameters())) == len(list(alone.parameters())) == 7
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+    assert_gradients(module, alone)
 
 
 def insert(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from tests.ranks.apart import Ended, run_apart
+from tests.support.parity import assert_gradients
 
 
 class Branches(nn.Module):
@@ -194,8 +195,7 @@ def with_line(line: str, rank: int, world: int) -> None:
         model.zero_grad()
         model(x, 1 if rank == world - 1 else None).sum().backward()
     sum(alone(x, 1 if one == world - 1 else None).sum() / world for one in range(world)).backward()
-    for (name, param), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
+    assert_gradients(model, alone)
 
 
 def test_the_line_that_the_error_names_helps():

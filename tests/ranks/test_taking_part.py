@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from tests.support.parity import assert_gradients
 from tests.support.pool import on_ranks
 
 
@@ -100,8 +101,7 @@ def test_replicas_without_an_image(rank, world):
         whole.zero_grad()
         model(*batches[rank]).backward()
         (sum(whole(*batch) for batch in batches) / world).backward()
-        for (name, param), reference in zip(model.named_parameters(), whole.named_parameters()):
-            torch.testing.assert_close(param.grad.full_tensor(), reference[1].grad, msg=f"{step} {name}")
+        assert_gradients(model, whole, step)
 
 
 STREAMED = {"direct_param_bytes": 0, "direct_group_bytes": 0, "chunk_bytes": 1}
@@ -145,9 +145,7 @@ def test_a_part_of_a_unit_that_one_rank_uses(rank, world):
     for parts in ((1, None), (None, 0), (0, 1)):
         model(torch.ones(2, 8), parts[rank]).sum().backward()
         (sum(whole(torch.ones(2, 8), part).sum() for part in parts) / world).backward()
-    for (name, param), reference in zip(model.named_parameters(), whole.parameters()):
-        if reference.requires_grad:
-            torch.testing.assert_close(param.grad.full_tensor(), reference.grad, msg=name)
+    assert_gradients(model, whole)
 
 
 @on_ranks(2)
@@ -191,6 +189,4 @@ def test_a_unit_that_others_use_several_times(rank, world, reshard):
     times = (2, 0, 3, 1)[:world]
     sum(model(torch.ones(2, 8) + i, times[rank]).sum() for i in range(2)).backward()
     (sum(whole(torch.ones(2, 8) + i, n).sum() for n in times for i in range(2)) / world).backward()
-    for (name, param), reference in zip(model.named_parameters(), whole.parameters()):
-        if reference.requires_grad:
-            torch.testing.assert_close(param.grad.full_tensor(), reference.grad, msg=name)
+    assert_gradients(model, whole)

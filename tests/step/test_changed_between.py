@@ -12,7 +12,7 @@ from torch.utils import swap_tensors
 
 from tests.support import api
 from tests.support.models import children, mlp
-from tests.support.parity import mesh_of
+from tests.support.parity import assert_gradients, mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -171,8 +171,7 @@ def test_words_of_fsdp1(rank, world):
     module(torch.ones(2, 3)).sum().backward()
     (2 * alone(torch.ones(2, 3)).sum()).backward()
     torch.testing.assert_close(module.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+    assert_gradients(module, alone)
 
     class Own(nn.Linear):
         def no_sync(self) -> str:

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._trace import listening
 from tests.ranks.apart import run_apart
 from tests.support import api
+from tests.support.counting import gathers
 from tests.support.models import children, mlp
-from tests.support.parity import mesh_of
+from tests.support.parity import assert_gradients, mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -51,8 +51,7 @@ def train(module: nn.Module, alone: nn.Module) -> None:
     torch.testing.assert_close(*losses)
     for loss in losses:
         loss.backward()
-    for (name, got), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.full_tensor(), expected.grad, msg=lambda text, n=name: f"{n}: {text}")
+    assert_gradients(module, alone)
     for one in (module, alone):
         torch.optim.SGD(one.parameters(), lr=0.1).step()
         one.zero_grad()
@@ -61,6 +60,16 @@ def train(module: nn.Module, alone: nn.Module) -> None:
 def shards(module: nn.Module) -> list[nn.Parameter]:
     """The root's sharded parameters, whatever it shows."""
     return [param.sharded for group in module._get_fsdp_state().groups for param in group.params]
+
+
+def halve(module: nn.Module, alone: nn.Module) -> None:
+    """Write to what this rank has of the root's parameters, where it has something, and to those of the other model."""
+    for sharded in shards(module):
+        if sharded.to_local().numel():
+            sharded.to_local().detach().mul_(0.5)
+    with torch.no_grad():
+        for parameter in children(alone)[-1].parameters():
+            parameter.mul_(0.5)
 
 
 # ---- what one rank alone does after an evaluation ----
@@ -115,12 +124,7 @@ def test_shards_written_where_there_is_something_to_write(rank, world, reshard, 
     did not see a change, computed with what was kept, and left the others waiting."""
     module, alone = models(world, reshard_after_forward=reshard)
     evaluate(module, alone)
-    for sharded in shards(module):
-        if sharded.to_local().numel():
-            sharded.to_local().detach().mul_(0.5)
-    with torch.no_grad():
-        for parameter in (children(alone)[-1]).parameters():
-            parameter.mul_(0.5)
+    halve(module, alone)
     if explicit:
         module.unshard()
     train(module, alone)
@@ -163,11 +167,7 @@ def test_all_shards_written_between_evaluations(rank, world):
     """Averaged weights are put in through ``to_local()`` for a second evaluation: all ranks gather them."""
     module, alone = models(world)
     evaluate(module, alone)
-    for sharded in shards(module):
-        sharded.to_local().detach().mul_(0.5)
-    with torch.no_grad():
-        for parameter in (children(alone)[-1]).parameters():
-            parameter.mul_(0.5)
+    halve(module, alone)
     evaluate(module, alone)
     train(module, alone)
 
@@ -189,14 +189,6 @@ def test_a_forward_that_one_rank_did_not_end(rank, world):
 
 
 # ---- what it costs ----
-
-
-def gathers(run: Callable[[], object]) -> int:
-    """How many groups ``run`` gathers."""
-    events: list[str] = []
-    with listening(lambda event, name: events.append(event)):
-        run()
-    return events.count("unshard")
 
 
 @on_ranks(2)
@@ -385,8 +377,7 @@ def test_what_stays_for_backward_alone_is_not_shown(rank, world, look):
     assert [type(param) for param in module.parameters()] == shown
     for loss in losses:
         loss.backward()
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+    assert_gradients(module, alone)
 
 
 @on_ranks(2)
@@ -443,5 +434,4 @@ def test_a_teacher_in_a_recomputed_loss(rank, world, reentrant):
         assert all(isinstance(param, DTensor) for param in teacher.parameters())
         units = [unit for unit in teacher.modules() if isinstance(unit, api.ours.FSDPModule)]
         assert not any(group.is_unsharded for unit in units for group in unit._get_fsdp_state().groups)
-    for got, expected in zip(student.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+    assert_gradients(student, alone)

@@ -28,6 +28,7 @@ from tests.support.composition import composes, refuses
 from tests.support.parity import (
     STEPS,
     Run,
+    assert_gradients,
     assert_parity,
     assert_same,
     batch,
@@ -431,8 +432,7 @@ def test_zeroing_goes_on_in_the_iteration(rank, world):
     assert not any(axis == "replicate" for _, axis in sent.calls)
     module.synchronize_gradients()
     alone(batch(1)[0]).sum().backward()
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), alone.get_parameter(name).grad)
+    assert_gradients(module, alone)
 
 
 @on_ranks(4)

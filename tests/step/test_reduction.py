@@ -15,6 +15,7 @@ from tests.support.composition import composes
 from tests.support.counting import Collectives
 from tests.support.parity import (
     Run,
+    assert_gradients,
     assert_parity,
     assert_same,
     full,
@@ -197,8 +198,7 @@ def test_requires_all_reduce_after_a_unit_was_used_for_the_last_time(rank, world
             module.set_requires_all_reduce(skip)
             for one in (alone, module):
                 one(torch.ones(1, 8) + step, skip).sum().backward()
-    for got, want in zip(module.parameters(), alone.parameters()):
-        torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+    assert_gradients(module, alone)
 
 
 class Forks(nn.Module):
@@ -314,8 +314,7 @@ def test_requires_all_reduce_after_a_parameter_was_frozen(rank, world):
         for one in (module, alone):
             one[1].weight.requires_grad_(False)
         backward(2 * step + 1)
-        for (name, got), want in zip(module.named_parameters(), alone.parameters()):
-            torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=lambda text, name=name: f"{name}: {text}")
+        assert_gradients(module, alone)
         for one in (module, alone):
             one[1].weight.requires_grad_(True)
             one.zero_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
-from tests.support.parity import mean_output, mesh_of, trains_like_one_process
+from tests.support.parity import assert_gradients, mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -115,9 +115,7 @@ def test_a_loss_kept_on_a_module_whose_parameters_stay(rank, world, first):
             one.kept = None
         losses[first].backward()
         losses[1 - first].backward()
-    for (name, got), want in zip(module.named_parameters(), alone.parameters()):
-        if want.requires_grad:
-            torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=name)
+    assert_gradients(module, alone)
 
 
 class Features:

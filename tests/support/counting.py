@@ -8,8 +8,18 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2._trace import listening
+
 GATHERS = ("allgather", "_allgather", "all_gather")
 REDUCTIONS = ("_reduce_scatter", "reduce_scatter", "alltoall", "allreduce")
+
+
+def gathers(run: Callable[[], object]) -> int:
+    """Return how many groups ``run`` gathers."""
+    events: list[str] = []
+    with listening(lambda event, name: events.append(event)):
+        run()
+    return events.count("unshard")
 
 
 class Collectives(TorchDispatchMode):

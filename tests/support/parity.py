@@ -421,6 +421,14 @@ def assert_parity(
     return ours
 
 
+def assert_gradients(module: nn.Module, alone: nn.Module, where: object = "") -> None:
+    """Assert that the gradients of a sharded module are those of a module in a single process, which has the same
+    parameters in the same order."""
+    got = fulls({name: parameter.grad for name, parameter in module.named_parameters()})
+    for (name, gradient), expected in zip(got.items(), alone.parameters(), strict=True):
+        torch.testing.assert_close(gradient, expected.grad, msg=lambda text, n=name: f"{where} {n}: {text}")
+
+
 def assert_same(got: Seen, expected: Seen, whose: str, tolerance: float = 2e-5) -> None:
     """Assert that two runs have seen the same numbers; each kind is measured by itself."""
     assert list(got) == list(expected)

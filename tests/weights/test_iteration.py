@@ -16,7 +16,7 @@ from tests.support import api
 from tests.support.cases import CASES, Setup, build, build_sharded
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.parity import mesh_of, rows_of
+from tests.support.parity import assert_gradients, mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 from tests.weights.test_summon import BF16, assert_shards, assert_shows
@@ -212,8 +212,7 @@ def test_refused_inside(rank, world, rank0_only):
                 refused()
     loss.backward()
     loss_of(expected(*CASES["mlp"].inputs(0))).backward()
-    for one, other in zip(module.parameters(), expected.parameters()):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    assert_gradients(module, expected)
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
+from tests.support.parity import assert_gradients
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -69,8 +70,7 @@ def test_a_loss_that_uses_weights(rank, world, units):
             assert isinstance(model.head.weight, DTensor) and isinstance(model.body[2].weight, DTensor)
         loss.backward()
         sum(penalized(whole, whole(x), y) / world for x, y in (batch(step, r) for r in range(world))).backward()
-        for (name, param), expected in zip(model.named_parameters(), whole.parameters()):
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=f"{step} {name}")
+        assert_gradients(model, whole, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

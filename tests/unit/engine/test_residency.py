@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard, summon_full_params
-from fsdp2._trace import listening
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Full, InFlight, Pieces, Residency, Sharded
+from tests.support.counting import gathers
 from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
 
@@ -44,14 +44,6 @@ def memory(module: nn.Module) -> int:
     """Return how many bytes the full parameters of a unit take now."""
     full = group_of(module).params[0].full
     return 0 if full is None else full.untyped_storage().size()
-
-
-def gathers(run: Callable[[], object]) -> int:
-    """Return how many groups ``run`` gathers."""
-    events: list[str] = []
-    with listening(lambda event, name: events.append(event)):
-        run()
-    return events.count("unshard")
 
 
 def test_the_states_in_turn(mesh: DeviceMesh) -> None:

@@ -467,12 +467,6 @@ def one_shard_written(rank: int, world: int) -> None:
     module(rows).sum().backward()
 
 
-def test_one_rank_writes_its_shard():
-    """No other rank can know, so it alone gathers over the replicate axis, and all raise."""
-    for ended in run_apart(one_shard_written, 4):
-        assert "gather over replicas" in ended.error and "ranks do not do the same" in ended.error, ended
-
-
 def non_empty_shards_written(rank: int, world: int) -> None:
     """Ranks write to what they have of each parameter between two micro-batches, which is nothing on some of them."""
     module = uneven()
@@ -485,11 +479,12 @@ def non_empty_shards_written(rank: int, world: int) -> None:
     raise AssertionError("the forward has computed with old values")
 
 
-def test_ranks_without_elements_do_not_see_writes():
-    """Then ranks want to gather different units over the replicate axis. The ranks' meeting did not compare these, so
-    some ranks computed with old values before they noticed.
+@pytest.mark.parametrize("program", [one_shard_written, non_empty_shards_written])
+def test_ranks_that_do_not_see_the_same_writes(program):
+    """They want to gather different units over the replicate axis, and all raise: what one rank writes no other can
+    know. The ranks' meeting did not compare these units, so some ranks computed with old values before they noticed.
     """
-    for ended in run_apart(non_empty_shards_written, 4):
+    for ended in run_apart(program, 4):
         assert "gather over replicas" in ended.error and "ranks do not do the same" in ended.error, ended
 
 

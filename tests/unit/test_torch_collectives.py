@@ -87,22 +87,16 @@ def test_a_groups_own_collectives_fill_their_first_tensor(async_op: bool) -> Non
     assert all(torch.equal(output, sent) for output in outputs)
 
 
-@probes("group_all_gather_coalesced")
-def test_several_gathers_can_be_one_call() -> None:
-    with gloo_mesh() as mesh:
-        outputs, options = [torch.zeros(2), torch.zeros(3)], _torch.AllgatherOptions()
-        inputs = [torch.ones(2), torch.full((3,), 2.0)]
-        _torch.group_all_gather_coalesced(mesh.get_group())(outputs, inputs, options).wait()
-    assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
-
-
-@probes("group_reduce_scatter_coalesced")
-def test_several_reductions_can_be_one_call() -> None:
-    with gloo_mesh() as mesh:
-        outputs, options = [torch.zeros(2), torch.zeros(3)], _torch.ReduceScatterOptions()
-        inputs = [torch.ones(2), torch.full((3,), 2.0)]
-        _torch.group_reduce_scatter_coalesced(mesh.get_group())(outputs, inputs, options).wait()
-    assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
+@probes("group_all_gather_coalesced", "group_reduce_scatter_coalesced")
+def test_several_gathers_or_reductions_can_be_one_call() -> None:
+    for method, options in (
+        (_torch.group_all_gather_coalesced, _torch.AllgatherOptions()),
+        (_torch.group_reduce_scatter_coalesced, _torch.ReduceScatterOptions()),
+    ):
+        outputs, inputs = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+        with gloo_mesh() as mesh:
+            method(mesh.get_group())(outputs, inputs, options).wait()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
 
 
 @probes("AllGather", "ReduceScatter")

@@ -24,7 +24,8 @@ class _Retention:
 class Retained:
     """Memory of reductions on streams. It is empty on a CPU, where operations keep their inputs themselves.
 
-    Of the compute stream it holds no more than ``limit_bytes``, of the pack and the reduce lane what one reduction
+    Of the compute stream it holds no more than ``limit_bytes``, or one chunk if that is larger; chunks whose gradients
+    were finished together come on top, up to one unit. Of the pack and the reduce lane it holds what one reduction
     needs: these lanes wait for all but the last before the next reduction.
     """
 

@@ -241,6 +241,7 @@ class Lanes:
         self.compute = ComputeLane(device)
         self.shards_written: torch.Event | None = None
 
+    # Compute waits for all lanes but ``replicate``, so their kernels, which are short, go ahead of a long product's.
     @cached_property
     def gather(self) -> Lane:
         """The lane on which parameters are gathered."""

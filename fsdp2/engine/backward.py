@@ -85,5 +85,5 @@ class Synchronization(Pass):
     in_backward = True
 
     def can_join(self, collective: Collective, planned: bool) -> bool:
-        """Return False: all ranks have left the same groups open, also units that only some of them have used."""
+        """Return False: all ranks have left gradients of the same groups unreduced, of skipped units as well."""
         return False

@@ -42,11 +42,11 @@ class _Backward:
     chunks_wait: list[set[int]]
     end_waits: set[int] | None
     gather_waits: set[int]
-    launched: int = 0  # chunks
+    taken_up: int = 0  # chunks that were launched, or left for later with their gradients on the parameters
 
-    def sent(self) -> set[int]:
-        """Return the parameters whose gradients have left."""
-        return {i for chunk in self.plan.chunks.streamed[: self.launched] for i in chunk}
+    def params_taken_up(self) -> set[int]:
+        """Return the parameters in these chunks."""
+        return {i for chunk in self.plan.chunks.streamed[: self.taken_up] for i in chunk}
 
 
 class GroupGradients:
@@ -96,7 +96,7 @@ class GroupGradients:
         """Return how the gradients travel, planned anew where parameters, dtypes or options changed."""
         if self._plan is None or self._plan.revision != self._store.revision:
             self._plan = GradientPlan(self._store, self.axis, self.comm, self.unreduced.sums)
-            self._expects_reduced = None
+            self._expects_reduced = None  # it may round otherwise, and new full parameters do not know what to expect
         return self._plan
 
     def _hook(self, i: int) -> None:
@@ -164,7 +164,6 @@ class GroupGradients:
         store = self._store
         if self._watched == (store.generation, store.revision):
             return
-        self._current_plan()
         for i in self._computed():
             self._hook(i)
         self._watched = (store.generation, store.revision)
@@ -176,7 +175,7 @@ class GroupGradients:
             assert full is not None
             if will_accumulate(full):
                 expected.add(i)
-        return expected or None
+        return expected or None  # without a gradient here nothing would call ``end``
 
     def _computed(self) -> list[int]:
         """Return the parameters of the plan whose gradients autograd computes.
@@ -202,9 +201,9 @@ class GroupGradients:
         chunk = plan.chunk_of[i]
         if chunk < len(chunks) and self._store.options.reduce_gradients:  # chunks of the rest leave in reduce_rest
             chunks[chunk].discard(i)
-            while backward.launched < len(chunks) and not chunks[backward.launched]:
-                backward.launched += 1
-                indices, first = plan.chunks.streamed[backward.launched - 1], backward.launched == 1
+            while backward.taken_up < len(chunks) and not chunks[backward.taken_up]:
+                backward.taken_up += 1
+                indices, first = plan.chunks.streamed[backward.taken_up - 1], backward.taken_up == 1
                 # If it is left for later, the gradients stay on the parameters, and reduce_rest sends them.
                 self._launch(plan, indices, backward.launch, "early", first=first)
         # Not in a backward inside this one (reentrant checkpointing): this one may still add to that gradient.
@@ -217,7 +216,7 @@ class GroupGradients:
     def reduce_rest(self, launch: Launch) -> None:
         """Reduce every gradient that is there and has not left; that ends the backward through the group."""
         backward, self._backward = self._backward, None
-        sent = set() if backward is None else backward.sent()
+        taken_up = set() if backward is None else backward.params_taken_up()
         finished: Finished = "early" if backward is None or backward.final else "last"
         params, unused = self._store.params, self._store.options.reduce_unused
         for param in params if unused else ():
@@ -231,9 +230,9 @@ class GroupGradients:
         if not unused and True not in there and not self.unreduced.sums:
             self.unreduced.accumulated.clear()  # nothing was left, or it is gone
             return
-        plan, first, left = self._current_plan(), not sent, False
+        plan, first, left = self._current_plan(), not taken_up, False
         for chunk in plan.chunks.chunks:
-            present = [i for i in chunk if there[i] or (i not in sent and (unused or self._must_flush(i)))]
+            present = [i for i in chunk if there[i] or (i not in taken_up and (unused or self._must_flush(i)))]
             if present:
                 left |= not self._launch(plan, tuple(present), launch, finished, first=first)
                 first = False

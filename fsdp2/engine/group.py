@@ -121,6 +121,7 @@ class FSDPParamGroup:
 
     def drop(self, param: FSDPParam) -> None:
         """Give up ``param``, which is another group's from now on; must be sharded."""
+        assert not self.residency.in_memory
         self.params = [p for p in self.params if p is not param]
         self.store = self.store.of(self.params)
         self.residency.use(self.store, self.comm)

@@ -1,9 +1,9 @@
 """The collectives of a pass, and the observer that sees each one before it is launched.
 
-A *pass* is a forward, a backward or a finalization under one root, or what the caller gathers between passes. It
-launches gathers, and reductions of chunks of gradients. Ranks that launch different collectives would wait for each
-other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a collective in one method,
-``Pass.launch``.
+A *pass* is a forward, a backward, a finalization or a synchronization under one root, or what the caller gathers
+between passes. It launches gathers, and reductions of chunks of gradients. Ranks that launch different collectives
+would wait for each other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a collective in
+one method, ``Pass.launch``.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Observer(Protocol):
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Note that a pass starts.
 
-        If it is ``outermost`` (a forward, or a gather between passes), a pass that is still open was aborted. Otherwise
-        it may lie inside the open one: a backward inside a forward.
+        If it is ``outermost`` (a forward, or a gather between passes), a pass that has not ended was aborted. Otherwise
+        it may lie inside that one: a backward inside a forward.
         """
 
     def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:

@@ -63,7 +63,7 @@ class GroupOptions:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The settings that must be equal on all ranks, since they decide what is sent and show in no step.
+        """The settings that must be equal on all ranks, since they decide what is sent and are part of no collective.
 
         ``divide_factor`` must be equal too, but may change with the tokens of every batch, so it is not compared.
         """

@@ -73,7 +73,7 @@ class Call:
 
 
 class Pass:
-    """One forward or backward under a root."""
+    """One pass under a root: a forward, a backward, or a part of one that the caller asks for."""
 
     in_backward = False
     outermost: Any = None  # the unit that a forward entered first
@@ -81,7 +81,9 @@ class Pass:
     def __init__(self, groups: list[FSDPParamGroup], observer: Observer) -> None:
         self.groups = groups
         self.observer = observer
-        self.entered: dict[Any, Call] = {}  # units whose forward is under way
+        # The latest call of each unit that has not ended. What is left when the outermost ends are grouped calls whose
+        # other members did not run, and calls that raised.
+        self.entered: dict[Any, Call] = {}
         self.outer_modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
         self.gathered_skippable: dict[Any, None] = {}  # groups that some ranks may skip; alike on all ranks

@@ -92,10 +92,11 @@ class Portions:
             self.arriving = None
 
     def end_pass(self, lanes: Lanes, *, keep: bool) -> None:
-        """End a forward or a gather by hand: ``keep`` portions for the iteration, or only those that it has found.
+        """End a forward or a gather by hand.
 
-        Portions that an evaluation has gathered are not used again. Shards may be written through ``to_local()``
-        between two evaluations, and a rank without elements would not see that.
+        With ``keep``, its portions serve the rest of the iteration; otherwise only earlier ones stay. Portions that an
+        evaluation has gathered are not used again: shards may be written through ``to_local()`` between two
+        evaluations, and a rank without elements would not see that.
         """
         if self.arriving is not None:  # no unit used them, and compute may write the shards next
             event = self.arriving.event

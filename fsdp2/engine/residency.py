@@ -262,7 +262,7 @@ class Residency:
     def start(self, launch: Launch, *, optional: bool = False, in_backward: bool = False) -> None:
         """Start gathering, unless the full parameters are there or on their way.
 
-        An ``optional`` gather, a prefetch, may be left for later by ``take``.
+        An ``optional`` gather, a prefetch, may be left for later by ``launch``.
         """
         if self.needs_gather:
             self._start_gather(launch, optional, in_backward)

@@ -426,7 +426,7 @@ class RootContext(Generic[U]):
         self.backward = None
         return reduction
 
-    # ---- backwards that left reductions open ----
+    # ---- backwards that left gradients unreduced ----
 
     @outside_dynamo
     def synchronize(self, groups: list[FSDPParamGroup]) -> None:

@@ -16,11 +16,11 @@ queued; a copy from or to it is queued, and where it cannot be, the host waits (
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2.comm import streams
 from tests.support import ROOT
 
-OWN = f"{ROOT}/"
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Clocks = dict[str, int]  # how many kernels of each stream are known to be done
 
@@ -103,11 +102,18 @@ def _merge(clocks: Clocks, others: Clocks) -> None:
         clocks[stream] = max(time, clocks.get(stream, 0))
 
 
+class Mistake(Exception):
+    """The first mistake on a device that is told to stop at it."""
+
+
 class Device(TorchDispatchMode):
     """The device; as a context, all lanes are streams of it."""
 
     def __init__(self, ignored: tuple[str, ...] | None = None) -> None:
-        """``ignored`` are the functions that the waits come from which the device is to forget, innermost first."""
+        """``ignored`` are the functions that the waits come from which the device is to forget, innermost first.
+
+        Then one mistake is enough: it raises ``Mistake``.
+        """
         super().__init__()
         self.ignored = ignored
         self.mistakes: list[str] = []
@@ -175,6 +181,8 @@ class Device(TorchDispatchMode):
         """Note ``text`` once."""
         if text not in self.mistakes:
             self.mistakes.append(text)
+        if self.ignored is not None:
+            raise Mistake(text)
 
     def _tick(self, stream: Stream) -> int:
         _merge(stream.clocks, self._host)
@@ -182,14 +190,13 @@ class Device(TorchDispatchMode):
         return stream.clocks[stream.name]
 
     def _memory_of(self, storage: torch.UntypedStorage) -> Memory:
-        key = storage._cdata  # nobody else has it while it is known: the weak reference holds its place
-        if key not in self._memory:
-            reference = StorageWeakRef(storage)
+        reference = StorageWeakRef(storage)
+        if reference.cdata not in self._memory:
             self._collect()
             begin = storage.data_ptr()
             found = [memory for _, memory in self._memory.values() if memory.begin <= begin < memory.end]
-            self._memory[key] = (reference, found[0] if found else self._allocate(storage))
-        return self._memory[key][1]
+            self._memory[reference.cdata] = (reference, found[0] if found else self._allocate(storage))
+        return self._memory[reference.cdata][1]
 
     def _allocate(self, storage: torch.UntypedStorage) -> Memory:
         """The allocator of the current stream may take any block that came back to it."""
@@ -205,7 +212,8 @@ class Device(TorchDispatchMode):
         self._freed.setdefault(memory.home, []).append(memory)
 
     def _collect(self) -> None:
-        gone = [key for key in self._memory if torch._C.StorageBase._expired(key)]  # what StorageWeakRef asks
+        expired = torch._C.StorageBase._expired  # what StorageWeakRef asks
+        gone = [key for key in self._memory if expired(key)]
         freed = [self._memory.pop(key)[1] for key in gone]
         held = {id(memory) for _, memory in self._memory.values()} if freed else set()
         for memory in freed:
@@ -289,16 +297,9 @@ class Device(TorchDispatchMode):
             setattr(*self._patched.pop())
 
 
-@functools.cache  # reading a schema takes longer than most operators
-def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
-    """The arguments of an operator: name, whether the result may be the same memory, and whether that is written."""
-    found = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
-    return [(name, alias is not None, alias is not None and alias.is_write) for name, alias in found]
-
-
 def _is_queued(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a copy is asked not to make the host wait."""
-    given = dict(zip((name for name, *_ in _arguments(func)), args, strict=False)) | kwargs
+    given = dict(zip((name for name, _ in _arguments(func)), args, strict=False)) | kwargs
     return bool(given.get("non_blocking"))
 
 
@@ -317,13 +318,20 @@ def _name(func: Any) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments of an operator, in order: faster than torch's ``tree_leaves``."""
     if type(value) in PLAIN:
         return [value]
-    if isinstance(value, (list, tuple, dict)):
-        values = value.values() if isinstance(value, dict) else value
-        return [tensor for one in values for tensor in _tensors(one)]
-    return []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for one in value for tensor in _tensors(one)]
+
+
+@cache
+def _arguments(func: Any) -> list[tuple[str, bool | None]]:
+    """Return the names of the operator's arguments, and whether it writes them; None for what it only reads."""
+    infos = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return [(name, None if info is None else info.is_write) for name, info in infos]
 
 
 def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -333,12 +341,12 @@ def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], lis
     if func.namespace == "c10d":
         return _tensors(args[1:]), _tensors(args[0])  # the output comes first; an all-reduce has no other
     arguments = _arguments(func)
-    values = [*zip(arguments, args, strict=False)]
-    values += [(argument, kwargs[argument[0]]) for argument in arguments if argument[0] in kwargs]
-    for (_, is_alias, is_written), value in values:
-        if is_alias and not is_written:
+    values = [(writes, value) for (_, writes), value in zip(arguments, args, strict=False)]
+    values += [(writes, kwargs[name]) for name, writes in arguments if name in kwargs]
+    for writes, value in values:
+        if writes is False:
             return [], []
-        (written if is_alias else read).extend(_tensors(value))
+        (written if writes else read).extend(_tensors(value))
     if _name(func).startswith(("empty", "new_")) or _name(func).endswith("_like") or _name(func) == "_unsafe_view":
         read = []
     return read, written
@@ -359,7 +367,7 @@ def _place() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(OWN) and not path.endswith("streams.py") and ".venv" not in path:
-            return f"{path[len(OWN) :]}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if path.startswith(str(ROOT)) and not path.endswith("streams.py") and ".venv" not in path:
+            return f"{path[len(str(ROOT)) + 1 :]}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "autograd"

@@ -443,7 +443,7 @@ ELSEWHERE = {
     ("compute", "GroupExtensions.decode"),  # tests/step/test_extensions.py
     ("gather", "GroupExtensions.decode"),
     ("compute", "ComputeLane.event"),  # tests/unit/comm/test_streams.py: autograd's own streams are needed
-    ("compute", "ComputeLane.here"),  # step/test_sequences.py
+    ("compute", "ComputeLane.here"),  # the same
     # tests/unit/comm/test_reductions.py: here compute, which packing follows, has waited for a plain chunk
     ("pack", "Retained.drop_encoded"),
 }
@@ -499,6 +499,23 @@ def test_the_host_waits_for_copies_of_pageable_shards():
     with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
         offloaded(mesh, device, "copied from the host", pinned=False).evaluate()
     assert len(device.host_waits) >= 4
+
+
+def test_the_host_waits_for_gradients_that_are_copied_to_it():
+    """It may read and change them as soon as backward has ended."""
+    with fake_mesh(8) as mesh, Device() as device:
+
+        def to_host(out: Tensor, plan: Any) -> Tensor:
+            host = torch.empty_like(out)
+            device.on_host(host)
+            return host.copy_(out, non_blocking=True)
+
+        run = Training(mesh, device, "offloaded", "packed")
+        with mock.patch("fsdp2.comm.reduce._deliverable", to_host):
+            run.backward()
+        for parameter in run.model.parameters():
+            parameter.grad.to_local().mul_(0.5)
+    assert not device.mistakes
 
 
 def by_their_shards(run: Training) -> None:

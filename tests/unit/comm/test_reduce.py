@@ -536,6 +536,23 @@ def test_encoded_gradients_that_are_not_finite_stay_so() -> None:
         assert not delivered[0][0][0, 16:32].isfinite().any() and delivered[1][0].isfinite().all()
 
 
+def test_gradients_that_are_copied_beside_compute_count_and_go_first() -> None:
+    """A chunk of the same unit may follow, of other dtypes. Where it has no room beside them and their rows, they go
+    before the rows, which the network still reads when the copies are over."""
+    large, small = (Chunk([weight(rows, ranks=1)], (torch.bfloat16, torch.float32, torch.float32)) for rows in (16, 2))
+    with Device():
+        flying = Reductions(Lanes(torch.device("cpu")))
+        flying.set_limits(1, 400)  # bytes of what is copied, 128, of its rows, 256, and less than 48 more
+        held = []
+        for made in (large, small):
+            grads = gradients(made)[0]
+            held += [weakref.ref(grads[0])]
+            flying.add(reduce_chunk(grads, made.row, made.plans[0], flying.memory, lambda pieces: None))
+        assert [reference() is None for reference in held] == [True, False]
+        assert len(flying.memory._inputs) == 2
+        flying.finish()
+
+
 def test_a_sum_on_its_way_to_the_host_is_not_kept_on_the_device() -> None:
     """Every reduced shard stayed allocated until the end of backward, since the waiting operation still named it."""
     seen: list[weakref.ref[Tensor]] = []

@@ -95,3 +95,16 @@ def test_in_a_backward_compute_is_the_stream_that_it_entered_on() -> None:
             torch.zeros(3)
             compute.event()
         assert device.compute.clocks[stale.name] < stale.clocks[stale.name]
+
+
+def test_what_a_hook_has_written_on_its_own_stream_is_there_on_the_stream_of_the_backward() -> None:
+    """Packing runs on the backward's stream, and reads the gradient that autograd has finished on the hook's."""
+    with Device() as device:
+        compute, stale = Lanes(CPU).compute, device.Stream()
+        compute.enter_backward()
+        with device.stream(stale):
+            gradient = torch.ones(3)
+            with compute.here() as done:
+                gradient + 1
+        assert done.event is not None and stale.name in done.event.clocks  # type: ignore[attr-defined]
+    assert not device.mistakes

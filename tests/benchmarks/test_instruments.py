@@ -105,13 +105,13 @@ def test_pools_without_streams_are_one():
 def test_peaks_of_torchs_are_whole_units(setting, transient, monkeypatch):
     """In forward a unit, the next one as it is received, and as it is unpacked; in backward also its gradients, twice
     if they are cast. What stays behind, the shards' gradients, is on top of that."""
-    monkeypatch.setattr(memory_benchmark, "LAYERS", 4)
+    monkeypatch.setattr(memory_benchmark, "LAYERS", 3)
     monkeypatch.setattr(memory_benchmark, "STREAM_WIDTH", 256)
-    setting, ranks = getattr(memory_benchmark, setting), 64
+    setting, ranks = getattr(memory_benchmark, setting), 8
     result = memory_benchmark.on_streams(torchs.fully_shard, setting, ranks)
     unit = setting.bytes_of_layer(256)
     row = 0.02 * unit  # what activations of a single row take, at most
-    shards = (4 if setting.compute == torch.float32 else 8) / ranks
+    shards = (3 if setting.compute == torch.float32 else 6) / ranks
     assert result.forward.transient == pytest.approx(transient[0] * unit, abs=row)
     assert result.backward.transient == pytest.approx(transient[1] * unit, abs=row)
     assert result.live == pytest.approx((transient[1] + shards) * unit, abs=shards * unit)
@@ -123,10 +123,10 @@ def test_a_step_of_real_layers(library):
     """Two runs say the same; no step is shorter than it can be, nor are pools smaller than what is alive; sharding
     costs Python calls."""
     first, again = (
-        simulated.stream_row("8b", 64, True, torch.bfloat16, "h100", library, layers=1, tokens=2048, calls=True)
+        simulated.stream_row("8b", 8, True, torch.bfloat16, "h100", library, layers=1, tokens=2048, calls=True)
         for _ in range(2)
     )
-    row = simulated.Row(ranks=64, kind="compiled", reduce="bf16", layers=1, tokens=2048)
+    row = simulated.Row(ranks=8, kind="compiled", reduce="bf16", layers=1, tokens=2048)
     assert (first.live, first.pools, first.total, first.calls) == (again.live, again.pools, again.total, again.calls)
     assert simulated.least_seconds(row) <= first.total == pytest.approx(first.busy + first.exposed)
     assert first.live <= first.reserved and set(first.pools) <= {"compute", "gather", "copies", "reduce"}

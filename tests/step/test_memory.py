@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -31,9 +31,9 @@ transfers = pytest.mark.parametrize("transfer", TRANSFERS if api.name == "fsdp2"
 class Layer(nn.Module):
     """Two equal weights, so that half of a layer is a natural chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -49,32 +49,41 @@ class Peaks:
 
 
 def build(
-    implementation: ModuleType, mesh: object, reshard: bool, policy: MixedPrecisionPolicy, **options: object
+    implementation: ModuleType,
+    mesh: object,
+    reshard: bool,
+    policy: MixedPrecisionPolicy,
+    width: int,
+    **options: object,
 ) -> nn.Module:
     """Return layers that are units under a root without parameters of its own."""
-    module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    module = nn.Sequential(*(Layer(width) for _ in range(LAYERS)))
     for unit in (*module, module):
         implementation.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **options)
     return module
 
 
+@cache
 def measure(
     implementation: ModuleType,
     reshard: bool,
     policy: MixedPrecisionPolicy,
     transfer: str = "packed",
+    *,
+    world: int = WORLD,
+    width: int = WIDTH,
     **options: object,
 ) -> Peaks:
     """Return the peaks of a third iteration."""
-    with fake_mesh(WORLD) as mesh:
-        module = build(implementation, mesh, reshard, policy, **options)
+    with fake_mesh(world) as mesh:
+        module = build(implementation, mesh, reshard, policy, width, **options)
         if implementation is api.ours and api.name == "fsdp2":
             module.set_transfer_sizes(**TRANSFERS[transfer])
         layer = sum(parameter.numel() * parameter.element_size() for parameter in module[0].parameters())
         for _ in range(3):
             with LiveBytes(module.parameters()) as live:
                 rest = live.now
-                loss = module(torch.randn(1, WIDTH)).sum()
+                loss = module(torch.randn(1, width)).sum()
                 forward, between = live.peak, live.now
                 live.reset_peak()
                 loss.backward()
@@ -162,12 +171,10 @@ def test_never_more_than_torch(policy, reshard, transfer):
 
 
 @api.fsdp2_only
-def test_on_a_cpu_gradients_of_one_unit_are_in_flight(monkeypatch):
+def test_on_a_cpu_gradients_of_one_unit_are_in_flight():
     """They were eight chunks, and a chunk is as large as a matrix: with matrices of 4 MiB those of four layers."""
-    monkeypatch.setattr(sys.modules[__name__], "WORLD", 2)
-    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 1024)
     with simulated_backend("gloo"):
-        ours, theirs = (measure(which, True, FULL) for which in (api.ours, api.theirs))
+        ours, theirs = (measure(which, True, FULL, world=2, width=1024) for which in (api.ours, api.theirs))
     assert ours.backward <= theirs.backward + 0.25 + SLACK  # a rank's sum of a chunk, which is half a layer
 
 

@@ -421,7 +421,6 @@ def _inputs(
                 continue
             left -= sum([grad.nbytes for grad in part])
             _copy(inputs[-1], part, layout)
-            part.clear()
     if not later:
         return inputs, done.event
     with lanes.pack.after(lanes.compute) as done:

@@ -20,7 +20,8 @@ Every wait between lanes, and what it protects:
 | compute         | compute of a hook's own stream          | order  | ComputeLane.event             |
 | compute         | a hook's own stream, packing            | order  | ComputeLane.here              |
 | pack            | compute, gradients are finished         | order  | reduce._inputs                |
-| pack, reduce    | compute, gradients are finished         | order  | _EncodedExchange.start        |
+| reduce          | compute, gradients are finished         | order  | _CustomReduceScatter.start    |
+| pack, reduce    | compute, then pack: rows are there      | order  | _EncodedExchange.start        |
 | reduce          | pack, compute, inputs are there         | order  | _OverShards.start             |
 | compute         | pack, reduce, before inputs go          | memory | Retained.make_room            |
 | compute         | reduce, before the gather ahead         | memory | Retained.drop                 |

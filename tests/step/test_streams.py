@@ -309,6 +309,12 @@ def skipping(run: Training) -> None:
     run.step()
 
 
+def allocated_by_the_group(run: Training) -> None:
+    """Gradients are packed into memory of the process group."""
+    run.model.set_allocate_memory_from_process_group_for_comm(True)
+    run.step(2)
+
+
 def captured(run: Training) -> None:
     """Whole steps in a graph: all lanes begin behind its first kernel and end before its last."""
     run.step(2)
@@ -327,7 +333,7 @@ def captured(run: Training) -> None:
 PROGRAMS: list[Callable[[Training], None]] = [
     *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
     *(outside, recomputed, unused, raising, hook_raises, finalized, ahead_of_the_step, skipping, captured),
-    synchronization,
+    *(synchronization, allocated_by_the_group),
 ]
 
 
@@ -423,6 +429,7 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
     ),
     ("compute", "gather.finish_gather"): (("wait", "finish_gather", "_ready"), training, "fp32", "packed"),
     ("pack", "reduce._inputs"): (("wait", "after", "_inputs"), training, "mixed", "direct"),
+    ("reduce", "_CustomReduceScatter.start"): (("wait", "after", "start"), allocated_by_the_group, "mixed", "packed"),
     ("pack, reduce", "_EncodedExchange.start"): (("wait", "after", "start"), training, "compressed", "packed"),
     ("reduce", "_OverShards.start"): (("wait", "after", "start"), training, "mixed", "direct"),
     ("compute", "Retained.make_room"): (("wait", "_drop_oldest", "make_room"), training, "mixed", "direct"),

@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["calls_under_way", "counts_as_call"]
+__all__ = ["calls_under_way", "counts_as_call", "is_called_by_method"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_calls: set[CodeType] = {nn.Module.__call__.__code__}
+_CALL = nn.Module.__call__.__code__
+_calls: set[CodeType] = {_CALL}
 
 
 def counts_as_call(function: F) -> F:
-    """Let ``function``, whose parameter ``self`` is a module, count as a call of that module."""
+    """Let ``function``, which calls a method of the module ``self``, count as a call of that module."""
     _calls.add(function.__code__)
     return function
 
@@ -27,10 +28,21 @@ def calls_under_way(module: nn.Module) -> int:
     It walks the stack instead of keeping a counter, because no hook runs when a KeyboardInterrupt ends a call. It is
     used only where a call may be nested.
     """
-    count = 0
+    return len(_codes(module))
+
+
+def is_called_by_method(module: nn.Module) -> bool:
+    """Return whether the latest call of ``module`` is inside a method of it that counts as a call."""
+    codes = _codes(module)
+    return len(codes) > 1 and codes[1] is not _CALL
+
+
+def _codes(module: nn.Module) -> list[CodeType]:
+    """Return what runs of the calls of ``module`` on this thread's stack, the latest first."""
+    codes: list[CodeType] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code in _calls and frame.f_locals.get("self") is module:
-            count += 1
+            codes.append(frame.f_code)
         frame = frame.f_back
-    return count
+    return codes

@@ -36,11 +36,12 @@ class ForwardPass(Pass):
         super().__init__(groups, observer)
         self.outermost = outermost
         self.observed = observed
-        self.trains = torch.is_grad_enabled()
+        self.trains = torch.is_grad_enabled()  # a method that calls forward may switch them off
         self.pending = pending
         self.order: ForwardOrder[FSDPParamGroup] = ForwardOrder(known)
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
+        self.in_method = False  # a registered method is the outermost call, and has called forward
         self._needed_first = needed_first
 
     def prefetch(self, group: FSDPParamGroup) -> None:
@@ -58,6 +59,8 @@ class ForwardPass(Pass):
         ranks skip are left out.
         """
         after, options = group.after_forward, group.options
+        if self.in_method and not self.trains and group in self.outermost.groups:
+            return True  # the method ends, and no backward follows, although gradients may be enabled around it
         if not self.trains or group.in_root or options.reduce_unused:
             return after
         freed = after is True and options.unshard_in_backward
@@ -66,6 +69,11 @@ class ForwardPass(Pass):
             self.stayed[group] = None
             return False
         return after
+
+    def end_part(self, known: list[FSDPParamGroup]) -> None:
+        """End what the observer and the order see as one pass; another part follows, which may repeat ``known``."""
+        super().end()
+        self.order = ForwardOrder(known)
 
     def end(self) -> None:
         """Free what the pass gathered and nothing holds."""

@@ -37,6 +37,7 @@ class RootContext(Generic[U]):
         self.comm = CommContext(device)
         self.all_states: list[U] = [unit]
         self.known: list[FSDPParamGroup] = []  # the order in which the last forward met the groups
+        self._known_in_method: list[FSDPParamGroup] = []  # and the last forward that a registered method called
         self._pending = Pending()
         self.forward: ForwardPass | None = None  # the pass that runs
         self.backward: BackwardPass | None = None
@@ -193,6 +194,31 @@ class RootContext(Generic[U]):
             group.residency.gather_portions(run.launch)
         return run
 
+    def begin_forward_in_method(self) -> None:
+        """Record and compare what follows as a pass of its own: a registered method (``generate``) calls forward again.
+
+        As one pass it would have as many collectives as there are tokens, in which ranks recognize nothing. What is in
+        memory stays, because the method's own parameters are in use. A forward with gradients remains one pass, as
+        backward will come on all of it. ``generate`` of transformers switches gradients off itself, so only now it is
+        known whether this is one.
+        """
+        run = self.forward
+        assert run is not None
+        run.trains = torch.is_grad_enabled() and run.pending is self._pending
+        if not run.trains:
+            if run.in_method:
+                self._note_order(run)
+            run.end_part(self._known_in_method)
+            run.in_method = True
+            run.observer.begin(PassKind("evaluation in a method"), outermost=True)
+
+    def _note_order(self, run: ForwardPass) -> None:
+        """Expect the order of ``run``, or of its last part, once more; not of what one replica alone has run."""
+        if run.observed and run.in_method:
+            self._known_in_method = run.order.calls
+        elif run.observed:
+            self.known = run.order.calls or self.known
+
     def portions_anew(self, groups: Sequence[FSDPParamGroup]) -> tuple[int, ...]:
         """Return the numbers of those of ``groups`` that a pass which starts now gathers over the replicate axis."""
         outdated = {group for group in groups if group.residency.portions_outdated}
@@ -220,8 +246,7 @@ class RootContext(Generic[U]):
         self.forward = None
         if not run.trains:  # the host may write to shards from here on; else it may from the end of backward on
             self.comm.copies.wait()
-        if run.observed:
-            self.known = run.order.calls or self.known
+        self._note_order(run)
         if run.trains:
             self.pending.end_forward(run.gathered_skippable, run.stayed)
             self._ended_with = run.ended_with
@@ -378,7 +403,7 @@ class RootContext(Generic[U]):
         for group in self.groups:
             group.reset()
         self.forward = self.backward = self._ended_with = self._needed_first = None
-        self._pending, self.known = Pending(), []
+        self._pending, self.known, self._known_in_method = Pending(), [], []
 
     # ---- backwards that the caller ends ----
 

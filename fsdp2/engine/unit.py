@@ -28,7 +28,7 @@ from fsdp2._torch.modules import (
     insert_composable_state,
 )
 from fsdp2.autograd import hooks
-from fsdp2.autograd.nesting import calls_under_way
+from fsdp2.autograd.nesting import calls_under_way, is_called_by_method
 from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import find_tensors
@@ -234,6 +234,8 @@ class FSDPState(ComposableState):
         depth = calls_under_way(module) if calls else 1
         if latest is not None and depth > 1:
             # Gathered already, and both are through when the outer call is.
+            if not in_backward and latest.run.outermost is self and is_called_by_method(module):
+                root.begin_forward_in_method()
             return self._start_call(Call(CallKind.RECURSIVE, latest.run, depth)), True
         if root.forward is None and not in_backward:
             self._notice_errors()

@@ -409,6 +409,7 @@ def test_a_method_that_calls_forward_is_one_pass(rank, world):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.block(x))
 
+        @torch.no_grad()
         def generate(self, ids: torch.Tensor) -> torch.Tensor:
             for _ in range(3):
                 ids = torch.cat([ids, self(self.embed(ids))[:, -1].argmax(-1, keepdim=True)], 1)
@@ -421,8 +422,8 @@ def test_a_method_that_calls_forward_is_one_pass(rank, world):
         api.ours.fully_shard(unit, mesh=mesh_of(world))
     api.ours.register_fsdp_forward_method(module, "generate")
     ids = torch.tensor([[1, 2]])
-    for _ in range(3):
-        with torch.no_grad(), Collectives() as collectives:
+    for enabled in (False, True, False, True):
+        with torch.set_grad_enabled(enabled), Collectives() as collectives:
             assert torch.equal(module.generate(ids), alone.generate(ids))
         assert collectives.gathers == 4  # of the root once, and of the block for each token
         assert all(is_sharded(inner) for inner in (module.embed, module.block, module.head))

@@ -180,7 +180,7 @@ def launch_unobserved(collective: Collective, start: Callable[[], None], *, opti
     return True
 
 
-MakeObserver = Callable[[Any, PassKind, "RuntimeError | None"], "Observer | None"]
+MakeObserver = Callable[[Any, PassKind, "Exception | None"], "Observer | None"]
 _make: MakeObserver | None = None
 
 
@@ -193,13 +193,14 @@ def observe_with(make: MakeObserver) -> None:
     _make = make
 
 
-def make_observer(root: Any, kind: PassKind, error: RuntimeError | None) -> Observer:
+def make_observer(root: Any, kind: PassKind, error: Exception | None) -> Observer:
     """Return the observer of ``root`` (a ``RootContext``), whose first pass, of ``kind``, starts.
 
     ``error`` is what this rank found wrong with its units, if anything: the observer can make all ranks raise it.
 
     Raises:
-        RuntimeError: the ranks have different units, or one of them came with an ``error``.
+        RuntimeError: the ranks have different units, or another rank came with an ``error``.
+        Exception: the ``error`` of this rank.
     """
     observer = None if _make is None else _make(root, kind, error)
     return Unobserved() if observer is None else observer

@@ -124,13 +124,14 @@ class RootContext(Generic[U]):
             return False
         return are_copied(self.groups)
 
-    def observe(self, error: RuntimeError | None, kind: PassKind) -> None:
+    def observe(self, error: Exception | None, kind: PassKind) -> None:
         """Make the observer, which compares the units of all ranks; the first pass is of ``kind``.
 
         Not yet if that is a pass that one replica may run alone.
 
         Raises:
-            RuntimeError: the observer refuses them, or passes ``error`` on.
+            RuntimeError: the observer refuses them.
+            Exception: the ``error`` of this rank, which the observer has passed on.
         """
         self._compared = False
         if not self.runs_alone:

@@ -396,10 +396,11 @@ class FSDPState(ComposableState):
 
     def notice_added(self) -> None:
         """Take in parameters that somebody put on the modules since this was last asked."""
-        if self._registrations != hooks.registrations:
-            self._registrations = hooks.registrations
+        seen = hooks.registrations
+        if self._registrations != seen:
             if self.made_by is not None:
                 self.made_by.adopt_added(self)
+            self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
 
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
@@ -484,6 +485,7 @@ class FSDPState(ComposableState):
 
         Raises:
             RuntimeError: this call grouped several modules, or parameters are still on the meta device.
+            Exception: a parameter that was added since ``fully_shard`` cannot be managed.
         """
         if len(self.modules) > 1:
             raise RuntimeError(
@@ -502,16 +504,16 @@ class FSDPState(ComposableState):
         root.take_over(list(names), self.modules[0])
         error = None
         try:
-            for unit in names:
-                unit._prepare(in_root=self)
-        except RuntimeError as reason:
-            error = reason
-        try:
+            try:
+                for unit in names:
+                    unit._prepare(in_root=self)
+            except Exception as reason:  # of any type: shard_placement_fn of an added parameter may raise its own
+                error = reason
             # An error of this rank goes to the observer first, so that the other ranks raise it instead of waiting.
             root.observe(error, PassKind("forward"))
             if error is not None:
                 raise error
-        except RuntimeError:
+        except BaseException:  # an interrupt too: units behind the one where it came are not prepared
             for unit in names:
                 unit._root = None  # the next forward looks again
             raise

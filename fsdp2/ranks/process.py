@@ -197,11 +197,12 @@ def _make_process(world: dist.ProcessGroup) -> _Process | None:
     return _Process(world, connections)
 
 
-def monitor_ranks(root: RootContext, kind: PassKind, error: RuntimeError | None) -> RankMonitor | None:
+def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) -> RankMonitor | None:
     """Compare the units of ``root`` on all ranks, and return the monitor; None if there is only one process.
 
     Raises:
-        RuntimeError: Parameters or options differ, or a rank passes an ``error``. Every rank raises it.
+        RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.
+        Exception: The ``error`` of this rank.
     """
     process, groups = _this_process() if _enabled else None, root.groups
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.mesh.size(), default=None)

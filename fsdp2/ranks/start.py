@@ -42,17 +42,18 @@ def options_of(root: RootContext[Any]) -> list[Line]:
 
 
 def compare(
-    board: Board, root: RootContext[Any], shared: list[FSDPParamGroup], kind: PassKind, error: RuntimeError | None
+    board: Board, root: RootContext[Any], shared: list[FSDPParamGroup], kind: PassKind, error: Exception | None
 ) -> int:
     """Compare the units of ``root`` at the first pass, of ``kind``; all ranks have the groups ``shared``.
 
     Warn if only initial values differ. Return the number of meetings.
 
     Raises:
-        RuntimeError: Parameters or options differ, or a rank passes an ``error``. Every rank raises it.
+        RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.
+        Exception: The ``error`` of this rank.
     """
     if error is not None:
-        text = str(error)
+        text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         try:
             board.fail(text if text.startswith("rank ") else f"rank {board.rank}: {text}", 0)
         except RuntimeError:

@@ -72,6 +72,49 @@ def test_a_parameter_that_is_cut_in_another_way(rank, world):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("when", ["first forward", "later"])
+def test_a_parameter_that_is_refused_is_refused_again(rank, world, when):
+    """A loop that goes on after the error may not train with a parameter that each rank keeps for itself."""
+    module, _ = sharded(world)
+    if when == "later":
+        module(torch.ones(2, 3)).sum().backward()
+    whole = module.linear.weight.detach().redistribute(placements=[Replicate()])
+    module.register_parameter("scale", nn.Parameter(whole))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="scale: got a DTensor on"):
+            module(torch.ones(2, 3))
+
+
+class Refused(ValueError):
+    """An exception of the user's own, from ``shard_placement_fn``."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("error", [Refused, AssertionError])
+def test_a_parameter_that_one_rank_refuses(rank, world, error):
+    """``shard_placement_fn`` raises on one rank for a parameter that was added before the first forward. The other
+    rank waited until that process ended, and the first one went on with a root whose units were not prepared."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(Scaled(), nn.Linear(5, 5))
+    module = copy.deepcopy(alone)
+    odd = True
+
+    def placement(parameter):
+        if odd and rank == 0 and parameter.shape == (1,):
+            raise error("no place for scale")
+
+    for unit in (module[0], module[1], module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world), shard_placement_fn=placement)
+    for one in (module, alone):
+        one[0].register_parameter("scale", nn.Parameter(torch.full((1,), 2.0)))
+    expected = (error, "no place for scale") if rank == 0 else (RuntimeError, f"rank 0: {error.__name__}: no place")
+    with pytest.raises(expected[0], match=expected[1]):
+        module(torch.ones(2, 3))
+    odd = False  # both go on from a first forward
+    torch.testing.assert_close(module(torch.ones(2, 3)), alone(torch.ones(2, 3)))
+
+
+@on_ranks(2)
 def test_weight_norm_after_sharding(rank, world):
     """It takes the sharded weight away and registers two others: refused by name, in place of an internal text."""
     module, _ = sharded(world)

@@ -8,8 +8,8 @@ strategy    translates FSDP1's sharding strategies to meshes
 arguments   merges the arguments of a call with those of a policy
 copying     copies of sharded modules
 grouping    makes groups of parameters, now and when parameters are added later
-placing     chooses the mesh and the dimension for each parameter
 ties        parameters that several calls share
+placing     chooses the mesh and the dimension for each parameter
 collect     collects the parameters of a call and the modules that show them
 modules     functions over all units below a module, by FSDP1's names
 padding     reports the padding of shards

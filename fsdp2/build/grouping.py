@@ -54,7 +54,7 @@ class CallOptions:
         hooked = list(unit.groups)
         sites = (Site(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
         self.ignored_sites.update(sites)
-        own, ties = find_ties(managed.params, self.mesh, unit)
+        own, ties = find_ties(managed.params, self.mesh, self.policy_of)
         placed = self.place(own)
         parts = _together(placed, self.options)
         stay = [entry.found for entry in placed if not isinstance(entry.offload, CPUOffloadPolicy)]

@@ -18,7 +18,7 @@ from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, ShardPlacementRe
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 from fsdp2.sharding.spec import ShardedSpec, on_this_rank
 
-__all__ = ["Placed", "PlacementFn", "place"]
+__all__ = ["Placed", "PlacementFn", "place", "policy_of_param"]
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Literal["auto"]
 
@@ -49,7 +49,7 @@ def place(
     Raises:
         ValueError, AssertionError: ``placement_fn`` returned an invalid placement.
     """
-    policy = _policy(found, policy)
+    policy = policy_of_param(found, policy)
     result: object = None
     if isinstance(placement_fn, str):
         # The inputs of an extension are rows, so shard the first dimension.
@@ -90,7 +90,7 @@ def _merges_dims(placement: object) -> bool:
     return type(placement).__name__ == "BlockShard"
 
 
-def _policy(found: Found, asked: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+def policy_of_param(found: Found, asked: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return the policy ``asked`` for, but compute a batch norm in the dtype of its statistics: its kernels need it."""
     policy, dtype = policy_for(found.param, asked), statistics_dtype(found.sites[0].module)
     return policy if dtype is None or policy.param_dtype is None else replace(policy, param_dtype=dtype)

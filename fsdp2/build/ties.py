@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from fsdp2.build.collect import Found
+from fsdp2.build.placing import policy_of_param
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, Site, show
 from fsdp2.engine.unit import FSDPState, get_state
+from fsdp2.policies import PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
 __all__ = ["Tie", "find_ties", "follow_tie", "join_ties"]
@@ -30,8 +32,10 @@ class Tie:
     param: FSDPParam
 
 
-def find_ties(found: list[Found], mesh: DataParallelMesh, unit: FSDPState) -> tuple[list[Found], list[Tie]]:
+def find_ties(found: list[Found], mesh: DataParallelMesh, policy_of: PolicyOf) -> tuple[list[Found], list[Tie]]:
     """Return the parameters that no other call manages, and the ties to those of other calls; this changes nothing.
+
+    ``mesh`` and ``policy_of`` are arguments of the call that has found them.
 
     Raises:
         ValueError: Tied parameters have different meshes or compute dtypes.
@@ -42,7 +46,7 @@ def find_ties(found: list[Found], mesh: DataParallelMesh, unit: FSDPState) -> tu
         if param is None or get_state(param.group.modules[0]) is None:
             own.append(entry)
         else:
-            _check(entry, param, mesh, unit)
+            _check(entry, param, mesh, policy_of)
             ties.append(Tie(entry, param))
     return own, ties
 
@@ -77,9 +81,9 @@ def follow_tie(found: Found, shown_by: Mapping[Site, FSDPParam]) -> bool:
     return True
 
 
-def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, unit: FSDPState) -> None:
+def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, policy_of: PolicyOf) -> None:
     group = param.group
-    ours, theirs = unit.mp_policy.param_dtype, param.policy.param_dtype
+    ours, theirs = policy_of_param(entry, policy_of(entry.name)).param_dtype, param.policy.param_dtype
     if group.mesh.mesh != mesh.mesh and _ranks(group.mesh) != _ranks(mesh):
         got, expected = f"the mesh {mesh.mesh}", f"{group.mesh.mesh}"
     elif ours != theirs:

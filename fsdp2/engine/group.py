@@ -122,7 +122,7 @@ class FSDPParamGroup:
     def drop(self, param: FSDPParam) -> None:
         """Give up ``param``, which is another group's from now on; must be sharded."""
         assert not self.residency.in_memory
-        self.params = [p for p in self.params if p is not param]
+        self.params, self._norms = ([p for p in some if p is not param] for some in (self.params, self._norms))
         self.store = self.store.of(self.params)
         self.residency.use(self.store, self.comm)
         earlier = self.gradients

@@ -311,6 +311,63 @@ def test_a_weight_that_is_tied_after_sharding_in_low_precision(rank, world):
     assert 0 < (got - apart).abs().max() <= 2**-8 * apart.abs().max() * world
 
 
+def by_name(module: nn.Module, policy: fsdp2.MixedPrecisionPolicy, weight: fsdp2.MixedPrecisionPolicy) -> None:
+    """Shard embedding and head as units whose weight has a policy of its own, and the rest with ``policy``."""
+    for unit in (module.embed, module.heads[0], module.body, module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d(), mp_policy={"": policy, "weight": weight})
+
+
+@on_ranks(2)
+def test_tied_units_with_a_policy_by_name(rank, world):
+    """A table of token weights is kept in float32 under both of its names, in units that compute in bfloat16. The tie
+    was refused: each call compared its policy for the unit with the weight's own. A call that asks for another dtype
+    for the weight is still refused."""
+    low, high = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16), fsdp2.MixedPrecisionPolicy()
+    tokens = torch.rand(2, 8)
+    torch.manual_seed(0)
+    module, alone = Language(), Language()
+    module.load_state_dict(alone.state_dict())
+    by_name(module, fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False), high)
+    by_name(alone, high, high)
+    module.embed.unshard()
+    assert module.embed.weight is module.heads[0].weight and module.embed.weight.dtype == torch.float32
+    module.embed.reshard()
+    hidden = [one.heads[0](torch.tanh(one.embed(tokens.argsort(dim=-1)))) for one in (module, alone)]
+    assert torch.equal(*hidden)
+    other = Language()
+    fsdp2.fully_shard(other.embed, mesh=mesh_1d(), mp_policy={"": low, "weight": high})
+    with pytest.raises(ValueError, match="got mp_policy.param_dtype=torch.bfloat16, expected None"):
+        fsdp2.fully_shard(other.heads[0], mesh=mesh_1d(), mp_policy=low)
+
+
+class Norms(nn.Module):
+    """Two batch norms, whose weights may be tied later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@on_ranks(2)
+def test_batch_norms_that_are_tied_after_sharding(rank, world):
+    """They compute in the dtype of their statistics, whatever the policy says, also when these are cast after the tie.
+    The tie was refused, and if it had not been, the tied weight would have kept the old dtype."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    module, alone = Norms(), Norms()
+    fsdp2.fully_shard(module, mesh=mesh_1d(), mp_policy=policy)
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    torch.testing.assert_close(module(batch), alone(batch))
+    for one in (module, alone):
+        one.second.weight = one.first.weight
+    torch.testing.assert_close(module(batch), alone(batch))
+    for one in (module, alone):
+        one.double()
+    torch.testing.assert_close(module(batch.double()), alone(batch.double()))
+
+
 class Two(nn.Module):
     """Two layers of one unit that may be tied later, and a third that stays as it is."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from datetime import timedelta
 from threading import Lock, Thread
@@ -57,7 +58,7 @@ class _WaitElsewhere:
     def __init__(self, work: dist.Work) -> None:
         self._work = work
         self._done: Lock | None = None
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
 
     def is_completed(self) -> bool:
         return self._done is not None and not self._done.locked()
@@ -85,9 +86,18 @@ class _WaitElsewhere:
         assert self._done is not None
         try:
             self._work.wait()
-        except RuntimeError as error:
+        except Exception as error:  # of any type: the thread must live on, and who waits must learn of it
             self._error = error
         self._done.release()
+
+    @classmethod
+    def forget_thread(cls) -> None:
+        """Start a thread anew when one is needed: this process is a fork, which has none of its parent's threads."""
+        cls._thread, cls._waits = None, queue.SimpleQueue()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_WaitElsewhere.forget_thread)
 
 
 class HostWork:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -127,3 +129,40 @@ def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(monkeypatch: 
         with pytest.raises(RuntimeError, match=error) if error else nullcontext():
             work.wait()
     assert len(by) == 1 and by[0] is not threading.current_thread()
+
+
+class AtOnce:
+    """A collective that ends at once, with an exception if it has one."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def wait_elsewhere(error: Exception | None = None) -> None:
+    """Wait for such a collective in the thread that waits for all of them."""
+    HostWork(AtOnce(error), takes_limit=False).wait()  # type: ignore[arg-type]
+
+
+def test_any_exception_of_a_wait_elsewhere_is_raised_here() -> None:
+    """The thread ended with an exception that was no RuntimeError, and all later reductions waited for ever."""
+    with pytest.raises(ValueError, match="of another kind"):
+        wait_elsewhere(ValueError("an error of another kind"))
+    wait_elsewhere()
+
+
+def test_a_forked_process_waits_in_a_thread_of_its_own() -> None:
+    """A child of fork has none of its parent's threads, but took the parent's for its own and waited for ever."""
+    wait_elsewhere()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this process has threads is what is tested
+        child = multiprocessing.get_context("fork").Process(target=wait_elsewhere)
+        child.start()
+    child.join(20)
+    ended = child.exitcode
+    child.kill()
+    child.join()
+    assert ended == 0

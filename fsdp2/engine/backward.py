@@ -22,7 +22,7 @@ class BackwardPass(Pass):
 
     The first hook that runs in a backward makes it, perhaps in a recomputation (``RootContext.enter_backward``). It is
     ``started`` when a gradient arrives or a unit is entered (``start_backward``), and ``over`` when autograd's backward
-    has ended (``end_backward``). A finalization is never started and never over.
+    has ended (``end_backward``). A finalization is started at once and never over.
     """
 
     in_backward = True

@@ -226,17 +226,20 @@ class RootContext(Generic[U]):
         return tuple(number for number, group in enumerate(self.groups) if group in outdated) if outdated else ()
 
     def _check_last_iteration_ended(self) -> None:
-        inside = next((group for group in self.groups if group.phases.in_backward), None)
-        if inside is not None or (self.backward is not None and self.backward.started):
-            raise RuntimeError(
-                f"{inside.name if inside is not None and inside.name else 'the root'}: forward starts, but its last "
-                "backward did not end (it raised?), so units hold gradients of that iteration; call reset_iter_state() "
-                "on the root module first; that backward's gradients are discarded"
-            )
+        self._check_last_backward_ended("forward starts")
         if self.comm.finalizing is not None:
             raise RuntimeError(
                 "The previous gradient reduction must be waited on before forward: call wait() on what "
                 "finalize_backward(async_op=True) returned"
+            )
+
+    def _check_last_backward_ended(self, starts: str) -> None:
+        inside = next((group for group in self.groups if group.phases.in_backward), None)
+        if inside is not None or (self.backward is not None and self.backward.started):
+            raise RuntimeError(
+                f"{inside.name if inside is not None and inside.name else 'the root'}: {starts}, but its last backward "
+                "did not end (it raised?), so units hold gradients of that iteration; call reset_iter_state() on the "
+                "root module first; that backward's gradients are discarded"
             )
 
     def end_forward(self) -> None:
@@ -435,10 +438,9 @@ class RootContext(Generic[U]):
     def finalize(self) -> GradientReduction:
         """Start what the backwards since the last call left to do."""
         self._check_finalization()
-        reduction = GradientReduction(self)
-        self.comm.finalizing = reduction
         deferred = self.pending.deferred
         self.backward = run = BackwardPass(self.groups, self.observer)
+        run.start(more_follow=False)  # so that the next forward finds it if it raises
         with torch.no_grad(), _trace.span("finalize_backward", ""):
             self.observer.begin(self._backward_kind("finalization"), outermost=False)
             run.join_before_end()
@@ -450,6 +452,7 @@ class RootContext(Generic[U]):
                     group.reshard()  # gathered ahead, and kept until now because more micro-batches might use it
             run.end()
         self.backward = None
+        reduction = self.comm.finalizing = GradientReduction(self, run)
         return reduction
 
     # ---- backwards that left gradients unreduced ----
@@ -508,6 +511,7 @@ class RootContext(Generic[U]):
                 "finalize_backward must be called after backward completes, and was called inside of it, from a hook "
                 "or an autograd function; call it after loss.backward() returned"
             )
+        self._check_last_backward_ended("finalize_backward was called")
         for group in self.pending.deferred:
             options = group.options
             if group.mesh.replicate.size > 1 and options.reduce_gradients and not options.all_reduce_gradients:
@@ -532,8 +536,9 @@ def are_copied(groups: Iterable[FSDPParamGroup]) -> bool:
 class GradientReduction(GradientReductionHandle):
     """The reductions that one ``finalize_backward`` started."""
 
-    def __init__(self, root: RootContext[Any] | None) -> None:
+    def __init__(self, root: RootContext[Any] | None, run: BackwardPass | None = None) -> None:
         self.root = root
+        self._run = run
 
     def wait(self) -> None:
         """Wait until the gradients are there; once is enough.
@@ -547,4 +552,7 @@ class GradientReduction(GradientReductionHandle):
             raise RuntimeError("This gradient reduction was dropped by reset_iter_state; start the iteration anew")
         root, self.root = self.root, None
         root.comm.finalizing = None
+        # If this raises, gradients are missing: the next forward must find the pass and refuse.
+        root.backward, self._run = self._run, None
         root.wait_for_reductions(root.groups)
+        root.backward = None

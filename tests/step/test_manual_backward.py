@@ -5,6 +5,8 @@ torch's has all of it since 2.15; ours has the methods on every torch.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -223,3 +225,55 @@ def test_recovery_of_a_root_leaves_what_another_has_in_flight(rank, world):
     failing.reset_iter_state()
     other.finalize_backward()
     assert torch.equal(other.weight.grad.to_local(), expected.weight.grad.to_local())
+
+
+class Trouble(Exception):
+    """What a hook under test raises."""
+
+
+def fail(gradient: torch.Tensor) -> None:
+    """Be a hook of the user's that raises."""
+    raise Trouble
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["backward", "finalization", "wait"])
+def test_training_goes_on_after_an_exception(rank, world, where):
+    """A hook raises in a backward or in ``finalize_backward``, or somebody interrupts the wait for its gradients. The
+    next call said to wait for a handle that nobody had got, or went on with the gradients of half an iteration. It is
+    refused with what to do."""
+    module = sharded(world)
+    module.set_manual_backward_finalization(True)
+    backward(module)
+    module.finalize_backward()
+    expected = [p.grad.full_tensor() for p in module.parameters()]
+    module.zero_grad()
+    if where == "backward":
+        broken = module(torch.ones(2, 8))
+        broken.register_hook(fail)
+        with pytest.raises(Trouble):
+            broken.square().mean().backward()
+    elif where == "wait":
+        backward(module)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(module._get_fsdp_state().root.comm.reductions, "finish", partial(fail, None))
+            with pytest.raises(Trouble):
+                module.finalize_backward()
+    else:
+        module.set_requires_gradient_sync(False)
+        backward(module)
+        module.set_requires_gradient_sync(True)
+        module[1].set_all_reduce_hook(fail)
+        with pytest.raises(Trouble):
+            module.finalize_backward()
+        module[1].set_all_reduce_hook(lambda gradient: None)
+    for call in (module.finalize_backward, lambda: module(torch.ones(2, 8))):
+        with pytest.raises(RuntimeError, match=r"did not end .*call reset_iter_state\(\)"):
+            call()
+    module.reset_iter_state()
+    module.zero_grad()
+    backward(module)
+    module.finalize_backward()
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), gradient)

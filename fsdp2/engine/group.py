@@ -304,6 +304,14 @@ class FSDPParamGroup:
         """
         return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
 
+    @property
+    def frees_after_backward(self) -> bool:
+        """True if backward frees the full parameters.
+
+        It always frees those of a unit that some ranks skip: that a forward gathers it tells all ranks that it is used.
+        """
+        return self.options.reshard_after_backward or self.options.reduce_unused
+
     @_trace.profiled("post_backward")
     def post_backward(self, launch: Launch = launch_unobserved, *, stays: bool = False) -> None:
         """Free the parameters, unless the group ``stays`` in memory, and reduce the gradients there are, if any.
@@ -316,8 +324,7 @@ class FSDPParamGroup:
             _trace.emit("post_backward", self.name)
         if not self.options.reduce_gradients:
             self.gradients.leave_unreduced()
-        # A unit that some ranks skip is freed in any case: that a forward gathers it tells all ranks that it is used.
-        if (self.options.reshard_after_backward or self.options.reduce_unused) and not stays:
+        if self.frees_after_backward and not stays:
             self.reshard()
         else:
             self.residency.hold()

@@ -448,7 +448,7 @@ class RootContext(Generic[U]):
                 if group in deferred:
                     del deferred[group]
                     run.post_backward(group)
-                elif group.options.reshard_after_backward and not group.residency.summoned:
+                elif group.frees_after_backward and not group.residency.summoned:
                     group.reshard()  # gathered ahead, and kept until now because more micro-batches might use it
             run.end()
         self.backward = None

@@ -277,3 +277,20 @@ def test_training_goes_on_after_an_exception(rank, world, where):
     module.finalize_backward()
     for parameter, gradient in zip(module.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad.full_tensor(), gradient)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("marked", [False, True])
+def test_what_ranks_may_skip_is_freed(rank, world, marked):
+    """Units that some ranks skip do not stay until the next forward, whatever ``set_reshard_after_backward`` says: a
+    rank that gathers one tells the others so. ``finalize_backward`` left a unit in memory that no backward had used."""
+    module = play(api.ours, partial(shard_each, mesh=mesh_1d(), reshard_after_forward=False), program=lambda run: None)
+    model = module.module
+    model[1].set_reduce_scatter_unused_params(marked)
+    model.set_reshard_after_backward(False)
+    model.set_manual_backward_finalization(True)
+    model(torch.ones(2, 8))
+    model.finalize_backward()
+    groups = [unit._get_fsdp_state().groups[0] for unit in model]
+    assert [group.is_unsharded for group in groups] == [True, not marked, True]

@@ -93,13 +93,19 @@ class RootContext(Generic[U]):
             self._children.look()
 
     def use_comm(self, comm: CommContext) -> None:
-        """Let all groups communicate on ``comm`` from now on, with as many chunks in flight as any of them asked for.
+        """Let all groups communicate on ``comm`` from now on."""
+        self.comm = comm
+        self.limit_communication()
+        for group in self.groups:
+            group.use_comm(comm)
+
+    def limit_communication(self) -> None:
+        """Let as many chunks of gradients be in flight as any group asked for.
 
         By default the backend and the group with the most chunks decide, within the bytes of the largest group's
         gradients: those of a compiled block leave at once, and if communication is slow, compute goes on to the next
         unit meanwhile. If several roots share ``comm``, the largest limits hold.
         """
-        self.comm = comm
         groups = self.groups
         asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
         chunks, units = asked, max(asked, default=1)
@@ -107,9 +113,7 @@ class RootContext(Generic[U]):
             counts = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
             chunks = [chunks_in_flight(group.mesh.first, count) for group, count in zip(groups, counts)]
         largest = max((group.store.full_bytes for group in groups), default=0)
-        comm.set_limits(self, max(chunks, default=1), units, largest)
-        for group in groups:
-            group.use_comm(comm)
+        self.comm.set_limits(self, max(chunks, default=1), units, largest)
 
     # ---- the observer ----
 

@@ -404,10 +404,13 @@ class FSDPState(ComposableState):
 
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
+        root = self.root
         for group in groups:
             group.in_root = bool(self.is_root)
-            group.use_comm(self.root.comm)
+            group.has_units_below = self._has_units_below
+            group.use_comm(root.comm)
             group.set_names(self.name, {})
+        root.limit_communication()
 
     # ---- backward ----
 
@@ -529,11 +532,15 @@ class FSDPState(ComposableState):
         """Take in what happened to the unit's parameters since ``fully_shard``; ``in_root`` is the root's unit."""
         self._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
         self.notice_added()
-        below = (get_state(module) for top in self.modules for module in top.modules())
-        nested = any(other is not None and other is not self for other in below)
+        nested = self._has_units_below
         for group in self.groups:
             group.has_units_below = nested
             group.lazy_init(in_root=group in in_root.groups)
+
+    @property
+    def _has_units_below(self) -> bool:
+        below = (get_state(module) for top in self.modules for module in top.modules())
+        return any(other is not None and other is not self for other in below)
 
     def _notice_errors(self) -> None:
         """Learn when an exception leaves this unit's forward, which is the outermost."""

@@ -236,3 +236,54 @@ def test_modules_added_without_a_registration(rank, world, changes):
     build = lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
     run = assert_parity(partial(shard_each, mesh=mesh_of(world)), build=build, program=program, against=("alone",))
     assert all(isinstance(parameter, DTensor) for parameter in run.module.parameters())
+
+
+class Shifted(nn.Module):
+    """Scales and shifts what a unit returns, by a parameter that may be added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = getattr(self, "shift", None)
+        out = self.inner(x)
+        return out if shift is None else out * shift.detach() + shift
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_added_parameter_around_a_unit(rank, world, trained):
+    """Backward needs it for the gradients of the unit below when its own gradient is finished: it was freed by then."""
+    torch.manual_seed(0)
+    alone = Shifted()
+    module = copy.deepcopy(alone)
+    for unit in (module.inner, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    for one in (module, alone) if trained else ():
+        one(torch.ones(2, 3)).square().sum().backward()
+    for one in (module, alone):
+        one.zero_grad()
+        one.register_parameter("shift", nn.Parameter(torch.full((5,), 3.0)))
+        one(torch.ones(2, 3)).square().sum().backward()
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_limits_of_communication_follow_added_parameters(rank, world, trained):
+    """As many bytes may be in flight as the largest unit has. A larger one that came later was not counted."""
+    module, whole = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64))
+    limits = []
+    for model in (module, whole):
+        api.ours.fully_shard(model[0], mesh=mesh_of(world))
+        api.ours.fully_shard(model, mesh=mesh_of(world))
+        if model is module:
+            if trained:
+                model(torch.ones(2, 8)).sum().backward()
+            model.append(nn.Linear(8, 64))
+        model(torch.ones(2, 8)).sum().backward()
+        comm = model._get_fsdp_state().root.comm
+        limits.append((comm.largest_bytes, comm.reductions.limit, comm.reductions.memory.limit_bytes))
+    assert limits[0] == limits[1]

@@ -257,19 +257,25 @@ def _replaced(
 ) -> Arguments:
     """Return (``args``, ``kwargs``) with tensors with hooks in place of those ``needing`` a gradient.
 
+    A tensor in several places stays one: self-attention projects query, key and value by one product if they are.
+
     A single such input becomes a view with a hook on its node, so that the module may still change it in place. Several
     inputs go through one autograd function, because its backward runs only when all gradients are there. So does a
     single input that a collective is still writing.
     """
+    unique = list({id(t): t for t in needing}.values()) if len(needing) > 1 else needing
     new = []
-    if len(needing) == 1 and not isinstance(needing[0], AsyncCollectiveTensor):
-        view = needing[0].view_as(needing[0])
+    if len(unique) == 1 and not isinstance(unique[0], AsyncCollectiveTensor):
+        view = unique[0].view_as(unique[0])
         if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
             view.grad_fn.register_prehook(lambda grads: _inputs_are_done(grads, done, starting))
-            if args and args[0] is needing[0]:
+            if len(needing) == 1 and args and args[0] is needing[0]:
                 return (view, *args[1:]), kwargs
             new = [view]
-    new = new or list(_InputsDone.apply((done, starting), *needing))
+    new = new or list(_InputsDone.apply((done, starting), *unique))
+    if len(unique) < len(needing):
+        by_id = dict(zip(map(id, unique), new))
+        new = [by_id[id(t)] for t in needing]
     replacements = iter(new)
     return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
 from tests.support.cases import Setup, assert_case, parametrize_cases
-from tests.support.parity import STEPS, Run
+from tests.support.counting import Operators
+from tests.support.parity import STEPS, WIDTH, Run, mesh_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import KINDS, loss_of
 
@@ -39,6 +43,43 @@ def test_containers_are_cast(rank, world, case):
 def test_unusual_forwards(rank, world, case, reshard):
     """A unit used several times, tied, left out of an iteration, or whose returned view is changed in place."""
     assert_case(case, Setup(reshard))
+
+
+class Attends(nn.Module):
+    """Self-attention, whose module asks whether query, key and value are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("mp_policy", [None, MixedPrecisionPolicy(torch.bfloat16)])
+def test_one_tensor_as_several_arguments(rank, world, mp_policy):
+    """It stays one: three copies made the attention project each by a product of its own. torch's makes them. The
+    gradient of the input is added up in the same order as without sharding, so it has the same bits."""
+    torch.manual_seed(0)
+    alone = Attends()
+    module = copy.deepcopy(alone)
+    if mp_policy is not None:
+        alone.to(mp_policy.param_dtype)
+    for unit in (module.attention, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world), **({} if mp_policy is None else {"mp_policy": mp_policy}))
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    products, outputs, gradients = [], [], []
+    for one in (module, alone):
+        leaf = x.to(next(alone.parameters()).dtype).requires_grad_()
+        with Operators(lambda func, args: str(func) if "mm" in str(func) else None) as operators:
+            outputs.append(one(leaf * 1))
+        products.append(operators.seen)
+        outputs[-1].float().square().sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*outputs) and torch.equal(*gradients)
+    assert products[0] == products[1]
 
 
 def two_forwards_one_backward(run: Run) -> None:

@@ -103,9 +103,19 @@ def test_an_input_that_is_not_used_does_not_hold_up_the_others() -> None:
 def test_one_tensor_in_two_places_is_done_when_both_are() -> None:
     log, leaf = Log(), torch.ones(2, requires_grad=True)
     ((a, b), _), _, _ = watch_inputs((leaf, leaf), {}, log.done)
+    assert a is b  # the module may ask
     log.through(log.through(a, "first") + b, "second").sum().backward()
     assert log == ["second", "first", "done"]
     assert torch.equal(leaf.grad, torch.full((2,), 2.0))
+
+
+def test_one_tensor_in_two_places_beside_another() -> None:
+    log, twice, once = Log(), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    (args, kwargs), _, _ = watch_inputs((twice, [once]), {"again": twice}, log.done)
+    assert args[0] is kwargs["again"] is not args[1][0]
+    log.through(args[0] * args[1][0] + kwargs["again"], "parameter").sum().backward()
+    assert log == ["parameter", "done"]
+    assert torch.equal(twice.grad, torch.full((2,), 2.0)) and torch.equal(once.grad, torch.ones(2))
 
 
 def test_inputs_in_containers_are_watched_and_containers_keep_their_type() -> None:

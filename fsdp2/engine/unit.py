@@ -395,11 +395,15 @@ class FSDPState(ComposableState):
                     run.prefetch(other)
 
     def notice_added(self) -> None:
-        """Take in parameters that somebody put on the modules since this was last asked."""
+        """Take in parameters, and units below, that somebody put on the modules since this was last asked."""
         seen = hooks.registrations
         if self._registrations != seen:
             if self.made_by is not None:
                 self.made_by.adopt_added(self)
+            below = (get_state(module) for top in self.modules for module in top.modules())
+            nested = any(other is not None and other is not self for other in below)
+            for group in self.groups:
+                group.has_units_below = nested
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
 
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
@@ -407,7 +411,6 @@ class FSDPState(ComposableState):
         root = self.root
         for group in groups:
             group.in_root = bool(self.is_root)
-            group.has_units_below = self._has_units_below
             group.use_comm(root.comm)
             group.set_names(self.name, {})
         root.limit_communication()
@@ -532,15 +535,8 @@ class FSDPState(ComposableState):
         """Take in what happened to the unit's parameters since ``fully_shard``; ``in_root`` is the root's unit."""
         self._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
         self.notice_added()
-        nested = self._has_units_below
         for group in self.groups:
-            group.has_units_below = nested
             group.lazy_init(in_root=group in in_root.groups)
-
-    @property
-    def _has_units_below(self) -> bool:
-        below = (get_state(module) for top in self.modules for module in top.modules())
-        return any(other is not None and other is not self for other in below)
 
     def _notice_errors(self) -> None:
         """Learn when an exception leaves this unit's forward, which is the outermost."""

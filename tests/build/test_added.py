@@ -239,7 +239,7 @@ def test_modules_added_without_a_registration(rank, world, changes):
 
 
 class Shifted(nn.Module):
-    """Scales and shifts what a unit returns, by a parameter that may be added later."""
+    """Scales and shifts what a unit returns, by a parameter; either may be added later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,6 +265,24 @@ def test_an_added_parameter_around_a_unit(rank, world, trained):
     for one in (module, alone):
         one.zero_grad()
         one.register_parameter("shift", nn.Parameter(torch.full((5,), 3.0)))
+        one(torch.ones(2, 3)).square().sum().backward()
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(2)
+def test_a_unit_that_is_inserted_below_a_parameter(rank, world):
+    """The same for a unit that takes the place of a module without parameters."""
+    torch.manual_seed(0)
+    alone, linear = Shifted(), nn.Linear(3, 5)
+    alone.inner = nn.Identity()
+    alone.shift = nn.Parameter(torch.full((5,), 3.0))
+    module = copy.deepcopy(alone)
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    module(torch.ones(2, 5)).sum().backward()
+    module.zero_grad()
+    module.inner, alone.inner = api.ours.fully_shard(copy.deepcopy(linear), mesh=mesh_of(world)), linear
+    for one in (module, alone):
         one(torch.ones(2, 3)).square().sum().backward()
     for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got.grad.full_tensor(), expected.grad)

@@ -27,7 +27,7 @@ def others_use_everything() -> Iterator[None]:
     """Simulate that other ranks use every unit that ``set_reduce_scatter_unused_params`` allows to skip."""
     before = observer._make
 
-    def make(root: RootContext[Any], kind: PassKind, error: RuntimeError | None) -> Observer | None:
+    def make(root: RootContext[Any], kind: PassKind, error: Exception | None) -> Observer | None:
         if error is None and any(group.options.reduce_unused for group in root.groups):
             return _Others(root)
         return None if before is None else before(root, kind, error)

@@ -59,7 +59,7 @@ class FSDPParamGroup:
         self.in_root = in_root
         self.shared = shared
         self.initial = initial
-        self.has_units_below = False  # as far as is known before the first forward
+        self.has_others_below = False  # parameters of other groups, or ignored ones; known from the first forward on
         self.phases = PhaseTracker()
         self.residency = Residency(self, store, comm)
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
@@ -299,10 +299,10 @@ class FSDPParamGroup:
     def ends_with_its_gradients(self) -> bool:
         """Return whether backward is done with the group once it has the gradients of all its parameters.
 
-        It is not with units below, or with frozen parameters: backward may still need a weight of this group, for the
-        gradient of its input, after the weight's own gradient is finished.
+        It is not with others' parameters below, or with frozen ones: backward may still need a weight of this group,
+        for their gradients or for that of its input, after the weight's own gradient is finished.
         """
-        return not self.has_units_below and not self.shared and all([param.requires_grad for param in self.params])
+        return not self.has_others_below and not self.shared and all([param.requires_grad for param in self.params])
 
     @property
     def frees_after_backward(self) -> bool:

@@ -38,6 +38,7 @@ from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
 from fsdp2.engine.observer import PassKind, launch_unobserved
+from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.passes import Call, CallKind, backward_runs
 from fsdp2.engine.registry import Registry
 from fsdp2.engine.root import RootContext
@@ -395,16 +396,24 @@ class FSDPState(ComposableState):
                     run.prefetch(other)
 
     def notice_added(self) -> None:
-        """Take in parameters, and units below, that somebody put on the modules since this was last asked."""
+        """Take in what somebody put on the modules, or below them, since this was last asked."""
         seen = hooks.registrations
         if self._registrations != seen:
             if self.made_by is not None:
                 self.made_by.adopt_added(self)
-            below = (get_state(module) for top in self.modules for module in top.modules())
-            nested = any(other is not None and other is not self for other in below)
+            others = len(self.groups) > 1 or self._has_others_below()
             for group in self.groups:
-                group.has_units_below = nested
+                group.has_others_below = others
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
+
+    def _has_others_below(self) -> bool:
+        """Return whether there are other units below, or parameters that no unit manages (ignored ones)."""
+        for module in [module for top in self.modules for module in top.modules()]:
+            if get_state(module) not in (None, self):
+                return True
+            if not all([param is None or is_managed_tensor(param) for param in module._parameters.values()]):
+                return True
+        return False
 
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2._trace import listening
@@ -208,3 +211,31 @@ def test_a_layer_that_does_not_read_the_cache_is_freed_when_backward_leaves_it(r
         for layer, below in (("layers.3", "layers.1"), ("layers.2", "layers.0")):
             assert events.index(f"reshard {layer}") < events.index(f"pre_backward {below}"), events
         assert events.index("reshard layers.1") > events.index("pre_backward layers.0"), events
+
+
+class Shifted(nn.Module):
+    """Scales and shifts what a layer returns, by a parameter that backward needs after its own gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.shift = nn.Linear(6, 6), nn.Parameter(torch.full((6,), 3.0))
+
+    def forward(self, x):
+        return self.inner(x) * self.shift.detach() + self.shift
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("option", ["ignored_params", "replicated_params"])
+def test_a_group_stays_for_the_backward_of_others(rank, world, option):
+    """Of a unit's parameters some are ignored, or on another mesh. The group of the others was freed when its own
+    gradients were finished, although the backward of the first still read it: a crash."""
+    torch.manual_seed(0)
+    alone = Shifted()
+    module = copy.deepcopy(alone)
+    api.ours.fully_shard(module, mesh=mesh_of(world), **{option: set(module.inner.parameters())})
+    for one in (module, alone):
+        one(torch.ones(2, 6)).square().sum().backward()
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        gradient = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
+        torch.testing.assert_close(gradient, expected.grad)

@@ -25,7 +25,7 @@ from fsdp2.engine.pending import Pending
 from fsdp2.engine.phase import Phase
 from fsdp2.policies import GradientReductionHandle
 
-__all__ = ["GradientReduction", "RootContext", "are_copied"]
+__all__ = ["GradientReduction", "RootContext", "are_copied", "kind_of_forward"]
 
 U = TypeVar("U", bound=Unit)
 
@@ -77,7 +77,8 @@ class RootContext(Generic[U]):
         self.all_states = units
         self._name_groups(module)
         self._children = ChildCount(module)
-        self.use_comm(self.comm)
+        for group in self.groups:
+            group.use_comm(self.comm)
 
     def _name_groups(self, module: nn.Module) -> None:
         """Name groups and their parameters as ``module``, the root's, names them."""
@@ -173,9 +174,9 @@ class RootContext(Generic[U]):
         if running is not None and running.outermost is not unit and self.all_states[0] is not unit:
             return running
         self._check_last_iteration_ended()
-        alone, name = self.runs_alone, "forward" if torch.is_grad_enabled() else "evaluation"
+        alone, kind = self.runs_alone, kind_of_forward()
         if not self._compared:
-            self.observe(None, PassKind(name))
+            self.observe(None, kind)
         # A forward that is still there was interrupted (KeyboardInterrupt), which no hook tells. One without gradients
         # holds nothing.
         aborted = running is not None and running.trains
@@ -184,7 +185,7 @@ class RootContext(Generic[U]):
         run = ForwardPass(self.groups, observer, unit, self.known, self._needed_first, pending, observed=not alone)
         for group in run.groups:
             group.begin_forward_pass(aborted=aborted)
-        kind = PassKind(name, anew=self.portions_anew(run.groups))
+        kind = PassKind(kind.name, anew=self.portions_anew(run.groups))
         self.forward, self.backward = run, None
         _trace.refresh()
         if _trace.recording:
@@ -523,6 +524,11 @@ class RootContext(Generic[U]):
                     f"{group.name or 'the root'}: finalize_backward requires all-reduce; call "
                     "set_requires_all_reduce(True) before it"
                 )
+
+
+def kind_of_forward() -> PassKind:
+    """Return the kind of a forward that starts now."""
+    return PassKind("forward" if torch.is_grad_enabled() else "evaluation")
 
 
 def _those(flags: list[bool]) -> str:

@@ -37,11 +37,11 @@ from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
-from fsdp2.engine.observer import PassKind, launch_unobserved
+from fsdp2.engine.observer import launch_unobserved
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.passes import Call, CallKind, backward_runs
 from fsdp2.engine.registry import Registry
-from fsdp2.engine.root import RootContext
+from fsdp2.engine.root import RootContext, kind_of_forward
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = [
@@ -218,6 +218,7 @@ class FSDPState(ComposableState):
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for unit in root.all_states if root.forward is None else [self]:
                 unit.notice_added()
+            root.limit_communication()
 
     def _classify(self, module: nn.Module, in_backward: bool) -> tuple[Call, bool]:
         """Classify a forward call: the first of these that it is.
@@ -417,12 +418,10 @@ class FSDPState(ComposableState):
 
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
-        root = self.root
         for group in groups:
             group.in_root = bool(self.is_root)
-            group.use_comm(root.comm)
+            group.use_comm(self.root.comm)
             group.set_names(self.name, {})
-        root.limit_communication()
 
     # ---- backward ----
 
@@ -522,10 +521,11 @@ class FSDPState(ComposableState):
             try:
                 for unit in names:
                     unit._prepare(in_root=self)
+                root.limit_communication()
             except Exception as reason:  # of any type: shard_placement_fn of an added parameter may raise its own
                 error = reason
             # An error of this rank goes to the observer first, so that the other ranks raise it instead of waiting.
-            root.observe(error, PassKind("forward"))
+            root.observe(error, kind_of_forward())
             if error is not None:
                 raise error
         except BaseException:  # an interrupt too: units behind the one where it came are not prepared

@@ -128,7 +128,7 @@ class _Process:
                 return
             try:
                 self._next(turn)
-            except RuntimeError as error:  # the main thread raises it in its next pass, if there is one
+            except Exception as error:  # the main thread raises a board's in its next pass, if there is one
                 logger.error("rank %d: %s", self.rank, error)
 
     def _next(self, turn: int) -> None:

@@ -128,12 +128,12 @@ def _ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def _is_cut(tensor: Tensor | None) -> bool:
-    """Whether a tensor is a DTensor on a mesh of all ranks, and its pieces are where ``_box`` says."""
+    """Whether a tensor is a DTensor on a mesh of all ranks in their order, and its pieces are where ``_box`` says."""
     if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements):
         return False
     if sum(_is_strided(p) for p in tensor.placements) > 1 or type(tensor.to_local()) is not Tensor:
         return False
-    return sorted(_ranks_of(tensor.device_mesh)) == list(range(dist.get_world_size()))
+    return _ranks_of(tensor.device_mesh) == list(range(dist.get_world_size()))
 
 
 def _is_strided(placement: Placement) -> bool:
@@ -162,7 +162,7 @@ def _gather(tensors: Mapping[Any, DTensor]) -> dict[Any, Tensor]:
     places: list[list[Tensor]] = [[] for _ in range(world)]  # parts of the whole tensors by rank
     for name, tensor in tensors.items():
         sizes = tuple(tensor.device_mesh.shape)
-        for rank, coordinate in zip(_ranks_of(tensor.device_mesh), product(*map(range, sizes))):
+        for rank, coordinate in enumerate(product(*map(range, sizes))):
             part = whole[name]
             for dim, (start, length) in enumerate(_box(tensor, sizes, coordinate)):
                 part = part.narrow(dim, start, length)

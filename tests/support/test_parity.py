@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -13,20 +12,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from tests.support.parity import fulls, mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
-KINDS = ("cut", "whole", "plain", "copied", "cut twice", "cut across", "cut in two dimensions")
+KINDS = ("cut", "whole", "plain", "copied", "cut twice", "cut in two dimensions")
 SHAPES = [(8, 3), (5, 3), (1, 7), (3, 1), (0, 4), (7,), (2, 3, 5)]
 
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dim", [0, -1])
 def test_whole_tensors_are_what_was_cut(rank, world, dim):
-    """Uneven and empty pieces, two dtypes, two cuts, ranks in another order, what is not cut, and what is not there.
+    """Uneven and empty pieces, two dtypes, two cuts, what is not cut, and what is not there.
 
     They are compared with the tensors that were cut. DTensor's own are others where somebody has flattened the mesh:
     it then gathers pieces of uneven sizes over that in one step.
     """
     tensors, wholes = {}, {}
-    across = DeviceMesh("cpu", [[0, 2], [1, 3]]) if world == 4 else None
     for index, shape in enumerate(SHAPES):
         whole = torch.arange(torch.Size(shape).numel(), dtype=(torch.float32, torch.float64)[index % 2]).view(shape)
         tensors[f"cut {shape}"] = distribute_tensor(whole, mesh_1d(), [Shard(dim % len(shape))])
@@ -38,7 +36,6 @@ def test_whole_tensors_are_what_was_cut(rank, world, dim):
             last = Shard(len(shape) - 1)
             tensors[f"copied {shape}"] = distribute_tensor(whole, turned, [Replicate(), Shard(0)])
             tensors[f"cut twice {shape}"] = distribute_tensor(whole, turned, [Shard(0), Shard(0)])
-            tensors[f"cut across {shape}"] = distribute_tensor(whole, across, [Shard(0), Shard(0)])
             tensors[f"cut in two dimensions {shape}"] = distribute_tensor(whole, turned, [Shard(0), last])
     if world == 4:
         layers = nn.Sequential(nn.Linear(6, 5), nn.Linear(3, 12, bias=False))

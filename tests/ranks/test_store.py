@@ -7,11 +7,13 @@ from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from fsdp2.engine.observer import END, Answer, Collective, PassKind
+from fsdp2.ranks import board
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
@@ -212,9 +214,8 @@ def test_one_that_differs_is_named_on_all() -> None:
         except RuntimeError as error:
             texts.append(str(error))
 
-    for store in stores:
-        store.set_timeout = lambda limit, store=store: setattr(store, "seconds", 0.2)  # type: ignore[method-assign]
-    on_threads(8, stores, program)
+    with mock.patch.object(board, "_LOOK_SECONDS", (0.2, 0.2)):
+        on_threads(8, stores, program)
     assert len(texts) == 8 and len(set(texts)) == 1
     assert "rank 5: the end of forward" in texts[0]
     assert not memory.values

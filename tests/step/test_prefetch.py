@@ -216,3 +216,18 @@ def test_all_groups_of_the_next_unit_are_gathered_ahead():
             ahead = [i for i in ahead if entered[0] < i]
             left = gathers.index(f"{phase} {following}", entered[-1])
             assert len(entered) == 2 and entered[-1] < ahead[0] < ahead[1] < left
+
+
+@on_ranks(2)
+def test_a_gather_that_backward_does_not_use_is_dropped(rank, world):
+    """A list names a unit that backward is through with."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*module, module):
+        fsdp2.fully_shard(unit, mesh=mesh_of(world))
+    first, last = module
+    first.set_modules_to_backward_prefetch([last])
+    [group] = last._get_fsdp_state().groups
+    seen: list[str] = []
+    with listening(lambda event, name: seen.append(f"{event} {name}")):
+        module(torch.ones(2, 8)).sum().backward()
+    assert seen.count("unshard 1") == 3 and not group.residency.in_memory

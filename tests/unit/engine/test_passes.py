@@ -205,3 +205,23 @@ def test_a_unit_that_is_being_joined_is_not_joined_in_itself(mesh: DeviceMesh) -
     run = Pass(groups, cast(Observer, observer))
     run.prefetch(groups[2])
     assert observer.seen == [groups[1], groups[0], groups[2]]
+
+
+def test_gradients_of_a_unit_that_all_ranks_use_wait_for_its_own_backward(mesh: DeviceMesh) -> None:
+    """Ranks that skip a unit come earlier to the reductions of the others, but these join only with their gradients."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    model[1].set_reduce_scatter_unused_params(True)
+    root = model._get_fsdp_state().root
+    seen: list[bool] = []
+
+    def ask(grad: torch.Tensor) -> None:
+        run = root.backward
+        assert run is not None
+        for layer in model:
+            seen.append(run.can_join(Collective("reduce", layer._get_fsdp_state().groups[0]), True))
+
+    model[1].register_forward_hook(lambda module, args, output: output.register_hook(ask) and None)
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [False, False, False]

@@ -59,7 +59,7 @@ def _belongs(tensor: torch.Tensor, param: FSDPParam | None) -> bool:
 def _list_tensors() -> None:
     """List all managed tensors anew: some are new, and ids of freed ones may stand for others by now.
 
-    Clipping asks for every parameter in each step, so a search through all of them for each would be too slow.
+    The first forward asks for every parameter of the model, so a search through all of them for each would be too slow.
     """
     global _by_id
     params = [param for unit in live_units() for group in unit.groups for param in group.params]

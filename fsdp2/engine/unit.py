@@ -307,9 +307,8 @@ class FSDPState(ComposableState):
         while calls[-1].kind is CallKind.RECURSIVE and calls_under_way(module) < calls[-1].depth:
             calls.pop()  # left behind by an exception
         call = calls[-1]
-        call.members.discard(
-            module if len(self.modules) > 1 else self.modules[0]
-        )  # a shallow copy runs the same hooks, with itself as module
+        # A shallow copy runs the same hooks, with itself as ``module``.
+        call.members.discard(module if len(self.modules) > 1 else self.modules[0])
         if not call.members:
             calls.pop()
         return call

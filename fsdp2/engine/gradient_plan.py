@@ -133,7 +133,9 @@ class GradientPlan:
     def _cut(self, reduced: list[int]) -> ChunkPlan:
         """Return which gradients leave together."""
         store, mesh, keys = self._store, self._store.mesh, list(self.dtypes.values())
-        ranks, streams = max(mesh.shard.size, mesh.replicate.size), mesh.first.coalesces
+        ranks = max(mesh.shard.size, mesh.replicate.size)
+        # NCCL has streams wherever it runs; other backends have those of the device, except for gloo, which has none.
+        streams = mesh.first.is_nccl or (self._comm.lanes.on_streams and mesh.first.coalesces)
         # On streams chunks bound what is packed, in the dtype of the sum; on a CPU what is sent, as computed.
         dtypes = [key.reduce if streams else key.computed for key in keys]
         nbytes = [store.params[i].spec.layout.numel * dtype.itemsize for i, dtype in zip(reduced, dtypes)]

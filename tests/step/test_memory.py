@@ -178,6 +178,14 @@ def test_on_a_cpu_gradients_of_one_unit_are_in_flight():
     assert ours.backward <= theirs.backward + 0.25 + SLACK  # a rank's sum of a chunk, which is half a layer
 
 
+@api.fsdp2_only
+def test_chunks_leave_early_where_no_stream_delays_them():
+    """With any backend on a CPU a chunk costs nothing, so gradients are packed, sent and freed one matrix at a time."""
+    ours, theirs = (measure(which, True, FULL, width=1024) for which in (api.ours, api.theirs))
+    assert ours.backward <= 3 + SLACK  # two layers, a matrix that is finished and one that is packed
+    assert theirs.backward >= 4
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_deleting_a_model_frees_everything(trained):
     """No global reference keeps a module, a parameter or a byte of them."""

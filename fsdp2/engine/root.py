@@ -103,16 +103,14 @@ class RootContext(Generic[U]):
     def limit_communication(self) -> None:
         """Let as many chunks of gradients be in flight as any group asked for.
 
-        By default the backend and the group with the most chunks decide, within the bytes of the largest group's
-        gradients: those of a compiled block leave at once, and if communication is slow, compute goes on to the next
-        unit meanwhile. If several roots share ``comm``, the largest limits hold.
+        By default the backend decides, within the bytes of the largest group's gradients: those of a compiled block
+        leave at once, and if communication is slow, compute goes on to the next unit meanwhile. If several roots share
+        ``comm``, the largest limits hold.
         """
         groups = self.groups
         asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
-        chunks, units = asked, max(asked, default=1)
-        if not asked:
-            counts = [group.store.full_bytes // max(group.options.sizes.chunk_bytes, 1) for group in groups]
-            chunks = [chunks_in_flight(group.mesh.first, count) for group, count in zip(groups, counts)]
+        units = max(asked, default=1)
+        chunks = asked or [chunks_in_flight(group.mesh.first) for group in groups]
         largest = max((group.store.full_bytes for group in groups), default=0)
         self.comm.set_limits(self, max(chunks, default=1), units, largest)
 

@@ -318,8 +318,7 @@ def plan_chunks(
     largest = max(sum(nbytes), unit_bytes)
     chunks = _number_of_chunks(largest, ranks, sizes, streams=streams)
     # A little less than an equal part: two equal matrices then make two chunks in spite of small gradients beside them.
-    share = largest * 9 // (10 * chunks) if streams else largest // chunks
-    chunk_bytes = max(share, sizes.chunk_bytes)
+    chunk_bytes = max(largest * 9 // (10 * chunks), sizes.chunk_bytes)
     # With one chunk, send it at the end of the unit, together with the small gradients.
     at_once = streams and chunks == 1
     large = [] if at_once else [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]

@@ -29,14 +29,17 @@ transfers = pytest.mark.parametrize("transfer", TRANSFERS if api.name == "fsdp2"
 
 
 class Layer(nn.Module):
-    """Two equal weights, so that half of a layer is a natural chunk."""
+    """Equal weights, so that one of them is a natural chunk; with two, half of a layer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, matrices: int = 2) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(matrices))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        h = x
+        for linear in self.linears:
+            h = torch.tanh(linear(h))
+        return x + h
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ def build(
     reshard: bool,
     policy: MixedPrecisionPolicy,
     width: int,
+    matrices: int = 2,
     **options: object,
 ) -> nn.Module:
     """Return layers that are units under a root without parameters of its own."""
-    module = nn.Sequential(*(Layer(width) for _ in range(LAYERS)))
+    module = nn.Sequential(*(Layer(width, matrices) for _ in range(LAYERS)))
     for unit in (*module, module):
         implementation.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **options)
     return module
@@ -171,11 +175,22 @@ def test_never_more_than_torch(policy, reshard, transfer):
 
 
 @api.fsdp2_only
-def test_on_a_cpu_gradients_of_one_unit_are_in_flight():
-    """They were eight chunks, and a chunk is as large as a matrix: with matrices of 4 MiB those of four layers."""
+def test_on_gloo_gradients_of_one_unit_are_in_flight():
+    """No more chunks than one unit makes: here two, of a large matrix each."""
     with simulated_backend("gloo"):
         ours, theirs = (measure(which, True, FULL, world=2, width=1024) for which in (api.ours, api.theirs))
     assert ours.backward <= theirs.backward + 0.25 + SLACK  # a rank's sum of a chunk, which is half a layer
+
+
+@api.fsdp2_only
+@pytest.mark.parametrize("reshard", [True, False])
+def test_on_gloo_half_a_unit_is_in_flight(reshard):
+    """Four chunks, each as it is sent and as it is received, and the matrix that is finished and packed."""
+    with simulated_backend("gloo"):
+        ours, theirs = (measure(which, reshard, FULL, width=512, matrices=8) for which in (api.ours, api.theirs))
+    held = 2 if reshard else LAYERS
+    assert ours.backward <= held + 2 * 4 / 8 + 2 / 8 + SLACK
+    assert ours.backward <= theirs.backward + (0 if reshard else 0.25) + SLACK
 
 
 @api.fsdp2_only

@@ -124,8 +124,8 @@ def test_gloo_alone_exchanges_large_rows(backend: str, preferred: list[bool]) ->
 
 
 def test_streams_need_one_chunk_in_flight_and_gloo_more() -> None:
-    assert chunks_in_flight(replace(ALONE, backend="nccl"), 8) == 1
-    assert [chunks_in_flight(replace(ALONE, backend="gloo"), chunks) for chunks in (0, 1, 5, 100)] == [2, 2, 5, 8]
+    assert chunks_in_flight(replace(ALONE, backend="nccl")) == 1
+    assert chunks_in_flight(replace(ALONE, backend="gloo")) == 4
 
 
 # ---- several ranks ----

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Launch, PassKind, launch_unobserved
 from fsdp2.engine.passes import Pass
-from fsdp2.engine.root import RootContext, are_copied
+from fsdp2.engine.root import RootContext, are_copied, with_outdated_portions
 from fsdp2.engine.unit import FSDPState
 
 __all__ = ["gather_by_hand"]
@@ -48,7 +48,7 @@ def _gather_between_passes(
         _start(groups, launch_unobserved)
     else:
         observer = root.observer_by_hand(units, kind)
-        kind = PassKind(kind.name, anew=root.portions_anew(groups))
+        kind = PassKind(kind.name, anew=root.numbers_of(with_outdated_portions(groups)))
         observer.begin(kind, outermost=True)
         run = Pass(groups, observer)
         try:

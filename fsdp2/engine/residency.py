@@ -46,7 +46,7 @@ __all__ = ["Full", "Held", "InFlight", "Pieces", "Residency", "Sharded", "Summon
 
 @dataclass(eq=False)
 class Sharded:
-    """Only the shards are in memory, so nothing can be ``held``.
+    """Only the shards are in memory: no ``pieces``, and nothing that could be ``held``.
 
     ``adopted``: the shards were found on the modules in the place of ours, perhaps for one forward
     (``functional_call``), so that forward must free what is gathered from them. The states that follow inherit it.
@@ -54,19 +54,20 @@ class Sharded:
 
     adopted: bool = False
     held: None = None
+    pieces: None = None
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A gather was started. It reads the shards or the pieces of ``source``, which stay in memory until it is over.
+    """A gather was started. It reads the shards or ``pieces``, which stay in memory until it is over.
 
-    It ``keeps_source`` in a forward that finds pieces which are held for a backward: they stay in memory beside what is
+    It ``keeps_pieces`` in a forward that finds some which are held for a backward: they stay in memory beside what is
     gathered from them, and ``held`` marks them. Otherwise ``held`` marks what is gathered.
     """
 
     work: Gathering
-    source: SubgroupShards | None = None
-    keeps_source: bool = False
+    pieces: SubgroupShards | None = None
+    keeps_pieces: bool = False
     adopted: bool = False
     held: Held | None = None
 
@@ -264,9 +265,12 @@ class Residency:
 
         An ``optional`` gather, a prefetch, may be left for later by ``launch``.
         """
-        if self.needs_gather:
+        state = type(self.state)
+        if state is InFlight or self.summoned:
+            return
+        if state is not Full:
             self._start_gather(launch, optional, in_backward)
-        elif self.shown != "full" and type(self.state) is Full and not self.summoned:
+        elif self.shown != "full":
             if in_backward:
                 self.store.replaced(in_backward=True)  # refuses that; a forward has asked is_outdated()
             self.show("full")
@@ -274,11 +278,11 @@ class Residency:
     @_trace.profiled("all_gather")
     def _start_gather(self, launch: Launch, optional: bool, in_backward: bool) -> None:
         store, lanes = self.store, self.comm.lanes
-        source = self.state.pieces if type(self.state) is Pieces else None
-        if source is not None:
-            axis = source.axis  # neighbours alone: other ranks have pieces of the same values
+        pieces = self.state.pieces
+        if pieces is not None:
+            axis = pieces.axis  # neighbours alone: other ranks have pieces of the same values
             held = None if in_backward else self.state.held  # a backward frees them
-            gather = partial(self._launch, source.gather, axis, None, source, held)
+            gather = partial(self._launch, pieces.gather, axis, None, pieces, held)
         else:
             self._take_in_replaced(in_backward=in_backward)
             buffers = store.gather_buffers or store.make_gather_buffers(lanes)
@@ -315,13 +319,12 @@ class Residency:
         return store.portions is None or store.portions.outdated or store.replaced(in_backward=False)
 
     def gather_portions(self, launch: Launch) -> None:
-        """Start gathering portions if they are outdated, ahead of the gathers over the shard axis that read them."""
-        if self.portions_outdated:
-            if type(self.state) is Sharded:
-                self._take_in_replaced(in_backward=False)
-            if self.store.portions is None:
-                self.store.make_gather_buffers(self.comm.lanes)
-            self._start_portions(launch)
+        """Start gathering portions, which are outdated, ahead of the gathers over the shard axis that read them."""
+        if type(self.state) is Sharded:
+            self._take_in_replaced(in_backward=False)
+        if self.store.portions is None:
+            self.store.make_gather_buffers(self.comm.lanes)
+        self._start_portions(launch)
 
     def _start_portions(self, launch: Launch, *, optional: bool = False) -> bool:
         return launch(Collective("gather over replicas", self._group), self._launch_portions, optional=optional)
@@ -397,14 +400,14 @@ class Residency:
         buffers: GatherBuffers,
         axis: Axis,
         custom: AllGather | None,
-        source: SubgroupShards | None,
+        pieces: SubgroupShards | None,
         held: Held | None,
         extras: Sequence[torch.Tensor] = (),
     ) -> None:
         if _trace.recording:
             _trace.emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
         work = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
-        self._move(InFlight(work, source, held is not None, self.state.adopted, held))
+        self._move(InFlight(work, pieces, held is not None, self.state.adopted, held))
 
     # ---- ready ----
 
@@ -418,9 +421,9 @@ class Residency:
         rows = finish_gather(state.work, self.comm.lanes.compute)
         if self.store.extensions is not None:
             self.store.extensions.decode(rows, state.work.lane, self.comm.lanes.compute)
-        if state.source is not None and not state.keeps_source:
-            state.source.free()  # the gather has read the pieces, and is over
-        self._move(Full(state.adopted, state.held, state.source if state.keeps_source else None))
+        if state.pieces is not None and not state.keeps_pieces:
+            state.pieces.free()  # the gather has read them, and is over
+        self._move(Full(state.adopted, state.held, state.pieces if state.keeps_pieces else None))
         self.show("full")
 
     # ---- free ----
@@ -431,9 +434,11 @@ class Residency:
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the group.
         """
-        if type(self.state) is not Sharded:
+        if type(self.state) is Sharded:
+            return
+        if self.summoned:
             self.refuse_summoned("reshard")
-            self._free()
+        self._free()
 
     @_trace.profiled("reshard")
     def _free(self) -> None:
@@ -452,13 +457,8 @@ class Residency:
         if state.held is not None:
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
-        pieces = None
-        if isinstance(state, InFlight):
-            pieces = state.source
-        elif isinstance(state, (Full, Pieces)):
-            pieces = state.pieces
-        if pieces is not None:
-            pieces.free()
+        if state.pieces is not None:
+            state.pieces.free()
         self._move(Sharded())
 
     def follow_options(self) -> None:
@@ -489,22 +489,20 @@ class Residency:
 
     def return_to_pieces(self) -> None:
         """Free full parameters, or a gather of them, and show the held pieces that they were gathered from, if any."""
-        state, pieces = self.state, None
-        if isinstance(state, Full):
-            pieces = state.pieces
-        elif isinstance(state, InFlight) and state.keeps_source:
-            finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
-            pieces = state.source
-        if pieces is None or self.summoned:
+        state = self.state
+        kept = type(state) is Full or (type(state) is InFlight and state.keeps_pieces)
+        if state.pieces is None or not kept or self.summoned:
             return
-        self._move(Pieces(pieces, state.adopted, state.held))
+        if type(state) is InFlight:
+            finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
+        self._move(Pieces(state.pieces, state.adopted, state.held))
         self.show("subgroup")
         self._free_full()
 
     def hold(self) -> None:
         """Let what is in memory or in flight outlive the pass, as long as the shards do not change."""
         if isinstance(self.state, InFlight):
-            self.state.keeps_source = False  # what is gathered stays instead
+            self.state.keeps_pieces = False  # what is gathered stays instead
         if isinstance(self.state, Full):
             self._forget_pieces(self.state)
         if not isinstance(self.state, Sharded):
@@ -554,7 +552,7 @@ class Residency:
         try:
             for param, value in values.items():
                 param.write(value, full=isinstance(state, Full) and param not in extended)
-            if isinstance(state, (Full, Pieces)) and state.pieces is not None:
+            if state.pieces is not None:
                 state.pieces.write(values)
             if current and values:
                 self.hold()

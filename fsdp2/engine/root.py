@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ from fsdp2.engine.pending import Pending
 from fsdp2.engine.phase import Phase
 from fsdp2.policies import GradientReductionHandle
 
-__all__ = ["GradientReduction", "RootContext", "are_copied", "kind_of_forward"]
+__all__ = ["GradientReduction", "RootContext", "are_copied", "kind_of_forward", "with_outdated_portions"]
 
 U = TypeVar("U", bound=Unit)
 
@@ -183,7 +183,8 @@ class RootContext(Generic[U]):
         run = ForwardPass(self.groups, observer, unit, self.known, self._needed_first, pending, observed=not alone)
         for group in run.groups:
             group.begin_forward_pass(aborted=aborted)
-        kind = PassKind(kind.name, anew=self.portions_anew(run.groups))
+        outdated = with_outdated_portions(run.groups)
+        kind = PassKind(kind.name, anew=self.numbers_of(outdated))
         self.forward, self.backward = run, None
         _trace.refresh()
         if _trace.recording:
@@ -194,7 +195,7 @@ class RootContext(Generic[U]):
             self.observer.begin(kind, outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
-        for group in run.groups:  # all of them at once: the replicate axis may be slow, and portions stay anyway
+        for group in outdated:  # all of them at once: the replicate axis may be slow, and portions stay anyway
             group.residency.gather_portions(run.launch)
         return run
 
@@ -223,10 +224,9 @@ class RootContext(Generic[U]):
         elif run.observed:
             self.known = run.order.calls or self.known
 
-    def portions_anew(self, groups: Sequence[FSDPParamGroup]) -> tuple[int, ...]:
-        """Return the numbers of those of ``groups`` that a pass which starts now gathers over the replicate axis."""
-        outdated = {group for group in groups if group.residency.portions_outdated}
-        return tuple(number for number, group in enumerate(self.groups) if group in outdated) if outdated else ()
+    def numbers_of(self, groups: Collection[FSDPParamGroup]) -> tuple[int, ...]:
+        """Return the numbers by which all ranks know ``groups``, in ascending order."""
+        return tuple(number for number, group in enumerate(self.groups) if group in groups) if groups else ()
 
     def _check_last_iteration_ended(self) -> None:
         self._check_last_backward_ended("forward starts")
@@ -308,14 +308,10 @@ class RootContext(Generic[U]):
         reduce = _those([group.options.reduce_gradients for group in groups])
         all_reduce = _those([group.options.all_reduce_gradients for group in groups])
         gathered = [group for group in self.pending.stayed if group.mesh.shard.size > 1]  # by a collective
-        used, stayed = (
-            tuple(number for number, group in enumerate(groups) if group in some)
-            for some in (self.pending.used, gathered)
-        )
         text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
         # Without units that ranks may skip, forwards that launch no collective need not be as many on all ranks.
         forwards = self.pending.forwards if any(group.options.reduce_unused for group in groups) else 0
-        return PassKind(name, text, used, stayed, forwards)
+        return PassKind(name, text, self.numbers_of(self.pending.used), self.numbers_of(gathered), forwards)
 
     def end_backward(self, run: BackwardPass) -> None:
         """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.
@@ -539,6 +535,11 @@ def are_copied(groups: Iterable[FSDPParamGroup]) -> bool:
     """Return whether each replica can gather ``groups`` alone, while the others do something else."""
     meshes = [group.mesh for group in groups]
     return any(mesh.copies > 1 for mesh in meshes) and all(mesh.nested is None for mesh in meshes)
+
+
+def with_outdated_portions(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """Return those of ``groups`` that a pass which starts now gathers over the replicate axis."""
+    return [group for group in groups if group.residency.portions_outdated]
 
 
 class GradientReduction(GradientReductionHandle):

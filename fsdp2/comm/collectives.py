@@ -219,7 +219,8 @@ def reduce_scatter(
         output.copy_(rows)
         return []
     assert axis.group is not None
-    output, rows = _real(output), _real(rows)
+    if rows.is_complex():
+        output, rows = _real(output), _real(rows)
     if custom is not None:
         work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
         return [] if work is None else [work]
@@ -232,9 +233,11 @@ def reduce_scatter_together(
     outputs: list[torch.Tensor], rows: list[torch.Tensor], axis: Axis, *, average: bool, async_op: bool
 ) -> list[Work]:
     """Do for each of ``outputs`` what ``reduce_scatter`` does for one, in one launch; they have one dtype."""
-    if len(rows) == 1 or axis.size == 1:
-        pairs = [reduce_scatter(*pair, axis, average=average, async_op=async_op) for pair in zip(outputs, rows)]
-        return [work for works in pairs for work in works]
+    if axis.size == 1:
+        copy_all(outputs, rows)
+        return []
+    if len(rows) == 1:
+        return reduce_scatter(outputs[0], rows[0], axis, average=average, async_op=async_op)
     if rows[0].is_complex():
         outputs, rows = [_real(tensor) for tensor in outputs], [_real(tensor) for tensor in rows]
     what, options = ("reduce", "reduce_scatter"), _scatter_options(async_op, average)

@@ -392,12 +392,16 @@ def _inputs(
     our ``own``. Others are copied, in memory of the compute stream, whose memory gradients and activations give back.
     """
     lanes, device = memory.lanes, grads[0].device
-    parts: list[_Part] = [([grads[i]], row.layouts[i]) for i in row.in_place]
-    if row.rest.numel:
-        parts.append(([grads[i] for i in row.packed], row.rest))
+    parts: list[_Part] = [(list(grads), row.rest)]
+    if row.in_place:
+        parts = [([grads[i]], row.layouts[i]) for i in row.in_place]
+        if row.rest.numel:
+            parts.append(([grads[i] for i in row.packed], row.rest))
     grads.clear()
     copied = [own or not _lies_as(part, layout, dtype) for part, layout in parts]
-    left = sum([grad.nbytes for (part, _), copies in zip(parts, copied) if copies for grad in part])
+    left = 0
+    if True in copied:
+        left = sum([grad.nbytes for (part, _), copies in zip(parts, copied) if copies for grad in part])
     if finished != "together":  # their memory is taken already, so there is nothing to wait for
         memory.make_room(row.numel * row.ranks * dtype.itemsize + left)
     if not left:

@@ -32,7 +32,7 @@ class Retained:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.limit_bytes = 0
-        self._packed: deque[_Retention] = deque()
+        self.packed: deque[_Retention] = deque()  # gradients that are copied beside compute
         self._inputs: deque[_Retention] = deque()
         self._nbytes = 0  # of both, which are memory of the compute stream
         self._encoded: deque[_Retention] = deque()
@@ -46,7 +46,7 @@ class Retained:
 
     def retain_packed(self, event: torch.Event | None, grads: list[torch.Tensor], nbytes: int) -> None:
         """Keep gradients, ``nbytes`` of the compute stream, until ``event`` of the pack lane, which copies them."""
-        self._retain(self._packed, event, grads, nbytes)
+        self._retain(self.packed, event, grads, nbytes)
 
     def retain_inputs(self, event: torch.Event | None, inputs: list[torch.Tensor], nbytes: int) -> None:
         """Keep inputs, ``nbytes`` of the compute stream, until ``event`` of the lane that reads them."""
@@ -72,18 +72,18 @@ class Retained:
 
         Packed gradients are given back before inputs, whatever is older: the pack lane is done with them first.
         """
-        while (self._packed or self._inputs) and self._nbytes + nbytes > self.limit_bytes:
-            self._drop_oldest(self._packed or self._inputs, self.lanes.compute)
+        while (self.packed or self._inputs) and self._nbytes + nbytes > self.limit_bytes:
+            self._drop_oldest(self.packed or self._inputs, self.lanes.compute)
 
     def drop(self) -> None:
         """Give back all that is held of the compute stream's memory, which waits for it."""
-        while self._packed or self._inputs:
-            self._drop_oldest(self._packed or self._inputs, self.lanes.compute)
+        while self.packed or self._inputs:
+            self._drop_oldest(self.packed or self._inputs, self.lanes.compute)
 
     def drop_packed(self) -> None:
         """Give back the gradients that were copied beside compute, which waits for that."""
-        while self._packed:
-            self._drop_oldest(self._packed, self.lanes.compute)
+        while self.packed:
+            self._drop_oldest(self.packed, self.lanes.compute)
 
     def drop_encoded(self) -> None:
         """Let the pack lane wait until all encoded rows but the last were read.
@@ -110,6 +110,6 @@ class Retained:
         for lane in self._used:
             self.lanes.compute.wait(lane.event())
         self._used.clear()
-        for kept in (self._packed, self._inputs, self._encoded, self._sums):
+        for kept in (self.packed, self._inputs, self._encoded, self._sums):
             kept.clear()  # the other lanes wait for compute before they take memory again
         self._nbytes = 0

@@ -69,9 +69,10 @@ class GradientPlan:
         reduced = [i for i, p in enumerate(store.params) if p.requires_grad or there[i] or p in waiting]
         self.dtypes = self._find_dtypes(reduced)
         self.chunks = self._cut(reduced)
-        self.chunk_of = {i: c for c, chunk in enumerate(self.chunks.chunks) for i in chunk}
+        self.reduced = frozenset(reduced)
+        self.streamed_in = {i: c for c, chunk in enumerate(self.chunks.streamed) for i in chunk}
         self._rows: dict[tuple[int, ...], RowPlan] = {}
-        self._reductions: dict[tuple[GradientDtypes, bool], ReducePlan] = {}
+        self._reductions: dict[tuple[int, torch.dtype, bool], ReducePlan] = {}
 
     def row(self, indices: tuple[int, ...]) -> RowPlan:
         """Return the layout in which the gradients of these parameters are sent."""
@@ -92,7 +93,7 @@ class GradientPlan:
             for tensor in values:
                 widest = torch.promote_types(dtypes.reduce, tensor.dtype)
                 dtypes = replace(dtypes, wire=widest, reduce=widest)
-        key = (dtypes, accumulated)
+        key = (indices[0], dtypes.reduce, accumulated)
         if key not in self._reductions:
             self._reductions[key] = self._make_reduction(dtypes, accumulated)
         return self._reductions[key]

@@ -106,14 +106,8 @@ class GroupGradients:
         if self._hooked.get(i) is full:
             return
         self._hooked[i] = full
-        reference = weakref.ref(self)  # the hook lives as long as the full parameter, which a user may keep
-
-        def finished(unused: torch.Tensor) -> None:
-            gradients = reference()
-            if gradients is not None:
-                gradients._arrives(i)
-
-        hook_gradient(full, finished)
+        # A weak reference: the hook lives as long as the full parameter, which a user may keep.
+        hook_gradient(full, partial(self._arrives, weakref.ref(self), i))
 
     # ---- one backward ----
 
@@ -124,7 +118,7 @@ class GroupGradients:
         A unit with few bytes computes for less time than the host needs for it, so its gather would come too late.
         """
         is_late = self._store.full_bytes >= _LATE_BYTES
-        return is_late and self.comm.lanes.on_streams and bool(self._current_plan().chunk_of)
+        return is_late and self.comm.lanes.on_streams and bool(self._current_plan().reduced)
 
     def expect_from(self, nodes: int) -> None:
         """Note how many autograd nodes the forward made. Fewer than weights: a compiled block, where one makes all.
@@ -133,7 +127,7 @@ class GroupGradients:
         next leaves would only idle. This rank alone may find that: collectives are the same either way. Nodes of units
         below count too, which a compiled block has none of.
         """
-        self._at_once = nodes < len(self._current_plan().chunk_of)
+        self._at_once = nodes < len(self._current_plan().reduced)
 
     def begin_backward(self, launch: Launch, end: Callable[[], None], *, count: bool, final: bool = False) -> None:
         """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished.
@@ -156,7 +150,7 @@ class GroupGradients:
             final,
             chunks_wait=[set(chunk) for chunk in plan.chunks.streamed],
             end_waits=self._expected() if count else None,
-            gather_waits=set(plan.chunk_of) if self.gathers_later else set(),
+            gather_waits=set(plan.reduced) if self.gathers_later else set(),
         )
 
     def watch_all(self) -> None:
@@ -182,25 +176,30 @@ class GroupGradients:
 
         The others were frozen while a gradient of theirs was still to be reduced.
         """
-        return [i for i in self._current_plan().chunk_of if self._store.params[i].requires_grad]
+        return [i for i in self._current_plan().reduced if self._store.params[i].requires_grad]
 
-    def _arrives(self, i: int) -> None:
+    @staticmethod
+    def _arrives(gradients: weakref.ref[GroupGradients], i: int, unused: torch.Tensor) -> None:
         """Autograd has finished parameter ``i``'s gradient; stage 7 of the life of a parameter."""
+        self = gradients()
+        if self is None:
+            return
         backward = self._backward
         if backward is None:
             self._notice_backward()
             return
-        plan, chunks = backward.plan, backward.chunks_wait
-        if i not in plan.chunk_of:
+        plan, memory = backward.plan, self.comm.reductions.memory
+        if i not in plan.reduced:
             return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
-        self.comm.reductions.memory.drop_packed()  # of the unit before: compute has come far enough to have copied them
+        if memory.packed:
+            memory.drop_packed()  # of the unit before: compute has come far enough to have copied them
         if backward.gather_waits:
             backward.gather_waits.discard(i)
             if not backward.gather_waits:
                 self.comm.start_postponed()  # at the latest: backward may be done with the unit's inputs much later
-        chunk = plan.chunk_of[i]
-        if chunk < len(chunks) and self._store.options.reduce_gradients:  # chunks of the rest leave in reduce_rest
-            chunks[chunk].discard(i)
+        if i in plan.streamed_in and self._store.options.reduce_gradients:  # chunks of the rest leave in reduce_rest
+            chunks = backward.chunks_wait
+            chunks[plan.streamed_in[i]].discard(i)
             while backward.taken_up < len(chunks) and not chunks[backward.taken_up]:
                 backward.taken_up += 1
                 indices, first = plan.chunks.streamed[backward.taken_up - 1], backward.taken_up == 1
@@ -313,11 +312,10 @@ class GroupGradients:
     def _reduce(self, plan: GradientPlan, indices: tuple[int, ...], finished: Finished) -> None:
         store = self._store
         params = [store.params[i] for i in indices]
-        taken = take_gradients(params)
-        grads = [_zeros(p, store.mesh.device) if grad is None else grad for p, grad in zip(params, taken)]
-        del taken
+        grads = take_gradients(params, store.mesh.device)
         deliver = partial(accumulate_gradients, params)
-        sums = [self.unreduced.sums[param][0] for param in params if param in self.unreduced.sums]
+        earlier = self.unreduced.sums
+        sums = [earlier[param][0] for param in params if param in earlier] if earlier else []
         reduction = plan.reduction(indices, (*grads, *sums), accumulated=bool(self.unreduced.accumulated))
         del sums
         if _trace.recording:
@@ -355,9 +353,3 @@ class GroupGradients:
             return all_reduce
 
         return defer_or_reduce
-
-
-def _zeros(param: FSDPParam, device: torch.device) -> torch.Tensor:
-    """The gradient of a parameter that took no part, for ranks on which it did."""
-    layout = param.spec.layout
-    return torch.zeros(layout.shape, dtype=param.compute_dtype, device=device).as_strided(layout.shape, layout.stride)

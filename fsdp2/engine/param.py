@@ -174,30 +174,33 @@ def have_gradients(params: Iterable[FSDPParam]) -> list[bool]:
     return [param.full is not None and param.full.grad is not None for param in params]
 
 
-def take_gradients(params: list[FSDPParam]) -> list[torch.Tensor | None]:
+def take_gradients(params: list[FSDPParam], device: torch.device) -> list[torch.Tensor]:
     """Return the full gradients and drop them from the parameters, so that the caller decides how long they live.
 
-    None where there is none.
+    Zeros on ``device`` for a parameter that took no part on this rank, as it did on others.
 
     Raises:
         NotImplementedError: one is sparse.
     """
-    taken = []
-    for param in params:
-        full = param.full
-        grad = None if full is None else full.grad
-        if full is not None and grad is not None:
-            full.grad = None
-            if type(grad) is not torch.Tensor:
-                grad = arrived(param.spec.unwrap_gradient(arrived(grad)))
-            if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
-                grad = grad.detach()
-            if grad.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"{param.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
-                )
-        taken.append(grad)
-    return taken
+    return [_take_gradient(param, device) for param in params]
+
+
+def _take_gradient(param: FSDPParam, device: torch.device) -> torch.Tensor:
+    full = param.full
+    grad = None if full is None else full.grad
+    if full is None or grad is None:
+        shape, stride = param.spec.layout.shape, param.spec.layout.stride
+        return torch.zeros(shape, dtype=param.compute_dtype, device=device).as_strided(shape, stride)
+    full.grad = None
+    if type(grad) is not torch.Tensor:
+        grad = arrived(param.spec.unwrap_gradient(arrived(grad)))
+    if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
+        grad = grad.detach()
+    if grad.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{param.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
+        )
+    return grad
 
 
 def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) -> None:

@@ -205,13 +205,13 @@ class FSDPState(ComposableState):
         in_backward = backward_runs()
         if self._root is None or self._root() is None:
             self.init_root()
-        if not in_backward:
-            self._look_for_changes()
-        return self._classify(module, in_backward)
-
-    def _look_for_changes(self) -> None:
-        """Take in modules and parameters that were added since the last forward."""
         root = self.root
+        if not in_backward:
+            self._look_for_changes(root)
+        return self._classify(root, module, in_backward)
+
+    def _look_for_changes(self, root: RootContext[FSDPState]) -> None:
+        """Take in modules and parameters that were added since the last forward."""
         if root.forward is None:
             root.notice_inserted()
         if self._registrations != hooks.registrations:
@@ -220,13 +220,13 @@ class FSDPState(ComposableState):
                 unit.notice_added()
             root.limit_communication()
 
-    def _classify(self, module: nn.Module, in_backward: bool) -> tuple[Call, bool]:
+    def _classify(self, root: RootContext[FSDPState], module: nn.Module, in_backward: bool) -> tuple[Call, bool]:
         """Classify a forward call: the first of these that it is.
 
         Recomputed inside the unit's own backward; another member of a grouped call that is under way, which goes on; a
         call inside a call of the same module (recursion, or a registered method that calls forward); an ordinary one.
         """
-        root, calls = self.root, self._calls
+        calls = self._calls
         if in_backward and any([group.phases.in_backward for group in self.groups]):
             return self._start_call(Call(CallKind.RECOMPUTED, root.enter_backward())), True
         running = root.backward if in_backward else root.forward
@@ -330,14 +330,15 @@ class FSDPState(ComposableState):
         # Inside another root's backward (a teacher in a checkpointed loss), a forward without gradients has no backward
         # that would free what it gathered.
         unfreed = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()
+        forward = run if isinstance(run, ForwardPass) else None
         for group in self.groups:
             if group.shared and not call.run.leave_shared(group, self):
                 continue  # another unit computes with it
-            after = run.decide_after(group) if isinstance(run, ForwardPass) else True
+            after = True if forward is None else forward.decide_after(group)
             group.post_forward()
             if unfreed or not in_backward:  # after a recomputation, backward computes with it next, and frees it
                 group.release(after)
-            if isinstance(run, ForwardPass) and self._stays_for_backward(run, group):
+            if forward is not None and self._stays_for_backward(forward, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
 
     def _watch_results(self, call: Call, output: Any, in_backward: bool) -> Any:

@@ -17,6 +17,7 @@ from fsdp2.sharding.spec import ShardedSpec
 from tests.support.fake import fake_mesh
 
 BF16, FP32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_new_full_parameter_takes_over_the_gradient(dp2: DataParallelMesh) -> 
     param.full.grad = torch.ones(4, 3)
     param.set_full(torch.zeros(12))
     assert torch.equal(param.full.grad, torch.ones(4, 3)) and have_gradients([param])[0]
-    assert torch.equal(take_gradients([param])[0], torch.ones(4, 3))
+    assert torch.equal(take_gradients([param], CPU)[0], torch.ones(4, 3))
 
 
 def test_names_and_sizes_are_shown(dp2: DataParallelMesh) -> None:
@@ -181,10 +182,10 @@ def test_an_adopted_shard_brings_what_it_knows(dp2: DataParallelMesh) -> None:
 
 def test_a_gradient_is_taken_once(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2)
-    assert not have_gradients([param])[0] and take_gradients([param])[0] is None
+    assert not have_gradients([param])[0] and not take_gradients([param], CPU)[0].any()
     (param.full * 2).sum().backward()
     assert have_gradients([param])[0]
-    assert torch.equal(take_gradients([param])[0], torch.full((4, 3), 2.0))
+    assert torch.equal(take_gradients([param], CPU)[0], torch.full((4, 3), 2.0))
     assert not have_gradients([param])[0] and param.full.grad is None
 
 
@@ -192,7 +193,7 @@ def test_a_sparse_gradient_is_refused_by_name(dp2: DataParallelMesh) -> None:
     param = manage(weight(4, 3), dp2)
     nn.functional.embedding(torch.tensor([1]), param.full, sparse=True).sum().backward()
     with pytest.raises(NotImplementedError, match=r"layers.0.weight: its gradient is torch.sparse_coo.*sparse=False"):
-        take_gradients([param])[0]
+        take_gradients([param], CPU)[0]
 
 
 def test_a_differentiable_gradient_becomes_a_value(dp2: DataParallelMesh) -> None:
@@ -200,7 +201,7 @@ def test_a_differentiable_gradient_becomes_a_value(dp2: DataParallelMesh) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a cycle between parameter and gradient
         param.full.square().sum().backward(create_graph=True)
-    assert not take_gradients([param])[0].requires_grad
+    assert not take_gradients([param], CPU)[0].requires_grad
 
 
 def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(dp2: DataParallelMesh) -> None:
@@ -209,7 +210,7 @@ def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(dp2
         param.full.sum().backward()
         param.expect_gradients(reduced=False, rounded=True)
     assert param.full.grad is not None
-    assert torch.equal(take_gradients([param])[0], torch.full((4, 3), 2.0))
+    assert torch.equal(take_gradients([param], CPU)[0], torch.full((4, 3), 2.0))
 
 
 def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelMesh) -> None:
@@ -219,7 +220,7 @@ def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelM
         (param.full * value).sum().backward()
         param.expect_gradients(reduced=False, rounded=True)
         assert param.full.grad.dtype is FP32
-    total = take_gradients([param])[0]
+    total = take_gradients([param], CPU)[0]
     assert total.dtype is FP32 and torch.equal(total, torch.full((4, 3), 258.0))
 
 
@@ -228,7 +229,7 @@ def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
     param.full.sum().backward()
     param.expect_gradients(reduced=False, rounded=True)
     param.full.sum().backward()
-    assert torch.equal(take_gradients([param])[0], torch.full((4, 3), 2.0))
+    assert torch.equal(take_gradients([param], CPU)[0], torch.full((4, 3), 2.0))
     assert not have_gradients([param])[0]
 
 
@@ -246,7 +247,7 @@ def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
     accumulate_gradients([param], [torch.ones(2, 3)])
     param.drop_gradient()
     assert param.sharded.grad is None
-    assert not have_gradients([param])[0] and take_gradients([param])[0] is None
+    assert not have_gradients([param])[0] and not take_gradients([param], CPU)[0].any()
 
 
 def test_reduced_gradients_accumulate_on_the_shard(dp2: DataParallelMesh) -> None:
@@ -302,7 +303,7 @@ def test_a_gradient_that_tensor_parallelism_left_replicated_is_cut() -> None:
         param = manage(original, DataParallelMesh.from_mesh(mesh["dp"]))
         assert isinstance(param.full, DTensor) and param.full.placements == (Shard(0),)
         param.full.grad = DTensor.from_local(whole, mesh["tp"], (Replicate(),), run_check=False)
-        assert torch.equal(take_gradients([param])[0], whole[:2])
+        assert torch.equal(take_gradients([param], CPU)[0], whole[:2])
         param.full.grad = DTensor.from_local(whole, mesh["tp"], (Partial(),), run_check=False)
-        taken = take_gradients([param])[0]
+        taken = take_gradients([param], CPU)[0]
         assert type(taken) is Tensor and taken.shape == (2, 4)

@@ -34,6 +34,7 @@ from fsdp2._torch.tensors import (
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
 from fsdp2.engine.compression import Formats, choose_formats
 from fsdp2.policies import CompressionPolicy, MixedPrecisionPolicy
+from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.spec import ShardedSpec, arrived
 
 __all__ = [
@@ -182,25 +183,28 @@ def take_gradients(params: list[FSDPParam], device: torch.device) -> list[torch.
     Raises:
         NotImplementedError: one is sparse.
     """
-    return [_take_gradient(param, device) for param in params]
+    taken = []
+    for param in params:
+        full = param.full
+        grad = None if full is None else full.grad
+        if full is None or grad is None:
+            grad = _zeros(param.spec.layout, param.compute_dtype, device)
+        else:
+            full.grad = None
+            if type(grad) is not torch.Tensor:
+                grad = arrived(param.spec.unwrap_gradient(arrived(grad)))
+            if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
+                grad = grad.detach()
+            if grad.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"{param.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
+                )
+        taken.append(grad)
+    return taken
 
 
-def _take_gradient(param: FSDPParam, device: torch.device) -> torch.Tensor:
-    full = param.full
-    grad = None if full is None else full.grad
-    if full is None or grad is None:
-        shape, stride = param.spec.layout.shape, param.spec.layout.stride
-        return torch.zeros(shape, dtype=param.compute_dtype, device=device).as_strided(shape, stride)
-    full.grad = None
-    if type(grad) is not torch.Tensor:
-        grad = arrived(param.spec.unwrap_gradient(arrived(grad)))
-    if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
-        grad = grad.detach()
-    if grad.layout is not torch.strided:
-        raise NotImplementedError(
-            f"{param.name}: its gradient is {grad.layout}, expected a dense one; use sparse=False in the module"
-        )
-    return grad
+def _zeros(layout: ShardLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(layout.shape, dtype=dtype, device=device).as_strided(layout.shape, layout.stride)
 
 
 def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) -> None:

@@ -62,8 +62,8 @@ SPANS = (
     ("compute", 13.0, 16.0, "2", OURS),
     ("compute", 16.0, 19.0, "1", OURS),
     ("compute", 19.0, 20.0, "root", OURS),
-    *(("reduce", begin + part, begin + part + 0.9, "", REDUCE) for begin in (11.0, 14.0, 17.0) for part in (0, 1, 2)),
-    ("reduce", 20.0, 20.9, "", REDUCE),
+    *(("reduce", begin + part, begin + part + 1.4, "", REDUCE) for begin in (11.5, 14.5, 17.5) for part in (0.0, 1.5)),
+    ("reduce", 20.5, 21.0, "", REDUCE),
     ("compute", 21.0, 23.2, "optimizer", STEP),
 )
 """The lanes of a step of three blocks on a fast network. Block 3 stays in memory from forward to backward."""

@@ -14,6 +14,7 @@ import torch
 
 from fsdp2.build.collect import Found
 from fsdp2.build.placing import policy_of_param
+from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, Site, show
@@ -83,11 +84,11 @@ def follow_tie(found: Found, shown_by: Mapping[Site, FSDPParam]) -> bool:
 
 def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, policy_of: PolicyOf) -> None:
     group = param.group
-    ours, theirs = policy_of_param(entry, policy_of(entry.name)).param_dtype, param.policy.param_dtype
+    asked = policy_of_param(entry, policy_of(entry.name))
     if group.mesh.mesh != mesh.mesh and _ranks(group.mesh) != _ranks(mesh):
         got, expected = f"the mesh {mesh.mesh}", f"{group.mesh.mesh}"
-    elif ours != theirs:
-        got, expected = f"mp_policy.param_dtype={ours}", f"{theirs}"
+    elif compute_dtype(param.dtype, asked) != param.compute_dtype:
+        got, expected = f"mp_policy.param_dtype={asked.param_dtype}", f"{param.policy.param_dtype}"
     else:
         return
     raise ValueError(

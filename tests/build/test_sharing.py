@@ -338,6 +338,9 @@ def test_tied_units_with_a_policy_by_name(rank, world):
     fsdp2.fully_shard(other.embed, mesh=mesh_1d(), mp_policy={"": low, "weight": high})
     with pytest.raises(ValueError, match="got mp_policy.param_dtype=torch.bfloat16, expected None"):
         fsdp2.fully_shard(other.heads[0], mesh=mesh_1d(), mp_policy=low)
+    same = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32)  # another policy, but the same dtype as without one
+    fsdp2.fully_shard(other.heads[0], mesh=mesh_1d(), mp_policy=same)
+    assert other.heads[0].weight is other.embed.weight
 
 
 class Norms(nn.Module):

@@ -75,6 +75,18 @@ class Trying(nn.Module):
             return self.unit(x)
 
 
+def test_recovery_forgets_what_backward_wanted_to_gather(mesh: DeviceMesh) -> None:
+    """A gather was postponed until the gradients of the unit before, in a backward that raised. The next backward may
+    begin with a gradient that is used outside of the model, and started it in a pass that was over."""
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    module(torch.ones(1, 4)).sum().backward()
+    comm, started = module._get_fsdp_state().root.comm, []
+    comm.postpone_gather(lambda: started.append("gather"))
+    module.reset_iter_state()
+    comm.start_postponed()
+    assert not started
+
+
 def test_a_unit_that_raised_may_be_called_again_in_the_same_forward(mesh: DeviceMesh) -> None:
     """The second call is one like any other: backward gathers for it, and its gradients are reduced."""
     model = Trying()

@@ -163,10 +163,7 @@ class GatherExtension:
         """Make the full parameter of the gathered inputs, or write them to it if it was made before."""
         param = self.param
         local: Any = param.local
-        gathered = tuple(
-            output.view(-1, *size[1:]) if len(size) > 0 else output
-            for output, size in zip(self.outputs, self._input_sizes)
-        )
+        gathered = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._input_sizes))
         dtype = param.compute_dtype
         # What lies in the shard's own memory is made anew where another shard is in its place.
         current = param.full is not None and (bool(self._input_sizes) or self._made_of is local)

@@ -74,3 +74,19 @@ def test_what_was_gathered_is_released_where_it_is_not_needed(module: Any, relea
         (extension,) = module._get_fsdp_state().groups[0].store.extensions._extensions
         assert [tensor.untyped_storage().size() for tensor in extension.outputs] == [0 if releases else 96] * 2
         module.reshard()
+
+
+def test_a_number_is_gathered_too(module: Any) -> None:
+    """A scale, which is a scalar on each rank, arrives as one number for each rank."""
+    local, seen = module.weight._local_tensor, list[Any]()
+
+    def receive(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        seen.append(outputs[1].clone())
+        return None if out is not None else (outputs[0] * outputs[1], ())
+
+    local.fsdp_pre_all_gather = lambda mesh: ((local.detach(), torch.tensor(2.0)), None)
+    local.fsdp_post_all_gather = receive
+    for _ in range(2):
+        module.unshard()
+        module.reshard()
+    assert all(torch.equal(scale, torch.tensor([2.0])) for scale in seen) and len(seen) == 2

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
 from fsdp2._trace import listening
+from fsdp2.comm.gather import Gathering, start_gather
+from fsdp2.engine import portions
 from fsdp2.engine.observer import Answer, CanJoin, Collective, Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
@@ -126,6 +128,55 @@ def test_other_ranks_are_shown_what_is_gathered_by_hand(mesh: DeviceMesh, monkey
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     model.unshard()
     assert [call[0] for call in observer.method_calls] == ["begin", "before", "before", "end"]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_ranks_are_compared_before_reductions_are_waited_for(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """Ranks that have launched different reductions would wait for each other, and none would say that they differ.
+
+    This holds for a backward, and where backwards leave gradients, for the synchronization that reduces them.
+    """
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    loss = model(torch.ones(2, 4)).sum()
+    if leaves:
+        model.set_requires_gradient_sync(False)
+        loss.backward()
+    root, seen = model._get_fsdp_state().root, mock.Mock()
+    seen.observer.before.return_value, seen.observer.joins_before_end.return_value = Answer.LAUNCH, None
+    seen.finish.side_effect = root.comm.reductions.finish
+    monkeypatch.setattr(root, "observer", seen.observer)
+    monkeypatch.setattr(root.comm.reductions, "finish", seen.finish)
+    if leaves:
+        model.synchronize_gradients()
+    else:
+        loss.backward()
+    calls = [call[0] for call in seen.method_calls]
+    assert calls[: calls.index("finish")][-2:] == ["observer.before", "observer.end"]
+    assert model.weight.grad is not None
+
+
+def test_the_host_waits_for_portions_that_no_unit_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gathered for all units as a forward begins. The host may write to shards as soon as it has ended, and
+    collectives that the host itself waits for would still be sending them."""
+    works: list[mock.Mock] = []
+
+    def start(*args: Any, **kwargs: Any) -> Gathering:
+        gathering = start_gather(*args, **kwargs)
+        gathering.works = (mock.Mock(),)
+        works.extend(gathering.works)
+        return gathering
+
+    monkeypatch.setattr(portions, "start_gather", start)
+    with fake_mesh(2, 2, names=("replicate", "shard")) as mesh:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh, shard_over_replicas=True)
+        model.forward = lambda x: model[0](x)  # does without the second
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    assert [work.wait.call_count for work in works] == [1, 1]
 
 
 def test_a_parameter_that_somebody_added_is_taken_in_by_the_next_forward(mesh: DeviceMesh) -> None:

@@ -5,6 +5,7 @@
     python tests/mutate.py --list     # the places, without running anything
     python tests/mutate.py --only reduce.py --again
     python tests/mutate.py --folders sharding --among tests/unit   # a part of the package, asked of a part of the tests
+                                      # the table keeps what other calls found in the other parts
 
 A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. Of the tests
 without processes those run first that enter the broken function, as ``runs/entered.json`` knows; then all that
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ FOLDERS = ("autograd", "comm", "engine", "sharding")
 DIAGNOSTIC = ("ranks", "hints")
 """Files that word what is wrong."""
 PLACES = 7
-"""How many places of each rule are broken: a sample by chance that other places' changes leave as it is."""
+"""How many places of each rule are broken in a folder: a sample by chance that other places' changes leave as it is."""
 FIRST_SECONDS = 100
 """How long the tests may take that run before all others."""
 LIMIT_SECONDS = 60
@@ -87,6 +88,11 @@ class Mutant:
     def place(self) -> str:
         """How the table names it."""
         return f"{self.path.removeprefix('fsdp2/')}: {self.function}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of the package."""
+        return self.path.split("/")[1]
 
     @property
     def equivalent(self) -> str:
@@ -242,13 +248,14 @@ def _offset(lines: list[str], line: int, column: int) -> int:
     return sum(len(one) for one in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
 
 
-def places(count: int = PLACES, folders: Sequence[str] = FOLDERS) -> list[Mutant]:
-    """Return the places that are broken: so many of each rule, those with the smallest keys."""
-    files = [path for folder in folders for path in sorted((ROOT / "fsdp2" / folder).glob("*.py"))]
-    found = [mutant for path in files if path.stem not in DIAGNOSTIC for mutant in mutants_of(path)]
-    chosen = []
-    for rule in RULES:
-        chosen += sorted((mutant for mutant in found if mutant.rule == rule), key=lambda mutant: mutant.key)[:count]
+def places(count: int = PLACES) -> list[Mutant]:
+    """Return the places that are broken: of each folder so many of each rule, those with the smallest keys."""
+    chosen: list[Mutant] = []
+    for folder in FOLDERS:
+        files = [path for path in sorted((ROOT / "fsdp2" / folder).glob("*.py")) if path.stem not in DIAGNOSTIC]
+        found = sorted((mutant for path in files for mutant in mutants_of(path)), key=lambda mutant: mutant.key)
+        for rule in RULES:
+            chosen += [mutant for mutant in found if mutant.rule == rule][:count]
     return chosen
 
 
@@ -402,28 +409,34 @@ def run(
 # ---- the table ----
 
 
-def table(chosen: list[Mutant], results: dict[str, dict[str, object]], folders: Sequence[str] = FOLDERS) -> str:
-    """Return the table of what ran."""
+def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
+    """Return the table of what ran, now and earlier."""
     none: dict[str, object] = {"noticed": False, "by": ""}
     done = [(m, none if m.equivalent else results[m.key]) for m in chosen if m.equivalent or m.key in results]
-    counted = [(mutant, result) for mutant, result in done if not mutant.equivalent]
-    noticed = sum(bool(result["noticed"]) for _, result in counted)
-    share = f"{noticed} of {len(counted)} are noticed ({100 * noticed / max(len(counted), 1):.0f} %)."
-    if rest := len(chosen) - len(done):
-        share = (
-            f"Not finished: {rest} of {len(chosen)} places were not run against all tests, among them any that the\n"
-            f"likely tests missed. Of the others, {noticed} were noticed, and {len(counted) - noticed} not noticed. "
-            "These numbers are no share of all places."
-        )
     lines = [
         "# What the tests notice",
         "",
         "Written by `python tests/mutate.py`; do not edit. Each row is the package broken in one place, and the first",
         f"test that failed, of {'`make test`' if AMONG == ['tests/'] else ', '.join(AMONG)} or of the likely tests.",
         "",
-        f"Places in {', '.join(folders)}, on commit {commit()}. {share}",
+        f"On commit {commit()}:",
         "",
+        "| folder | places | noticed | not noticed | nothing can notice | not finished |",
+        "|---|---|---|---|---|---|",
     ]
+    for folder in FOLDERS:
+        there = [mutant for mutant in chosen if mutant.folder == folder]
+        noticed = [bool(result["noticed"]) for mutant, result in done if mutant in there and not mutant.equivalent]
+        equivalent = sum(bool(mutant.equivalent) for mutant in there)
+        counts = (len(there), sum(noticed), len(noticed) - sum(noticed), equivalent)
+        lines.append(f"| {folder} | {' | '.join(map(str, (*counts, len(there) - len(noticed) - equivalent)))} |")
+    lines.append("")
+    if len(done) < len(chosen):
+        lines += [
+            "Places that are not finished were not run against all tests, among them any that the likely tests missed.",
+            "Where there are such places, these numbers are no share of all.",
+            "",
+        ]
     for title, wanted in (("Not noticed", False), ("Noticed", True)):
         rows = [(mutant, result) for mutant, result in done if bool(result["noticed"]) is wanted]
         if rows:
@@ -454,13 +467,13 @@ def main() -> int:
     parser.add_argument("--likely", action="store_true", help="run only the tests that are likely to notice")
     parser.add_argument("--only", default="", metavar="TEXT", help="places or rules that have this in their names")
     parser.add_argument("--again", action="store_true", help="run what has been run as well")
-    parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule")
+    parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule in a folder")
     parser.add_argument("--workers", type=int, default=2, help="processes for the tests that run last")
     parser.add_argument("--folders", nargs="+", default=FOLDERS, metavar="FOLDER", help="of the package, to be broken")
     parser.add_argument("--among", nargs="+", metavar="PATH", help="where the tests are that are asked; otherwise all")
     options = parser.parse_args()
     AMONG[:] = options.among or AMONG
-    chosen = places(options.places, options.folders)
+    chosen = places(options.places)
     kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     results = {str(one["key"]): one for one in kept}
     with tempfile.TemporaryDirectory() as name:
@@ -470,7 +483,8 @@ def main() -> int:
             change = f"{mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
             title = f"{number:3} {mutant.place} line {mutant.line}: {change}"
             known = mutant.equivalent or (mutant.key in results and not options.again)
-            if options.only not in title or (known and not options.list):
+            left_out = mutant.folder not in options.folders or options.only not in title
+            if left_out or (known and not options.list):
                 continue
             print(title, flush=True)
             if not options.list:
@@ -480,7 +494,7 @@ def main() -> int:
                 except TimeoutError as error:
                     print(f"    {error}", flush=True)
     if not options.list:
-        TABLE.write_text(table(chosen, results, options.folders))
+        TABLE.write_text(table(chosen, results))
     return 0
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -100,6 +101,21 @@ def own_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     made = _made.setdefault(world, Counter())
     made[name] += 1
     return named_group(list(ranks), f"{name}_{made[name]}")
+
+
+_numbers = count()
+_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _present_world() -> int:
+    """Return a number that only the present default process group has.
+
+    What is remembered on a mesh is remembered for that one. The caches of DTensor hold meshes and return them in place
+    of equal ones, also after their process groups were destroyed and others were made.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    return _worlds.setdefault(world, next(_numbers))
 
 
 _simulated: list[str] = []
@@ -353,8 +369,9 @@ def shard_first(mesh: DeviceMesh) -> DeviceMesh:
     A DTensor that is sharded over two mesh dimensions is cut along the first of them first. The result is a mesh of its
     own, because torch refuses slices of a mesh in another order. It is the same object for each ``mesh``.
     """
-    if (known := mesh.__dict__.get("_fsdp2_shard_first")) is not None:
-        return known  # type: ignore[no-any-return]
+    cache: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_fsdp2_shard_first", {})
+    if (known := cache.get(world := _present_world())) is not None:
+        return known
     order = (1, 0, *range(2, mesh.ndim))
     names = mesh.mesh_dim_names
     assert names is not None  # torch demands them of a mesh of two dimensions
@@ -364,20 +381,21 @@ def shard_first(mesh: DeviceMesh) -> DeviceMesh:
         mesh=mesh.mesh.permute(order).contiguous(),
         mesh_dim_names=tuple(names[dim] for dim in order),
     )
-    mesh.__dict__["_fsdp2_shard_first"] = made
+    cache[world] = made
     return made
 
 
 def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
     """Return ``mesh`` with its first ``dims`` dimensions reshaped to (rest, ``size``): subgroups of neighbours.
 
-    Its process groups are made once per mesh and size; every rank of ``mesh`` must call this, and no other. So they are
-    not made by ``DeviceMesh``, which numbers process groups in the order in which all ranks make them. A rank's place
-    among its neighbours is its rank in their process group, which follows the order of ``mesh`` only if ``mesh``
-    preserves it.
+    Its process groups are made once per mesh and size, under each default process group; every rank of ``mesh`` must
+    call this, and no other. So they are not made by ``DeviceMesh``, which numbers process groups in the order in which
+    all ranks make them. A rank's place among its neighbours is its rank in their process group, which follows the order
+    of ``mesh`` only if ``mesh`` preserves it.
     """
-    cache = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
-    if (dims, size) not in cache:
+    cache: dict[tuple[int, int, int], DeviceMesh] = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
+    key = (_present_world(), dims, size)
+    if key not in cache:
         with without_dispatch():
             ranks = mesh.mesh.reshape(-1, size, *mesh.mesh.shape[dims:])
             rest, place, *others = (ranks == dist.get_rank()).nonzero()[0].tolist()
@@ -385,5 +403,5 @@ def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
             own = [own_group(line if mesh_order(mesh) else sorted(line), "neighbours") for line in lines]
             groups = [*own, *(mesh.get_group(dim) for dim in range(dims, mesh.ndim))]
             names = tuple(f"dim_{i}" for i in range(ranks.ndim))
-            cache[dims, size] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
-    return cache[dims, size]
+            cache[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+    return cache[key]

@@ -248,6 +248,17 @@ def test_neighbours_are_grouped(size: int, rank: int) -> None:
         assert regroup(mesh, 1, size) is grouped  # process groups are made once
 
 
+def test_neighbours_are_not_those_of_an_earlier_default_process_group() -> None:
+    """DTensor's caches hold meshes, and return them in place of equal ones of a later process group: full parameters
+    that stay in pieces met groups that were destroyed ("dimension 1 of the mesh has no process group")."""
+    with fake_mesh(4) as earlier:
+        pass
+    for _ in range(2):
+        with fake_mesh(4) as mesh:
+            for one in (mesh, earlier):
+                assert ranks_of(Axis.of(regroup(one, 1, 2), 1)) == [0, 1]
+
+
 def test_neighbours_on_the_shard_axis_are_grouped_within_their_replica() -> None:
     with fake_mesh(2, 4, names=("replicas", "shards")) as mesh:
         assert regroup(mesh, 2, 2).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -9,8 +9,8 @@
 
 A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. Of the tests
 without processes those run first that enter the broken function, as ``runs/entered.json`` knows; then all that
-``make test`` runs. The first failure ends it. A failure counts if the test passes without the mutant, and where ranks
-hung, if they hang again. Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has
+``make test`` runs. The first failure ends it. A failure counts if the test fails alone as well, and passes without the
+mutant. Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has
 changed since is run again.
 """
 
@@ -351,8 +351,8 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def first_failure(folder: Path, files: list[str], *options: str) -> tuple[str, bool]:
-    """Run tests until one fails and return its name, "" if none does, and whether ranks hung in it.
+def first_failure(folder: Path, files: list[str], *options: str) -> str:
+    """Run tests until one fails and return its name, "" if none does.
 
     Raises ``TimeoutError`` if they do not end.
     """
@@ -366,22 +366,25 @@ def first_failure(folder: Path, files: list[str], *options: str) -> tuple[str, b
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"the tests took more than {STAGE_SECONDS} seconds") from None
     if ended.returncode in (0, 5):
-        return "", False
+        return ""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", ended.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest ends with {ended.returncode}", "hung or died" in ended.stdout
+    return failed[1] if failed else f"pytest ends with {ended.returncode}"
 
 
 def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> str:
     """Return the first test that fails in ``folder`` and not in the ``whole`` tree, "" if there is none."""
     while True:
-        by, hung = first_failure(folder, files, *options)
+        by = first_failure(folder, files, *options)
         if "::" not in by:
             return by
-        if by not in PASSING and not first_failure(whole, [by])[0]:
+        if by not in PASSING and not first_failure(whole, [by]):
             PASSING.add(by)
-        if by in PASSING and (not hung or first_failure(folder, [by])[0]):
+        if by not in PASSING:
+            FAILING.append(by)
+        elif first_failure(folder, [by]):
             return by
-        FAILING.append(by)
+        else:  # what ran before it makes it fail, in an order that no other run has
+            options = (*options, f"--deselect={by}")
 
 
 def run(

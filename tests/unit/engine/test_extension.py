@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, summon_full_params
 from tests.support.fake import fake_mesh
 
 
@@ -90,3 +90,13 @@ def test_a_number_is_gathered_too(module: Any) -> None:
         module.unshard()
         module.reshard()
     assert all(torch.equal(scale, torch.tensor([2.0])) for scale in seen) and len(seen) == 2
+
+
+def test_what_is_written_to_all_of_it_is_gathered_anew(module: Any) -> None:
+    """A full parameter in memory is what the extension has made, so it is not written to but freed."""
+    InParts(module.weight._local_tensor, 2)
+    module.unshard()
+    with torch.no_grad():
+        with summon_full_params(module):
+            module.weight.fill_(3)
+        assert bool((module(torch.ones(2, 4)) == 12).all())

@@ -116,3 +116,31 @@ def test_a_communicator_of_their_own_is_used_from_the_next_backward_on(mesh: Dev
     backward_events(model)
     (group,) = model._get_fsdp_state().groups
     assert [plan.shard for plan in group.gradients._plan._reductions.values()] == [group.gradients.axis]
+
+
+class Half(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_a_parameter_without_a_gradient_has_none_afterwards(mesh: DeviceMesh) -> None:
+    """The others of its chunk are reduced without it."""
+    model = fully_shard(Half(), mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.used.weight.grad is not None and model.unused.weight.grad is None
+
+
+def test_an_optimizer_is_told_of_gradients_that_are_not_reduced(mesh: DeviceMesh) -> None:
+    """It would go on without them."""
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"got 2 parameters.*synchronize_gradients\(\)"):
+        optimizer.step()

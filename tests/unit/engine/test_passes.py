@@ -157,6 +157,21 @@ def test_ranks_are_compared_before_reductions_are_waited_for(
     assert model.weight.grad is not None
 
 
+def test_what_is_not_sharded_does_not_change_what_ranks_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one rank has all of a unit, nothing is gathered, whether it stays in memory for backward or not. So from
+    the second iteration on, when it does, the backward is the same to other ranks."""
+    observer = mock.Mock()
+    observer.before.return_value, observer.joins_before_end.return_value = Answer.LAUNCH, None
+    with fake_mesh(2, 1, names=("replicate", "shard")) as mesh:
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh)), mesh=mesh)
+        model(torch.ones(2, 4)).sum().backward()
+        monkeypatch.setattr(model._get_fsdp_state().root, "observer", observer)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    kinds = [call.args[0] for call in observer.begin.call_args_list if call.args[0].name == "backward"]
+    assert [kind.stayed for kind in kinds] == [(), ()]
+
+
 def test_the_host_waits_for_portions_that_no_unit_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are gathered for all units as a forward begins. The host may write to shards as soon as it has ended, and
     collectives that the host itself waits for would still be sending them."""

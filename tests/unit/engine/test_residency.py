@@ -223,3 +223,53 @@ def test_the_unit_that_forward_ends_with_stays_for_backward(mesh: DeviceMesh) ->
         assert gathers(lambda: module(ONES)) == 1
     module.reshard(recurse=True)
     assert not memory(module[1])
+
+
+class Again(nn.Module):
+    """Calls its first unit, without a backward, before it calls both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(x).detach())
+        return self.first(hidden)
+
+
+def test_what_backward_gathered_ahead_in_vain_is_freed_with_its_end(mesh: DeviceMesh) -> None:
+    """The unit was used twice, and backward came to one of its calls only: it was freed, and gathered once more."""
+    module = Again()
+    for unit in (module.first, module.second, module):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    module.second.set_modules_to_backward_prefetch([module.first])
+    assert gathers(module(ONES).sum().backward) == 3
+    assert type(residency(module.first).state) is Sharded
+
+
+def test_what_a_forward_broke_off_is_not_held(mesh: DeviceMesh) -> None:
+    """Other ranks came less far in it, and hold other units: the next forward gathers all on all of them."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    handle = module[1].register_forward_pre_hook(lambda layer, args: args[0].view(3, 3) and None)
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        module(ONES)
+    handle.remove()
+    assert gathers(lambda: module(ONES)) == 2
+
+
+def test_options_that_move_shards_are_refused_inside_a_forward(mesh: DeviceMesh) -> None:
+    """The forward computes with what they would replace."""
+    module = fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=mesh)
+    module[0].register_forward_hook(lambda *unused: module.set_compression(None))
+    with pytest.raises(RuntimeError, match="set_compression was called while its forward runs"):
+        module(ONES)
+
+
+def test_saving_leaves_what_was_put_in_the_place_of_a_shard(mesh: DeviceMesh) -> None:
+    """The next forward takes it in; until then a state dict must show it as well."""
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    module.weight = other = nn.Parameter(module.weight.detach() * 2)
+    assert module.state_dict()["weight"].to_local().data_ptr() == other.to_local().data_ptr()
+    assert module.weight is other

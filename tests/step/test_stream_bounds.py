@@ -208,9 +208,12 @@ def test_the_last_gradients_of_a_backward_are_copied_one_by_one():
 
 
 def test_gradients_are_copied_beside_the_next_unit():
-    """The last half of them, while compute goes on: it does not wait for these copies."""
+    """The last half of them, while compute goes on: it does not wait for these copies. They are given back with that
+    unit's first gradient, so at most that one is alive beside a layer, which is gathered, and its gradients, what is
+    packed of the layer before, which is float32, and the gradients of shards."""
     found = measure(fsdp2, 8, FP32_REDUCE, layers=2, setter=in_one_piece, tokens=2048)
     assert found.copied_beside == MATRICES // 2
+    assert found.peak <= 1 + 1 + 1 / MATRICES + 2 + 2 * 2 / 8 + 0.01
 
 
 # ---- gathers ahead ----

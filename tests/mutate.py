@@ -58,7 +58,8 @@ SPARED = re.compile(
 
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent.json").read_text())
 """Why nothing can notice a mutant, by its place and what is broken there."""
-AMONG: list[str] = ["tests/"]
+EVERYWHERE = ["tests/"]
+AMONG = [*EVERYWHERE]
 """Where the tests are that are asked."""
 FAILING: list[str] = []
 """Tests that fail without a mutant as well."""
@@ -390,7 +391,10 @@ def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> st
 def run(
     mutant: Mutant, results: list[dict[str, object]], whole: Path, tests: dict[str, Tests], workers: int
 ) -> dict[str, object] | None:
-    """Return what became of one mutant; None if it was not noticed by the likely tests and no ``workers`` run all."""
+    """Return what became of one mutant.
+
+    None if it was not noticed by the likely tests, nor by those that ``workers`` run, and these were not all.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -404,7 +408,7 @@ def run(
             by = noticed_by(folder, whole, [*dict.fromkeys(test.split("::")[0] for test in first)], "--most-ranks=0")
         if not by and workers:
             by = noticed_by(folder, whole, files, f"--numprocesses={workers}", "--dist=worksteal")
-        elif not by:
+        if not by and (AMONG != EVERYWHERE or not workers):
             return None
     return {**asdict(mutant), "noticed": bool(by), "by": by, "seconds": round(time.monotonic() - start)}
 
@@ -420,7 +424,7 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
         "# What the tests notice",
         "",
         "Written by `python tests/mutate.py`; do not edit. Each row is the package broken in one place, and the first",
-        f"test that failed, of {'`make test`' if AMONG == ['tests/'] else ', '.join(AMONG)} or of the likely tests.",
+        "test that failed.",
         "",
         f"On commit {commit()}:",
         "",
@@ -436,7 +440,7 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
     lines.append("")
     if len(done) < len(chosen):
         lines += [
-            "Places that are not finished were not run against all tests, among them any that the likely tests missed.",
+            "Places that are not finished were not run against all tests, among them any that those which ran missed.",
             "Where there are such places, these numbers are no share of all.",
             "",
         ]
@@ -504,7 +508,7 @@ def main() -> int:
 def keep(result: dict[str, object] | None, results: dict[str, dict[str, object]]) -> None:
     """Add a result to the others and to the file, and print it."""
     if result is None:
-        print("    not noticed by the likely tests", flush=True)
+        print("    not noticed by the tests that ran", flush=True)
         return
     results[str(result["key"])] = result
     RESULTS.parent.mkdir(exist_ok=True)

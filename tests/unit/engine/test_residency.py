@@ -225,6 +225,19 @@ def test_the_unit_that_forward_ends_with_stays_for_backward(mesh: DeviceMesh) ->
     assert not memory(module[1])
 
 
+def test_an_evaluation_leaves_the_pieces_that_a_backward_needs(mesh: DeviceMesh) -> None:
+    """It gathers from them, and frees that at its end; the backward gathers from them again."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=2)
+    loss = module(ONES).sum()
+    with torch.no_grad():
+        module(ONES)
+    assert type(residency(module[0]).state) is Pieces and memory(module[0]) == 0
+    loss.backward()
+    assert isinstance(module[0].weight.grad, DTensor) and memory(module[0]) == 0
+
+
 class Again(nn.Module):
     """Calls its first unit, without a backward, before it calls both."""
 

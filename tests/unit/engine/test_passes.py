@@ -21,6 +21,7 @@ from fsdp2.engine import portions
 from fsdp2.engine.observer import Answer, CanJoin, Collective, Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
+from fsdp2.engine.unit import FSDPState
 from tests.support.fake import fake_mesh
 from tests.support.streams import Device
 
@@ -155,6 +156,28 @@ def test_ranks_are_compared_before_reductions_are_waited_for(
     calls = [call[0] for call in seen.method_calls]
     assert calls[: calls.index("finish")][-2:] == ["observer.before", "observer.end"]
     assert model.weight.grad is not None
+
+
+def test_a_first_forward_that_was_interrupted_prepares_all_units_again(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The units behind the one where the interrupt came have not taken in what happened to their parameters."""
+    prepared: list[FSDPState] = []
+
+    def prepare(unit: FSDPState, **options: Any) -> None:
+        prepared.append(unit)
+        if len(prepared) == 1:
+            raise KeyboardInterrupt
+        original(unit, **options)
+
+    original = FSDPState._prepare
+    monkeypatch.setattr(FSDPState, "_prepare", prepare)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    units = [fully_shard(module, mesh=mesh)._get_fsdp_state() for module in (*model, model)]
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4))
+    assert set(prepared[1:]) == set(units)
 
 
 def test_what_is_not_sharded_does_not_change_what_ranks_compare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2._trace import listening
+from fsdp2.comm.reduce import ReducePlan
 from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
 
@@ -144,3 +147,12 @@ def test_an_optimizer_is_told_of_gradients_that_are_not_reduced(mesh: DeviceMesh
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match=r"got 2 parameters.*synchronize_gradients\(\)"):
         optimizer.step()
+
+
+def test_earlier_sums_are_added_as_if_they_were_divided_alike(mesh: DeviceMesh) -> None:
+    """They wait for their all-reduce, and the divisor was changed meanwhile."""
+    (group,) = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)._get_fsdp_state().groups
+    group.gradients.unreduced.sums[group.params[0]] = torch.ones(3), 2.0
+    piece, plan = torch.ones(3), cast(ReducePlan, SimpleNamespace(divided_over_shards=4.0))
+    assert group.gradients._defer_or_reduce(group.params, plan)([piece])
+    assert piece.tolist() == [1.5] * 3

@@ -190,13 +190,13 @@ class Device(TorchDispatchMode):
         return stream.clocks[stream.name]
 
     def _memory_of(self, storage: torch.UntypedStorage) -> Memory:
-        reference = StorageWeakRef(storage)
-        if reference.cdata not in self._memory:
+        key = storage._cdata
+        if key not in self._memory:
             self._collect()
             begin = storage.data_ptr()
             found = [memory for _, memory in self._memory.values() if memory.begin <= begin < memory.end]
-            self._memory[reference.cdata] = (reference, found[0] if found else self._allocate(storage))
-        return self._memory[reference.cdata][1]
+            self._memory[key] = (StorageWeakRef(storage), found[0] if found else self._allocate(storage))
+        return self._memory[key][1]
 
     def _allocate(self, storage: torch.UntypedStorage) -> Memory:
         """The allocator of the current stream may take any block that came back to it."""
@@ -240,6 +240,8 @@ class Device(TorchDispatchMode):
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # the kernels that a subclass comes to are what counts
         kwargs = kwargs or {}
+        if _is_view(func):  # two of three operators; a view touches nothing
+            return func(*args, **kwargs)
         read, written = _touched(func, args, kwargs)
         inputs = {_key(tensor) for tensor in (*read, *written)}
         given = {_key(t) for t in _tensors((args, kwargs))}
@@ -247,9 +249,10 @@ class Device(TorchDispatchMode):
         made = [t for t in _tensors(out) if _key(t) not in given]
         if not inputs and not made:
             return out
+        name = _name(func)
         where = f"{func} in {_place()}"
         kinds = {self._memory_of(tensor.untyped_storage()).host for tensor in (*read, *written)}
-        of_host, copies = kinds - {""}, _name(func) == "_to_copy" or (_name(func) == "copy_" and "" in kinds)
+        of_host, copies = kinds - {""}, name == "_to_copy" or (name == "copy_" and "" in kinds)
         stream = self._cpu if of_host and not copies else self._current[-1]
         time = self._tick(stream)
         if stream is self._cpu:
@@ -258,12 +261,12 @@ class Device(TorchDispatchMode):
             self.mistake(f"{where} on {stream.name} is outside of the capture")
         for tensor in read:
             self._note(tensor, stream, time, False, where)
-        for tensor in (*written, *([] if _name(func).startswith(("empty", "new_empty")) else made)):
+        for tensor in (*written, *([] if name.startswith(("empty", "new_empty")) else made)):
             self._note(tensor, stream, time, True, where)
         for tensor in made:
             memory = self._memory_of(tensor.untyped_storage())
             memory.host = "pageable" if stream is self._cpu else memory.host
-        if _name(func) in ("_local_scalar_dense", "item"):
+        if name in ("_local_scalar_dense", "item"):
             self.wait_on_host(stream.clocks)
         if copies and of_host and ("pageable" in of_host or not _is_queued(func, args, kwargs)):
             self.host_waits.append(where)
@@ -328,6 +331,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 @cache
+def _is_view(func: Any) -> bool:
+    return func.namespace != "c10d" and any(writes is False for _, writes in _arguments(func))
+
+
+@cache
 def _arguments(func: Any) -> list[tuple[str, bool | None]]:
     """Return the names of the operator's arguments, and whether it writes them; None for what it only reads."""
     infos = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
@@ -335,7 +343,7 @@ def _arguments(func: Any) -> list[tuple[str, bool | None]]:
 
 
 def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(What ``func`` reads, what it writes) of its arguments; a view touches nothing."""
+    """(What ``func`` reads, what it writes) of its arguments."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
     if func.namespace == "c10d":
@@ -344,8 +352,6 @@ def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], lis
     values = [(writes, value) for (_, writes), value in zip(arguments, args, strict=False)]
     values += [(writes, kwargs[name]) for name, writes in arguments if name in kwargs]
     for writes, value in values:
-        if writes is False:
-            return [], []
         (written if writes else read).extend(_tensors(value))
     if _name(func).startswith(("empty", "new_")) or _name(func).endswith("_like") or _name(func) == "_unsafe_view":
         read = []
@@ -366,8 +372,14 @@ def _place() -> str:
     """The innermost line of the project, or else of anybody, that runs now."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(str(ROOT)) and not path.endswith("streams.py") and ".venv" not in path:
-            return f"{path[len(str(ROOT)) + 1 :]}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if path := _in_project(frame.f_code.co_filename):
+            return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "autograd"
+
+
+@cache
+def _in_project(path: str) -> str:
+    """Return a file's path in the project; nothing where it lies elsewhere, or is this one."""
+    inside = path.startswith(str(ROOT)) and not path.endswith("streams.py") and ".venv" not in path
+    return path[len(str(ROOT)) + 1 :] if inside else ""

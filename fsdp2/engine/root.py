@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -224,9 +224,10 @@ class RootContext(Generic[U]):
         elif run.observed:
             self.known = run.order.calls or self.known
 
-    def numbers_of(self, groups: Collection[FSDPParamGroup]) -> tuple[int, ...]:
+    def numbers_of(self, groups: Iterable[FSDPParamGroup]) -> tuple[int, ...]:
         """Return the numbers by which all ranks know ``groups``, in ascending order."""
-        return tuple(number for number, group in enumerate(self.groups) if group in groups) if groups else ()
+        wanted = set(groups)
+        return tuple(number for number, group in enumerate(self.groups) if group in wanted) if wanted else ()
 
     def _check_last_iteration_ended(self) -> None:
         self._check_last_backward_ended("forward starts")

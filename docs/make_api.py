@@ -189,8 +189,9 @@ HEAD = """# The API beside torch's
 Written by `python docs/make_api.py` from the code of torch {torch} and fsdp2; do not edit.
 
 `from fsdp2 import fully_shard` in place of `from torch.distributed.fsdp import fully_shard` is the whole migration:
-every public name and parameter of torch's FSDP2 is here, with the same meaning. *same class* means that torch's own
-class is re-exported. Each row names a test that exercises it on several processes.
+every public name and parameter of torch's FSDP2 is here, with the same meaning. *same* means that fsdp2 has it under
+the same name, and *same class* that torch's own class is re-exported. Each row names a test that exercises it on
+several processes.
 """
 
 
@@ -230,22 +231,22 @@ def show(parameter: inspect.Parameter) -> str:
 
 def callable_rows(name: str, original: Any, own: Any) -> Iterator[Row]:
     """A row for a function or method, and one for each parameter."""
-    yield Row(name, "", "", f"`{name}`" if own is not None else "missing")
+    yield Row(name, "", "", "same" if own is not None else "missing")
     mine = parameters(own) if own is not None else {}
     for parameter, entry in parameters(original).items():
         same = parameter in mine and (mine[parameter].kind, show(mine[parameter])) == (entry.kind, show(entry))
-        yield Row(name, parameter, show(entry), f"`{parameter}`" if same else "missing")
+        yield Row(name, parameter, show(entry), "same" if same else "missing")
 
 
 def class_rows(name: str, original: type, own: Any) -> Iterator[Row]:
     """A row for a class, and one for each field or public method."""
     same = "same class" if own is original else "subclass" if inspect.isclass(own) else "missing"
-    yield Row(name, "", "", "`ShardPlacementResult`" if name == "ShardPlacementResult" else same)
+    yield Row(name, "", "", "same" if name == "ShardPlacementResult" else same)
     fields = dataclasses.fields(original) if dataclasses.is_dataclass(original) else ()
     mine = {field.name for field in dataclasses.fields(own)} if dataclasses.is_dataclass(own) else set()
     for field in fields:
         default = "required" if field.default is dataclasses.MISSING else repr(field.default)
-        yield Row(name, field.name, default, f"`{field.name}`" if field.name in mine else "missing")
+        yield Row(name, field.name, default, "same" if field.name in mine else "missing")
 
 
 def public_classes() -> dict[str, tuple[type, Any]]:

@@ -1,9 +1,9 @@
-"""The main job, start to finish: train on some processes, save, and go on from there on another number of them.
+"""Run the whole demo: train on some processes, save a checkpoint, and resume it on another number of processes.
 
-It ends with the last step as it was recorded, beside its forecast.
+At the end it compares a recording of the last step with its forecast.
 
 python examples/demo.py                    # or: make demo
-python examples/demo.py --text FILE        # any option of train_gpt.py; it goes to the first of the two runs
+python examples/demo.py --text FILE        # any option of train_gpt.py; only the first of the two runs gets it
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gpt.processes import UserError, complain, launch
 from gpt.screen import heading
 
 SCRIPT = Path(__file__).resolve().with_name("train_gpt.py")
-OURS = ("--ranks", "--resume", "--stop-at")  # what this program decides; everything else may be given
+OURS = ("--ranks", "--resume", "--stop-at")  # options that this program sets itself
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0, that of the first run that failed, or 2 after one line that says what was wrong."""
+    """Return the exit status: 0, that of the first run that failed, or 2 after printing what was wrong in one line."""
     try:
         options = parse(arguments)
         if taken := [name for name in OURS if name in arguments]:
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 def _two_runs(arguments: list[str], out: Path, steps: int) -> int:
     began = time.perf_counter()
-    stop_at = max(1, steps * 10 // 11)  # as if the time of the first job were up before the model was done
+    stop_at = max(1, steps * 10 // 11)  # as if the first job ran out of time before the model was trained
     (ranks, devices), (other_ranks, other_devices) = _machines()
 
     print(heading(f"1 of 2: train on {_processes(ranks)} and stop at step {stop_at}"), flush=True)
@@ -47,7 +47,7 @@ def _two_runs(arguments: list[str], out: Path, steps: int) -> int:
     print(heading(f"2 of 2: resume on {_processes(other_ranks)} and finish"), flush=True)
     if status := launch(SCRIPT, ["--resume", str(out), "--out", str(out), *other_devices], other_ranks):
         return status
-    from gpt.outlook import beside  # after the runs: it needs all of fsdp2, which only their processes did
+    from gpt.outlook import beside  # here, because only this line needs all of fsdp2 in this process
 
     print(beside(out), flush=True)
     print(f"all of it: {time.perf_counter() - began:.0f} s", flush=True)
@@ -55,12 +55,12 @@ def _two_runs(arguments: list[str], out: Path, steps: int) -> int:
 
 
 def _machines() -> list[tuple[int, list[str]]]:
-    """How many processes each of the two runs gets, and the options that say on what devices."""
+    """Return the number of processes of each of the two runs, and the options that choose their devices."""
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return [(2, []), (3, [])]
     if gpus == 1:
-        return [(1, []), (2, ["--device", "cpu"])]  # a checkpoint saved from a GPU goes on anywhere
+        return [(1, []), (2, ["--device", "cpu"])]  # a checkpoint saved from a GPU can be resumed anywhere
     return [(2, []), (1 if gpus == 2 else 3, [])]
 
 

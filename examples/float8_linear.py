@@ -1,12 +1,12 @@
-"""Linear layers whose weights travel as float8, one byte per element, and are computed with in a wider dtype.
+"""Linear layers whose weights are sent as float8, one byte per element, and computed with in a wider dtype.
 
     torchrun --nproc-per-node 2 examples/float8_linear.py
 
-trains a small model twice, with bfloat16 and with float8 gathers, and prints for each the bytes of parameters that one
-rank sends per step, and the loss. The optimizer keeps float32 shards in both; only what gathers send differs.
+trains a small model twice, with bfloat16 and with float8 gathers. For each it prints the bytes of parameters that one
+rank sends per step, and the loss. The optimizer keeps float32 shards both times; only the gathers differ.
 
-``fully_shard`` asks the local tensor of a shard for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``: the first
-says what travels, the second makes the full parameter of what was gathered.
+``fully_shard`` calls two methods of the shard's local tensor: ``fsdp_pre_all_gather`` returns the tensors to send, and
+``fsdp_post_all_gather`` makes the full parameter from the gathered tensors.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ STILL_FLOAT8 = {
     aten.empty_like.default,
     aten._to_copy.default,
 }
-"""Operators whose result is to be gathered as float8 as well: those that ``fully_shard`` and ``Module.to`` cut with."""
+"""Operators whose results stay Float8Weights: those with which ``fully_shard`` and ``Module.to`` cut and copy."""
 
 Scaled = tuple[Tensor, Tensor]
 
 
 def to_float8(weight: Tensor, largest: Tensor) -> Scaled:
-    """``weight`` as float8 and the scale to multiply it with, such that ``largest`` is the largest float8 number."""
+    """Return ``weight`` as float8 and the scale to multiply it with; ``largest`` becomes the largest float8 number."""
     scale = (largest / LARGEST).clamp(min=1e-12).float()
     return (weight / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
 
@@ -53,15 +53,15 @@ def to_float8(weight: Tensor, largest: Tensor) -> Scaled:
 class Float8Weight(Tensor):
     """A shard in full precision that is sent as float8.
 
-    Each rank scales its own piece by the largest magnitude in it and sends that scale along as a second input, so no
-    rank must know of the others before the gather.
+    Each rank scales its own piece by the largest magnitude in it and sends the scale as a second input, so the gather
+    needs no communication before it.
     """
 
     _tensor: Tensor
 
     @staticmethod
     def __new__(cls, tensor: Tensor) -> Float8Weight:
-        """A tensor that looks like ``tensor`` and keeps it."""
+        """Return a tensor with the shape, dtype and device of ``tensor``; ``__init__`` stores ``tensor`` in it."""
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tensor.size(), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
@@ -73,12 +73,12 @@ class Float8Weight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with the tensor inside; cutting and copying give Float8Weights again."""
+        """Compute with the tensor inside. Operators that cut or copy return Float8Weights."""
         inside = pytree.tree_map_only(cls, lambda weight: weight._tensor, (args, kwargs or {}))
         result = func(*inside[0], **inside[1])
         if func in STILL_FLOAT8:
             return pytree.tree_map_only(Tensor, cls, result)
-        return args[0] if func._schema.name.endswith("_") else result  # an operator in place gives its argument
+        return args[0] if func._schema.name.endswith("_") else result  # an in-place operator returns its argument
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_tensor"], None
@@ -95,7 +95,7 @@ class Float8Weight(Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[Scaled, tuple[int, int]]:
-        """What this rank sends: its piece as float8, padded to the first rank's size, and the scale."""
+        """Return what this rank sends: its piece as float8, padded to the first rank's size, and the scale."""
         piece, rows = self._tensor, -(-outer_size[0] // mesh.size())
         padded = torch.cat([piece, piece.new_zeros(rows - piece.shape[0], *piece.shape[1:])])
         values, scale = to_float8(padded, padded.abs().max())
@@ -104,10 +104,10 @@ class Float8Weight(Tensor):
     def fsdp_post_all_gather(
         self, gathered: Scaled, metadata: tuple[int, int], param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The full weight in the dtype of computation.
+        """Make the full weight in the dtype of computation.
 
-        The first gather returns it, and the tensors whose memory is to be freed with it. Later ones write into it:
-        autograd may have saved it, hence the version counter is kept.
+        The first gather returns the weight, and the tensors whose memory is freed with it. Later gathers write into
+        that weight. They keep its version counter, because autograd may have saved the weight.
         """
         values, scales = gathered
         ranks, rows = metadata
@@ -122,14 +122,14 @@ class Float8Weight(Tensor):
 
 
 def use_float8(module: nn.Module) -> None:
-    """Let the weights of all Linear layers of ``module`` travel as float8; call it before ``fully_shard``."""
+    """Send the weights of all Linear layers of ``module`` as float8. Call this before ``fully_shard``."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(Float8Weight(layer.weight.detach()))
 
 
 class SentBytes:
-    """Counts what this process puts into all-gathers while it is active."""
+    """Counts the bytes that this process sends in all-gathers inside a ``with`` block."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -152,7 +152,7 @@ class SentBytes:
 
 
 def train(kind: str, steps: int, width: int, layers: int, compute: torch.dtype) -> tuple[float, list[float]]:
-    """Bytes sent per step by this rank's gathers, and the loss of each step."""
+    """Return the bytes that this rank's gathers send per step, and the loss of each step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
     if kind == "float8":
@@ -176,7 +176,7 @@ def train(kind: str, steps: int, width: int, layers: int, compute: torch.dtype) 
 
 
 def main() -> None:
-    """Read options, train twice and print."""
+    """Read the options, train twice and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=256)
@@ -190,7 +190,7 @@ def main() -> None:
         nbytes, losses = train(kind, options.steps, options.width, options.layers, compute)
         if dist.get_rank() == 0:
             print(f"{kind:>8}: {nbytes:9.0f} bytes sent per step, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    dist.barrier()  # nobody leaves while another still communicates
+    dist.barrier()  # no rank may end while another still communicates
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A llama-style language model and the plan that spreads it over a tensor-parallel mesh; nothing here knows of FSDP."""
+"""A llama-style language model, and its tensor-parallel plan. Nothing in this file depends on FSDP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; its heads may be spread over ranks."""
+    """Causal self-attention with rotary positions. Tensor parallelism may split its heads over ranks."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -94,9 +94,9 @@ class Llama(nn.Module):
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
-    """The same model, its matrices cut over the 1D ``mesh`` and the sequence wherever no matrix is near.
+    """Shard the matrices of ``model`` over the 1D ``mesh``, and the sequence dimension between them; return ``model``.
 
-    Its logits are a DTensor cut along the vocabulary, which ``next_token_loss`` takes as it is.
+    The logits are a DTensor sharded along the vocabulary, which ``next_token_loss`` accepts.
     """
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -124,17 +124,17 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
 
 
 def loss_context(parallel: bool) -> AbstractContextManager[None]:
-    """What loss and backward run in: with it, logits that are cut along the vocabulary are never put together."""
+    """Return the context for loss and backward. If ``parallel``, logits are never gathered along the vocabulary."""
     return loss_parallel() if parallel else nullcontext()
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a token."""
+    """Return the mean cross-entropy in nats per token."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """``x`` [batch, heads, time, head_width] with each pair of channels turned by its position's angle."""
+    """Return ``x`` [batch, heads, time, head_width] with each pair of channels rotated by its position's angle."""
     time, width = x.shape[-2:]
     frequencies = 10_000.0 ** (-torch.arange(0, width, 2, device=x.device) / width)
     angles = torch.outer(torch.arange(time, device=x.device), frequencies).to(x.dtype)

@@ -6,8 +6,8 @@
     until torchrun --standalone --nproc-per-node 2 examples/train_fault_tolerant.py; do :; done &
     until torchrun --standalone --nproc-per-node 2 examples/train_fault_tolerant.py; do :; done
 
-Each torchrun is one replica, on as many hosts as it needs. Kill the processes of one, and the other goes on. The loop
-starts the replica again, which gets the weights, the optimizer state and the step from the memory of the other.
+Each torchrun is one replica, on as many hosts as it needs. If you kill the processes of one, the other continues. The
+shell loop restarts the replica, which gets the weights, the optimizer state and the step from the memory of the other.
 
 Each replica shards the model over its own ranks only, so nothing changes for fully_shard when replicas come and go.
 torchft averages the reduced gradients of each unit over the replicas. The batch of a step is divided among the replicas
@@ -35,18 +35,18 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def build() -> nn.Sequential:
-    """The model, before it is sharded."""
+    """Return the model, before it is sharded."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
 
 
 def batch(step: int) -> torch.Tensor:
-    """The rows of a step, of all replicas together."""
+    """Return the rows of a step, of all replicas together."""
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
 def manage(model: Any, optimizer: torch.optim.Optimizer) -> Manager:
-    """Let torchft average gradients over replicas, and give the state to a replica that returns."""
+    """Let torchft average gradients over replicas, and send the state to a replica that returns."""
 
     def state() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -68,7 +68,7 @@ def manage(model: Any, optimizer: torch.optim.Optimizer) -> Manager:
 
 
 def train(steps: int) -> None:
-    """Train until so many steps have succeeded."""
+    """Train until ``steps`` steps have succeeded."""
     rank, ranks = dist.get_rank(), dist.get_world_size()  # of this replica
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
@@ -79,7 +79,7 @@ def train(steps: int) -> None:
     manager = manage(model, optimizer)
     while manager.current_step() < steps:
         manager.start_quorum()
-        optimizer.zero_grad()  # after start_quorum, so that a step that failed leaves nothing
+        optimizer.zero_grad()  # after start_quorum, to drop the gradients of a step that failed
         step, replica, replicas = manager.current_step(), manager.participating_rank(), manager.num_participants()
         rows = batch(step).chunk(replicas * ranks)[replica * ranks + rank].to(device)
         loss = (model(rows) - rows).square().mean()

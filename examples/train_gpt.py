@@ -2,9 +2,9 @@
 
     python examples/train_gpt.py                                   # starts two processes itself
     torchrun --nproc-per-node 2 examples/train_gpt.py              # the same under torchrun
-    python examples/train_gpt.py --ranks 3 --resume runs/... --steps 600     # goes on, on another number of processes
+    python examples/train_gpt.py --ranks 3 --resume runs/... --steps 600     # resumes on another number of processes
 
-The use of fully_shard is in gpt/train.py (`build`, a dozen lines); the model in gpt/model.py knows nothing of it.
+Only `build` in gpt/train.py uses fully_shard, in a dozen lines; the model in gpt/model.py is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gpt.processes import UserError, complain, launch, require, run_rank, starte
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0, or 2 after one line on stderr that says what was wrong with the input."""
+    """Return the exit status: 0, or 2 after printing one line on stderr that says what was wrong with the input."""
     try:
         require("fsdp2", "matplotlib", "tqdm")
         if started_by_torchrun():
-            from gpt.train import train  # the process that only starts the ranks has no use for it
+            from gpt.train import train  # not needed by the process that only starts the ranks
 
             run_rank("train_gpt.py", lambda: parse(arguments), train)
         options = parse(arguments)
         if options.resume is None:
-            options.settings(None).check(options.ranks)  # before so many processes are started
+            options.settings(None).check(options.ranks)  # before the processes are started
         return launch(Path(__file__).resolve(), arguments, options.ranks)
     except UserError as error:
         return complain(error, "train_gpt.py")

@@ -1,11 +1,11 @@
-"""Train a small llama on two mesh dimensions: its matrices cut by tensor parallelism, what is left by fully_shard.
+"""Train a small llama on two mesh dimensions, with tensor parallelism and fully_shard.
 
     torchrun --nproc-per-node 4 examples/train_llama_2d.py --tp 2 --out runs/llama --steps 20
     torchrun --nproc-per-node 2 examples/train_llama_2d.py --tp 1 --resume runs/llama --out runs/llama --steps 40
     python examples/train_llama_2d.py --ranks 4 --checkpointing --compile          # starts its processes itself
 
-It runs on CPUs with gloo and on GPUs with NCCL. `build` is all there is to it; the model and its tensor-parallel plan
-are in llama.py. A checkpoint may be resumed on any mesh.
+It runs on CPUs with gloo and on GPUs with NCCL. `build` shards the model; the model and its tensor-parallel plan are in
+llama.py. A checkpoint can be resumed on any mesh.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ BATCH, SEED = 8, 0
 
 
 def build(config: LlamaConfig, mesh: DeviceMesh, options: argparse.Namespace) -> Llama:
-    """The model on the mesh ("dp", "tp"): spread, then compiled, then recomputed, then sharded, in this order."""
+    """Return the model on the mesh ("dp", "tp").
+
+    Apply tensor parallelism, compilation, activation checkpointing and fully_shard in this order.
+    """
     from fsdp2 import fully_shard
 
     torch.manual_seed(SEED)
@@ -64,7 +67,7 @@ def build(config: LlamaConfig, mesh: DeviceMesh, options: argparse.Namespace) ->
 
 
 def train(options: argparse.Namespace, place: Place) -> None:
-    """Train from the first step or a checkpoint's, and save."""
+    """Train from the first step or from a checkpoint, and save a checkpoint at the end."""
     folder = first_decides(lambda: None if options.resume is None else newest(options.resume))
     config, first = (LlamaConfig(), 0) if folder is None else first_decides(lambda: read(folder))
     options.tp = options.tp or (2 if place.ranks % 2 == 0 else 1)
@@ -94,7 +97,7 @@ def train(options: argparse.Namespace, place: Place) -> None:
 
 
 def check(options: argparse.Namespace, config: LlamaConfig, first: int, place: Place) -> None:
-    """Raise a UserError that names what cannot work, if anything."""
+    """Raise a UserError if options do not fit the model, the batch or the checkpoint."""
     if place.ranks % options.tp:
         raise UserError(f"--tp {options.tp} does not divide the {place.ranks} processes; choose a factor of them")
     for what, size in (("heads", config.heads), ("positions", config.context)):
@@ -107,7 +110,7 @@ def check(options: argparse.Namespace, config: LlamaConfig, first: int, place: P
 
 
 def describe(model: nn.Module, mesh: DeviceMesh, place: Place) -> None:
-    """Print what is where."""
+    """Print the mesh, the number of parameters, and the number on this rank."""
     parameters = list(model.parameters())
     own = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
     place.say(f"mesh        {mesh['dp'].size()} data-parallel x {mesh['tp'].size()} tensor-parallel ranks")
@@ -115,11 +118,11 @@ def describe(model: nn.Module, mesh: DeviceMesh, place: Place) -> None:
     place.say(f"{'step':>5} {'loss':>9}")
 
 
-# --- checkpoints: whole, or not there -------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def newest(path: Path) -> Path:
-    """The newest checkpoint in folder `path`."""
+    """Return the newest checkpoint in the folder `path`."""
     found = sorted(folder for folder in path.glob("step-*") if (folder / "run.json").is_file())
     if not found:
         raise UserError(f"no checkpoint in {path}: expected step-*/run.json; name the --out of an earlier run")
@@ -127,7 +130,7 @@ def newest(path: Path) -> Path:
 
 
 def read(folder: Path) -> tuple[LlamaConfig, int]:
-    """The sizes of the model in a checkpoint, and its step."""
+    """Return the sizes of the model in a checkpoint, and the checkpoint's step."""
     try:
         run = json.loads((folder / "run.json").read_text())
         return LlamaConfig(**run["config"]), int(run["step"])
@@ -136,7 +139,7 @@ def read(folder: Path) -> tuple[LlamaConfig, int]:
 
 
 def save(final: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, object]) -> None:
-    """Write under another name and rename: a save that is interrupted leaves earlier checkpoints as they are."""
+    """Write under another name and rename, so that an interrupted save does not damage earlier checkpoints."""
     partial = final.with_name(f".partial-{final.name}")
     first_decides(lambda: make_room(partial, final))
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -148,7 +151,7 @@ def save(final: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: d
 
 
 def make_room(partial: Path, final: Path) -> None:
-    """An empty folder `partial`; `final` must not be there."""
+    """Make an empty folder `partial`; raise a UserError if `final` exists."""
     if final.exists():
         raise UserError(f"{final} exists already and is not overwritten; choose another --out")
     try:
@@ -159,7 +162,7 @@ def make_room(partial: Path, final: Path) -> None:
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill this rank's shards, whatever mesh they were saved from."""
+    """Load this rank's shards from a checkpoint, which may have been saved on another mesh."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -172,29 +175,29 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the complaint."""
+        """Raise the error as a UserError."""
         raise UserError(f"{message}; --help lists what can be given")
 
 
 def positive(text: str) -> int:
-    """A whole number of at least one."""
+    """Return ``text`` as a whole number; it must be at least one."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the options of the command line."""
     parser = Parser(prog="train_llama_2d.py", allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--tp", type=positive, metavar="N", help="tensor-parallel ranks; the rest of the mesh is data-parallel")
-    add("--ranks", type=positive, default=4, metavar="N", help="processes to start; torchrun's own number wins")
+    add("--ranks", type=positive, default=4, metavar="N", help="processes to start; ignored under torchrun")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     add("--steps", type=positive, default=20, metavar="N", help="train up to this step")
-    add("--checkpointing", action="store_true", help="compute activations again in backward")
+    add("--checkpointing", action="store_true", help="recompute activations in backward")
     add("--compile", action="store_true", help="torch.compile each block")
     add("--out", type=Path, metavar="FOLDER", help="save a checkpoint in this folder")
     add("--resume", type=Path, metavar="FOLDER", help="resume from the newest checkpoint in it, on any mesh")
@@ -202,7 +205,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0, or 2 after one line on stderr that says what was wrong with the input."""
+    """Return the exit status: 0, or 2 after printing one line on stderr that says what was wrong with the input."""
     try:
         if not started_by_torchrun():
             return launch(Path(__file__).resolve(), arguments, parse(arguments).ranks)

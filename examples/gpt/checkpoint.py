@@ -1,8 +1,8 @@
-"""Sharded checkpoints that are either whole or not there, and that say so when they have been damaged.
+"""Sharded checkpoints that are written completely or not at all, and that detect damage.
 
-A checkpoint is a folder that torch.distributed.checkpoint filled, every rank writing its own shards, plus one file
-with the job's progress and the size and SHA-256 of every other file. It is written under another name and renamed
-when it is complete, so a save that is killed leaves the previous checkpoint as it was.
+A checkpoint is a folder in which torch.distributed.checkpoint writes each rank's shards, plus one file with the job's
+progress and the size and SHA-256 of every other file. It is written under another name and renamed when it is complete,
+so a killed save leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DESCRIPTION = "checkpoint.json"
 
 
 def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, place: Place) -> Path:
-    """The folder of a new checkpoint under `out`, written by all ranks; UserError on all of them if it cannot be."""
+    """Write a checkpoint under `out` with all ranks and return its folder; raise a UserError on all if that fails."""
     final = _folder(out, progress.step)
     partial = final.with_name(f".partial-{final.name}")
     first_decides(lambda: _make_room(partial, final))
@@ -36,7 +36,7 @@ def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: `path` itself, or the newest one of the run whose folder it is."""
+    """Return the checkpoint at `path`: `path` itself, or the newest checkpoint if `path` is the folder of a run."""
     if not path.is_dir():
         raise UserError(f"no checkpoint: {path} is {'not a folder' if path.exists() else 'not there'}")
     found = saved_steps(path)
@@ -48,13 +48,13 @@ def find(path: Path) -> Path:
 
 
 def saved_steps(out: Path) -> list[int]:
-    """The steps of the complete checkpoints of the run in folder `out`, in no order."""
+    """Return the steps of the complete checkpoints of the run in the folder `out`, in no particular order."""
     names = [folder.name.removeprefix("step-") for folder in (out / "checkpoints").glob("step-*")]
     return [int(name) for name in names if name.isdecimal()]
 
 
 def verify(folder: Path) -> Progress:
-    """The progress that the checkpoint in `folder` carries, once every file in it is known to be as it was saved."""
+    """Check that no file of the checkpoint in `folder` has changed, and return the progress stored in it."""
     try:
         description = json.loads((folder / DESCRIPTION).read_bytes())
         files: dict[str, dict[str, Any]] = description["files"]
@@ -73,9 +73,9 @@ def verify(folder: Path) -> Progress:
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill every rank's shards of `model` and `optimizer` with the checkpoint's values.
+    """Load the checkpoint's values into every rank's shards of `model` and `optimizer`.
 
-    The number of ranks that saved does not matter: torch.distributed.checkpoint reads for each shard the pieces of
+    It may have been saved by another number of ranks: for each shard, torch.distributed.checkpoint reads the pieces of
     the saved shards that overlap it.
     """
 
@@ -91,7 +91,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def prepare(out: Path, resumed_at: int | None) -> None:
-    """Make `out` a folder that can be written, and check that it holds nothing that this run would replace."""
+    """Create the folder `out`, and check that it is writable and has no later checkpoints than `resumed_at`."""
     try:
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = out / "checkpoints" / f".probe-{os.getpid()}"
@@ -110,7 +110,7 @@ def _folder(out: Path, step: int) -> Path:
 
 
 def _make_room(partial: Path, final: Path) -> None:
-    """An empty folder `partial`; what a killed save left under that name is removed, `final` must not exist."""
+    """Make an empty folder `partial`, in place of one that a killed save left; `final` must not exist."""
     if final.exists():
         raise UserError(f"{final} exists already and is not overwritten; choose another --out")
     try:
@@ -129,7 +129,7 @@ def _write_shards(partial: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _complete(partial: Path, final: Path, progress: Progress) -> None:
-    """Add the description, make sure that it is on the disk, and give the folder its real name."""
+    """Add the description, flush it to the disk, and give the folder its final name."""
     try:
         written = sorted(partial.iterdir())
         files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}

@@ -1,4 +1,4 @@
-"""Text as bytes: where it comes from, and which piece of it a given step, rank or evaluation sees."""
+"""Load a text as bytes, and select the bytes for a step, a rank or an evaluation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gpt.processes import Place, UserError
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both int64 [rows, context]; a target is the byte that follows
 
 BUILT_IN = "the Python manual (pydoc_data.topics)"
-HELD_OUT = 10  # one byte in so many, at the end of the text, is never trained on
+HELD_OUT = 10  # the last 1/HELD_OUT of the text is never trained on
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text in two parts, to train on and held out, both uint8 [bytes]; a `path` of None is the built-in text."""
+    """A text in two parts, for training and for evaluation, both uint8 [bytes]. The built-in text has no `path`."""
 
     path: str | None
     digest: str
@@ -29,12 +29,12 @@ class Text:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """The name to show: the path, or that of the built-in text."""
         return self.path or BUILT_IN
 
 
 def load_text(path: Path | None, context: int) -> Text:
-    """The text at `path`, or the one every Python carries; UserError if it cannot be read or is too short."""
+    """Return the text at `path`, by default a text in Python's library; raise a UserError if it is unusable."""
     raw = _built_in() if path is None else _read(path)
     shortest = HELD_OUT * (context + 1)
     if len(raw) < shortest:
@@ -48,10 +48,10 @@ def load_text(path: Path | None, context: int) -> Text:
 
 
 def training_batch(text: Text, step: int, rows: int, context: int, seed: int, place: Place) -> Batch:
-    """This rank's rows of the global batch of `step`.
+    """Return this rank's rows of the global batch of `step`.
 
-    The global batch depends on `seed` and `step` alone, so the same bytes are seen in the same order on any number of
-    ranks, and a resumed run goes on where the first one stopped.
+    The global batch depends only on `seed` and `step`. So any number of ranks reads the same bytes in the same order,
+    and a resumed run continues where the first one stopped.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text.train) - context, (rows,), generator=generator)
@@ -60,14 +60,14 @@ def training_batch(text: Text, step: int, rows: int, context: int, seed: int, pl
 
 
 def held_out_batches(text: Text, context: int, place: Place, windows: int = 32, rows: int = 4) -> list[Batch]:
-    """Evenly spaced windows of the held-out part in batches of `rows`: the same on every rank of every run."""
+    """Return evenly spaced windows of the held-out part in batches of `rows`, the same on every rank in every run."""
     last = len(text.held_out) - context - 1
     starts = torch.linspace(0, last, min(windows, last + 1)).long()
     return [_windows(text.held_out, some, context, place) for some in starts.split(rows)]
 
 
 def printable(data: bytes) -> str:
-    """`data` as text that is safe to show on a terminal; what is not printable becomes a dot."""
+    """Return `data` as text that is safe to print on a terminal, with a dot for each unprintable character."""
     text = data.decode("utf-8", errors="replace").replace("\ufffd", "·")
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
 

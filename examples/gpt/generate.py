@@ -1,4 +1,4 @@
-"""Text from the model, byte by byte."""
+"""Generate text with the model, byte by byte."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gpt.processes import Place
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, count: int, place: Place, temperature: float = 0.5, seed: int = 0) -> bytes:
-    """`count` bytes that continue `prompt`, the same on every rank; every rank must call this.
+    """Return `count` bytes that continue `prompt`, the same on every rank. Every rank must call this.
 
-    All ranks draw from equal generators, so each computes the whole text and none has to be told.
+    All ranks use generators with the same seed, so they compute the same text without communicating it.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)], device=place.device)
@@ -30,7 +30,7 @@ def generate(model: GPT, prompt: bytes, count: int, place: Place, temperature: f
 
 @contextmanager
 def _kept_whole(model: GPT) -> Iterator[None]:
-    """Gather the model once for all bytes, not once a byte."""
+    """Gather the model once for the block, instead of once for each byte."""
     if isinstance(model, FSDPModule):
         model.unshard(recurse=True)
     try:

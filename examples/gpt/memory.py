@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive at the worst moment of one training step."""
+"""Measure the peak memory of live tensors in one training step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> int:
-    """The largest number of bytes that live tensors took on `device` while `step` ran, those before it included.
+    """Run `step`, and return the largest number of bytes of live tensors on `device`, earlier ones included.
 
-    On a GPU the caching allocator counts. On the CPU the profiler reports every allocation and every release during
-    the step; their running sum starts from the storages that were alive before it. The process's resident set would
-    be no measure: it holds the interpreter and the libraries, and memory that the C allocator has not given back.
+    On a GPU the caching allocator counts them. On the CPU the profiler reports each allocation and release during the
+    step; their running sum starts from the storages that were alive before. The resident set of the process would be
+    the wrong measure: it includes the interpreter, libraries, and freed memory that the C allocator keeps.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -35,11 +35,11 @@ def peak_of(step: Callable[[], object], device: torch.device) -> int:
 
 
 def live_bytes() -> int:
-    """Bytes of all CPU storages that tensors known to Python hold, each byte once: a storage may lie within another."""
+    """Return the bytes of all CPU storages of Python's tensors, each byte once, since storages may overlap."""
     gc.collect()
     storages: set[tuple[int, int]] = set()
     for thing in gc.get_objects():
-        # A DTensor's own storage is a stand-in; the local tensor inside it is met on its own.
+        # A DTensor has no memory of its own; its local tensor is found separately.
         if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), DTensor) and thing.is_cpu:
             storage = thing.untyped_storage()
             storages.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
@@ -51,7 +51,7 @@ def live_bytes() -> int:
 
 
 def process_memory(device: torch.device) -> str:
-    """The most memory this process has taken so far, short enough for a progress bar."""
+    """Return the peak memory of this process so far, as a short text for a progress bar."""
     if device.type == "cuda":
         return f"GPU {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB"
     unit = 1 if sys.platform == "darwin" else 1024
@@ -59,7 +59,7 @@ def process_memory(device: torch.device) -> str:
 
 
 def _highest_rise(record: profile) -> int:
-    """The highest running sum of the CPU allocations (positive) and releases (negative) in a profiler's record."""
+    """Return the highest running sum of the CPU allocations (positive) and releases (negative) in `record`."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         record.export_chrome_trace(str(trace))

@@ -1,4 +1,4 @@
-"""A small byte-level GPT in plain PyTorch: nothing in this file knows that it will be sharded."""
+"""A small byte-level GPT in plain PyTorch. Nothing in this file depends on sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES = 256  # the vocabulary: one token is one byte
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a model; a checkpoint carries them, so a resumed run need not repeat them."""
+    """The sizes of a model. They are stored in checkpoints, so a resumed run need not repeat them."""
 
     layers: int = 6
     width: int = 256
@@ -22,7 +22,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions: [batch, time, width] to the same shape."""
+    """Causal self-attention with rotary positions. Input and output are [batch, time, width]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: [batch, time, width] to the same shape."""
+    """One transformer layer. Input and output are [batch, time, width]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits [batch, time, 256] of the next byte, from bytes [batch, time] (int64)."""
+    """Computes logits [batch, time, 256] of the next byte from bytes [batch, time] (int64)."""
 
     cos: Tensor
     sin: Tensor
@@ -80,7 +80,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def _initialise(self) -> None:
-        """Weights as in GPT-2: what writes to the residual stream starts smaller the deeper the model is."""
+        """Initialize weights as in GPT-2: the deeper the model, the smaller those that write to the residual stream."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("attention.out.weight", "down.weight"))
@@ -89,18 +89,18 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte, computed in float32 whatever the logits' dtype."""
+    """Return the mean cross-entropy in nats per byte, computed in float32."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [context, head_width / 2] of the rotary position embedding (Su et al., 2021)."""
+    """Return the cosines and sines [context, head_width / 2] of rotary position embeddings (Su et al., 2021)."""
     frequencies = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
     angles = torch.outer(torch.arange(context), frequencies)
     return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [batch, heads, time, head_width] with each pair of channels turned by its position's angle."""
+    """Return `x` [batch, heads, time, head_width] with each pair of channels rotated by its position's angle."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)

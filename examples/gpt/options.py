@@ -1,4 +1,4 @@
-"""What a person can choose: the settings of a run, the command line, and how a checkpoint's settings join in."""
+"""The settings of a run: the command line, combined with the settings in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt.processes import UserError
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what is learned; a checkpoint carries it, so a resumed run need not repeat it."""
+    """The settings that influence the result. They are stored in checkpoints, so a resumed run need not repeat them."""
 
     layers: int = 6
     width: int = 256
@@ -30,7 +30,7 @@ class Settings:
         return GPTConfig(self.layers, self.width, self.heads, self.context)
 
     def check(self, ranks: int) -> None:
-        """Raise a UserError that names the setting, if one cannot work on `ranks` processes."""
+        """Raise a UserError that names the setting if one of them does not fit `ranks` processes."""
         if self.width % self.heads or self.width // self.heads % 2:
             raise UserError(f"--width {self.width} cannot be split into {self.heads} heads of an even width")
         if self.batch % ranks:
@@ -41,12 +41,12 @@ class Settings:
             )
 
 
-FIXED = ("layers", "width", "heads", "context")  # what the weights in a checkpoint depend on
+FIXED = ("layers", "width", "heads", "context")  # the settings that the shapes in a checkpoint depend on
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line: the settings that were given, and what does not change what is learned."""
+    """The options of the command line: the given settings, and options that do not influence the result."""
 
     given: dict[str, int | float]
     text: Path | None
@@ -63,7 +63,7 @@ class Options:
     report: bool
 
     def settings(self, saved: Settings | None) -> Settings:
-        """The defaults, or the settings a checkpoint saved, with those that were given put in their place."""
+        """Return the settings in a checkpoint, or the defaults, overridden by those of the command line."""
         for name in FIXED:
             if saved is not None and self.given.get(name, getattr(saved, name)) != getattr(saved, name):
                 raise UserError(
@@ -74,7 +74,7 @@ class Options:
 
 
 def parse(arguments: list[str]) -> Options:
-    """The command line, checked as far as it can be without looking at files; UserError if it makes no sense."""
+    """Return the options, checked as far as that is possible without files; raise a UserError if they are wrong."""
     found = vars(_parser().parse_args(arguments))
     given = {f.name: found.pop(f.name) for f in fields(Settings) if f.name in found}
     return Options(given=given, **found)
@@ -89,21 +89,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train_gpt.py",
         allow_abbrev=False,
-        description="Train a byte-level GPT whose parameters fsdp2.fully_shard spreads over several processes.",
-        epilog="Without torchrun it starts its processes itself; under torchrun it uses torchrun's.",
+        description="Train a byte-level GPT that fsdp2.fully_shard shards over several processes.",
+        epilog="Without torchrun, the program starts its processes itself.",
     )
     add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="text to learn; default: the Python manual inside every Python")
-    add("--out", type=Path, metavar="FOLDER", help="where checkpoints and the picture go; default: runs/DATE-TIME")
+    add("--text", type=Path, metavar="FILE", help="the text to learn; default: the manual in Python's library")
+    add("--out", type=Path, metavar="FOLDER", help="folder for checkpoints and the picture; default: runs/DATE-TIME")
     add("--resume", type=Path, metavar="FOLDER", help="resume from this checkpoint, or from the newest one of this run")
-    add("--ranks", type=_at_least(1), default=2, metavar="N", help="processes to start; torchrun's own number wins")
+    add("--ranks", type=_at_least(1), default=2, metavar="N", help="processes to start; ignored under torchrun")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs over NCCL if there are any")
     add("--compute", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bfloat16 where it is fast")
     add("--stop-at", type=_at_least(1), metavar="STEP", help="save and stop there, as if the job's time were up")
-    add("--eval-every", type=_at_least(1), default=20, metavar="N", help="steps between looks at held-out text")
+    add("--eval-every", type=_at_least(1), default=20, metavar="N", help="steps between evaluations on held-out text")
     add("--save-every", type=_at_least(1), default=200, metavar="N", help="steps between checkpoints")
-    add("--sample", type=_at_least(0), default=300, metavar="BYTES", help="how much text to generate; 0: none")
-    add("--prompt", type=_some_text, default="The ", metavar="TEXT", help="what the generated text begins with")
+    add("--sample", type=_at_least(0), default=300, metavar="BYTES", help="bytes of text to generate; 0: none")
+    add("--prompt", type=_some_text, default="The ", metavar="TEXT", help="the beginning of the generated text")
     add("--report", action=argparse.BooleanOptionalAction, default=True, help="print the table and draw the picture")
     what = parser.add_argument_group("model and training (kept in the checkpoint)")
     for name, value in asdict(Settings()).items():

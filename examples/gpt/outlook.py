@@ -1,4 +1,4 @@
-"""The last step of a job as it was recorded, beside its forecast, which needs one process and no rank."""
+"""Compare the recorded last step of a job with its forecast, which needs a single process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDED, PAGE = "step.json", "step.html"
 
 
 def beside(out: Path) -> str:
-    """A table of forecast and record; the page that shows both is in `out` then."""
+    """Return a table of forecast and record, and write a page that shows both to `out`."""
     progress = checkpoint.verify(checkpoint.find(out))
     settings, run = progress.settings, progress.runs[-1]
     recorded = Timeline.from_json((out / RECORDED).read_text())
@@ -46,7 +46,7 @@ def beside(out: Path) -> str:
         ("  waiting for others", *(f"{t.exposed_seconds * 1e3:.0f} ms" for t in (forecast, recorded))),
     ]
     lines = [f"  {name:<34}{first:>12}{second:>12}" for name, first, second in [("", "forecast", "recorded"), *rows]]
-    note = "Times of the forecast are a model's, with this machine's speed in it. Both steps, to zoom into:"
+    note = "The forecast's times are estimates from this machine's speed. A zoomable page with both steps:"
     return "\n".join([heading("the last step beside its forecast"), *lines, "", note, str(out / PAGE)])
 
 
@@ -55,7 +55,7 @@ def _sent(timeline: Timeline) -> str:
 
 
 def _this_machine(run: Run, recorded: Timeline) -> Hardware:
-    """The cost model of the machine: products and copies as measured now, collectives as they were recorded."""
+    """Return a cost model of this machine, from products and copies measured now and the recorded collectives."""
     matrix, target = torch.ones(1024, 1024), torch.ones(1 << 22)
     source = torch.ones_like(target)
     flops = 2 * 1024**3 / _seconds(lambda: matrix @ matrix)
@@ -63,7 +63,7 @@ def _this_machine(run: Run, recorded: Timeline) -> Hardware:
     sent = sum(span.nbytes for span in recorded.spans)
     seconds = sum(span.seconds for span in recorded.spans if span.nbytes)
     speed = max(sent * (run.ranks - 1) / run.ranks / seconds, 1.0) if seconds else 1e9
-    # The ranks share the machine; the constant is for elements of two bytes, and those measured have four.
+    # The ranks share the machine. The constant is for elements of two bytes, and the measured ones have four.
     name, share = "this machine", 1 / run.ranks
     return Hardware(name, 2 * flops * share, traffic * share, run.ranks, speed, (Link(run.ranks, 0.0, speed),))
 

@@ -1,4 +1,4 @@
-"""Starting processes, knowing one's place among them, and failing together with one clear line."""
+"""Start processes, find the rank of each, and end all of them with one clear line on an error."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BAD_INPUT = 2  # the exit status of every rank after a UserError
 
 
 class UserError(Exception):
-    """Something that only the person at the keyboard can put right; shown as one line, without a traceback."""
+    """An error that the user can correct. It is shown as one line, without a traceback."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its rank, how many there are, and the device it computes on."""
+    """The rank of this process, the number of ranks, and the device of this rank."""
 
     rank: int
     ranks: int
@@ -39,43 +39,43 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """True on rank 0, the one that speaks and writes small files."""
+        """True on rank 0, which prints and writes small files."""
         return self.rank == 0
 
     @property
     def backend(self) -> str:
-        """The library that moves the tensors: "nccl" on GPUs, else "gloo"."""
+        """The backend of the tensors' collectives: "nccl" on GPUs, else "gloo"."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     @property
     def fast_bfloat16(self) -> bool:
-        """Whether the device has instructions for bfloat16; without them it is slower than float32."""
+        """True if the device has instructions for bfloat16. Without them it is slower than float32."""
         if self.device.type == "cuda":
             return torch.cuda.is_bf16_supported(including_emulation=False)
         return any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
 
     def say(self, text: str = "") -> None:
-        """Print `text` once, not once a rank."""
+        """Print `text` on rank 0 only."""
         if self.first:
             print(text, flush=True)
 
 
 def started_by_torchrun() -> bool:
-    """True in a process that torchrun (or `launch`) started, False in the one a person started."""
+    """Return True in a process that torchrun or `launch` started, False in one that the user started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def require(*modules: str) -> None:
-    """Raise a UserError that names the module, if one is not installed."""
+    """Raise a UserError with the name of a module that is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise UserError(f"no module named {module}; use `make demo`, or pip install -e '.[demo]' first")
 
 
 def run_rank(program: str, parse: Callable[[], T], train: Callable[[T, Place], None]) -> NoReturn:
-    """Do one rank's part and exit with 0, or with BAD_INPUT after one line on stderr; never return.
+    """Run one rank and exit with 0, or with BAD_INPUT after printing one line on stderr. It never returns.
 
-    `parse` makes the options, which have a `device`; `train` does the work with them.
+    `parse` returns the options, which have a `device`, and `train` gets them.
     """
     join()
     try:
@@ -88,9 +88,9 @@ def run_rank(program: str, parse: Callable[[], T], train: Callable[[T, Place], N
 
 
 def launch(script: Path, arguments: list[str], ranks: int) -> int:
-    """The exit status of `script` run by torchrun's engine on `ranks` processes of this machine, over loopback.
+    """Run `script` on `ranks` processes of this machine with torchrun's engine, and return the exit status.
 
-    Unlike the `torchrun` command it adds no report of its own to what the script says when it fails.
+    Unlike the `torchrun` command, it prints no report of its own when the script fails.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _stay_on_loopback()
@@ -108,7 +108,7 @@ def launch(script: Path, arguments: list[str], ranks: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", str(script), *arguments)
     except ChildFailedError as error:
-        # A rank that was still leaving when another had failed was ended by a signal: its status is negative.
+        # A rank that had not ended yet when another failed was ended by a signal, so its status is negative.
         return max(1, *(failure.exitcode for failure in error.failures.values()))
     except SignalException as stop:
         return 128 + int(stop.sigval)
@@ -116,9 +116,9 @@ def launch(script: Path, arguments: list[str], ranks: int) -> int:
 
 
 def join() -> None:
-    """Join the process group that torchrun described to this process.
+    """Join the process group that torchrun's environment variables describe.
 
-    On GPUs the group has two backends: the small objects of `together` travel over gloo and never touch a GPU.
+    On GPUs the group has two backends: the small objects of `together` are sent by gloo, without a GPU.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also while it waits for another
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -126,10 +126,10 @@ def join() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Leave the group and exit with `status`. For a run that ended in order, not one that an exception cut short.
+    """Leave the group and exit with `status`. Call this only after a run that ended without an exception.
 
-    The interpreter is not taken apart: torch's caches of DTensor operations outlive the group and keep its gloo
-    threads running, and a thread that is caught in the tear-down aborts the process ("terminate called").
+    It skips the interpreter's shutdown: torch's caches of DTensor operations outlive the group and keep its gloo
+    threads running, and such a thread can abort the process during the shutdown ("terminate called").
     """
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -138,9 +138,9 @@ def leave(status: int) -> NoReturn:
 
 
 def take_place(device: str) -> Place:
-    """This process's place in the group; `device` is "auto", "cpu" or "cuda".
+    """Return this process's place in the group; `device` is "auto", "cpu" or "cuda".
 
-    Raises UserError on every rank when there are more ranks than GPUs to serve them.
+    If a host has more ranks than GPUs, raise a UserError on every rank.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
@@ -152,9 +152,9 @@ def take_place(device: str) -> Place:
 
 
 def together(action: Callable[[], T]) -> T:
-    """What `action` returns on this rank; if it raised UserError on any rank, the first such error on all of them.
+    """Run `action` and return its result. If it raises a UserError on any rank, raise the first of these on all ranks.
 
-    This is why bad input never hangs: no rank goes on to a collective that another rank will not reach.
+    So bad input never hangs: no rank continues to a collective that another rank does not reach.
     """
     result: T | None = None
     problem: str | None = None
@@ -171,7 +171,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 def first_decides(action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, on every rank; other ranks do not run it. Its UserError is raised on all."""
+    """Run `action` on rank 0, and return its result on every rank. Every rank raises its UserError."""
     box: list[T | None] = [None]
 
     def decide() -> None:
@@ -184,12 +184,12 @@ def first_decides(action: Callable[[], T]) -> T:
 
 
 def complain(error: UserError, program: str) -> int:
-    """BAD_INPUT, after one line on stderr that says what was wrong; in a group rank 0 speaks, and all wait for it."""
+    """Print the error in one line on stderr, and return BAD_INPUT. In a group rank 0 prints, and the others wait."""
     grouped = dist.is_initialized()
     if not grouped or dist.get_rank() == 0:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     if grouped:
-        # Without this wait another rank could exit first, and torchrun would kill rank 0 before it has spoken.
+        # Without this wait another rank could exit first, and torchrun would kill rank 0 before it has printed.
         together(lambda: None)
     return BAD_INPUT
 
@@ -204,7 +204,7 @@ def _check_gpus(needed: int) -> None:
 
 
 def _stay_on_loopback() -> None:
-    """Tell gloo and NCCL to use the loopback interface, whatever the machine's host name resolves to."""
+    """Let gloo and NCCL use the loopback interface, because the host name may resolve to another one."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

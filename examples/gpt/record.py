@@ -1,4 +1,4 @@
-"""What a training job remembers about itself, in a form that goes into a checkpoint and comes back from it."""
+"""The records of a training job, which are saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpt.options import Settings
 
 @dataclass
 class Run:
-    """One stretch of training on one number of processes, as measured; memory is the most that any rank took."""
+    """The measurements of one run, on one number of processes. Memory is that of the rank that used most."""
 
     ranks: int
     backend: str
@@ -21,18 +21,18 @@ class Run:
     peak_bytes: int = 0
     peak_bytes_unsharded: int = 0
     tokens_per_second: float = 0.0
-    losses: list[float] = field(default_factory=list)  # one a step, in nats a byte, mean of the global batch
+    losses: list[float] = field(default_factory=list)  # per step: the mean of the global batch, in nats per byte
     held_out: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
 
     @property
     def last_step(self) -> int:
-        """Steps of the whole job that are done after this run."""
+        """The number of steps of the whole job that are done after this run."""
         return self.first_step + len(self.losses)
 
 
 @dataclass
 class Progress:
-    """A job so far: its settings, its text (None: the built-in one), and every run, the one in progress last."""
+    """The job so far: its settings, its text (None for the built-in one), and all runs. The last may be in progress."""
 
     settings: Settings
     text: str | None
@@ -41,15 +41,15 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Steps done so far."""
+        """The number of steps done so far."""
         return self.runs[-1].last_step if self.runs else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return the fields as plain dicts, lists, strings and numbers."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Progress:
-        """The Progress that `to_json` described; KeyError or TypeError if `data` is something else."""
+        """Return the Progress from the result of `to_json`; raise KeyError or TypeError for other data."""
         runs = [Run(**{**run, "held_out": [tuple(pair) for pair in run["held_out"]]}) for run in data["runs"]]
         return Progress(Settings(**data["settings"]), data["text"], data["text_digest"], runs)

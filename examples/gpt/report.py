@@ -1,4 +1,4 @@
-"""What a job comes to: a table of every run side by side, and a picture of loss, memory and speed."""
+"""Report the results of a job: a table with a column for each run, and a picture of loss, memory and speed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gpt.processes import UserError
 from gpt.record import Progress, Run
 from gpt.screen import heading
 
-STATE_BYTES = 16  # a parameter's own: float32 value, gradient, and AdamW's two moments
+STATE_BYTES = 16  # per parameter: float32 value, gradient, and AdamW's two moments
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
 
 
 def table(progress: Progress) -> str:
-    """One column for each run of the job: sizes, memory, speed and losses."""
+    """Return a table with a column for each run of the job: sizes, memory, speed and losses."""
     rows = [
         ("", _title),
         ("steps", lambda run: f"{run.first_step} to {run.last_step}"),
@@ -27,7 +27,7 @@ def table(progress: Progress) -> str:
         ("peak memory of a step, one rank", lambda run: _megabytes(run.peak_bytes)),
         ("  without sharding", lambda run: _megabytes(run.peak_bytes_unsharded)),
         ("  ratio", _saving),
-        ("tokens a second, all ranks", lambda run: f"{run.tokens_per_second:,.0f}"),
+        ("tokens per second, all ranks", lambda run: f"{run.tokens_per_second:,.0f}"),
         ("held-out loss, first", lambda run: f"{run.held_out[0][1]:.4f}"),
         ("held-out loss, last", lambda run: f"{run.held_out[-1][1]:.4f}"),
     ]
@@ -38,19 +38,18 @@ def table(progress: Progress) -> str:
         for line in lines
     ]
     note = (
-        "Peak memory is the most bytes that live tensors took at once in a step: the line above it, activations and\n"
-        "what fully_shard gathers and sends. Without sharding: a rank's sequences through the whole float32 model,\n"
-        "under autocast if computed in bfloat16. The progress bar's figure is the whole process, libraries included.\n"
-        "A loss is in nats a byte, over the same held-out text on any number of processes."
+        "Peak memory is that of live tensors in a step: parameters, gradients, optimizer state, activations, and what\n"
+        "fully_shard gathers and sends. Without sharding, it is that of the float32 model on a rank's sequences,\n"
+        "with autocast for bfloat16. The progress bar shows the memory of the whole process, libraries included.\n"
+        "Losses are in nats per byte. The held-out text is the same on any number of processes."
     )
     return "\n".join([heading("result"), *(f"  {line}".rstrip() for line in body), "", note])
 
 
 def picture(progress: Progress, path: Path) -> Path:
-    """`path`, where a PNG of loss, memory and speed of all runs now is; one that was there is replaced when this one is
-    done.
+    """Draw loss, memory and speed of all runs as a PNG, and return its `path`. A complete picture replaces an old one.
 
-    Raises UserError if it cannot be written.
+    Raise a UserError if it cannot be written.
     """
     from matplotlib.figure import Figure  # here, because only rank 0 ever draws
 
@@ -88,13 +87,13 @@ def _draw_losses(axes: Any, progress: Progress) -> None:
     axes.plot(*zip(*seen, strict=True), "o--", color="0.15", markersize=4, linewidth=1, label="held-out text")
     axes.annotate(f" {seen[-1][1]:.3f}", seen[-1], va="center", ha="left", color="0.15")
     axes.margins(x=0.06)
-    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="upper center")
 
 
 def _draw_memory(axes: Any, progress: Progress) -> None:
-    """For each run, the peak of a step on one rank, and what it would be without sharding in grey behind it."""
+    """Draw each run's peak of a step on one rank, and in grey behind it the peak without sharding."""
     for number, run in enumerate(progress.runs):
         label = "without sharding" if number == 0 else None
         axes.bar(number, run.peak_bytes_unsharded / 1e6, width=0.8, color="0.85", label=label)
@@ -110,13 +109,13 @@ def _draw_speed(axes: Any, progress: Progress) -> None:
     for number, run in enumerate(progress.runs):
         bar = axes.bar(number, run.tokens_per_second, width=0.5, color=COLORS[number % len(COLORS)])
         axes.bar_label(bar, fmt="{:,.0f}", padding=2, color="0.15")
-    axes.set(title="tokens a second, all ranks")
+    axes.set(title="tokens per second, all ranks")
     axes.set_xticks(range(len(progress.runs)), [_processes(run) for run in progress.runs])
     axes.margins(y=0.2)
 
 
 def _smooth(values: list[float], reach: int = 8) -> list[float]:
-    """At each place the mean of its neighbours up to `reach` places away; near the steep start of fewer."""
+    """Return moving means over up to `reach` values on both sides, fewer near the start, where the curve is steep."""
     windows = [values[at - min(reach, at) : at + min(reach, at) + 1] for at in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 

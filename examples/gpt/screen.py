@@ -1,4 +1,4 @@
-"""What a run shows while it works: an opening line, a progress bar, generated text."""
+"""The output of a run: opening lines, a progress bar, and generated text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WIDTH = 100
 
 
 class Bar:
-    """A progress bar on rank 0; where nobody watches (a log file, a pipe), a line now and then instead."""
+    """A progress bar on rank 0. If the output is not a terminal (a log file, a pipe), it prints a few lines instead."""
 
-    LINES = 8  # how many lines a run writes where there is no bar
+    LINES = 8  # the number of lines of a run without a bar
 
     def __init__(self, place: Place, start: int, goal: int) -> None:
         self.place = place
@@ -70,12 +70,12 @@ class Bar:
 
 
 def heading(text: str) -> str:
-    """`text` in a rule as wide as everything else."""
+    """Return `text` in a horizontal rule."""
     return f"── {text} ".ljust(WIDTH, "─")
 
 
 def opening(run: Run, settings: Settings, text: Text, start: Path | None) -> str:
-    """What is about to happen, in two or three lines."""
+    """Return two or three lines that describe the run."""
     lines = [
         f"text     {text.name}: {len(text.train):,} bytes to learn from, {len(text.held_out):,} held out",
         f"model    {run.parameters:,} parameters ({settings.layers} layers of width {settings.width}), "
@@ -87,7 +87,7 @@ def opening(run: Run, settings: Settings, text: Text, start: Path | None) -> str
 
 
 def sample(title: str, prompt: bytes, continued: bytes) -> str:
-    """Generated text in a frame of its own; what the model was given comes before the mark."""
+    """Return generated text with a heading. A mark separates the prompt from the generated part."""
     body = printable(prompt) + "▸" + printable(continued)
     lines = [
         part for line in body.splitlines() for part in textwrap.wrap(line, WIDTH - 2, drop_whitespace=False) or [""]

@@ -1,4 +1,4 @@
-"""The training job: check, shard, measure, train, save. `build` is all that fully_shard asks of a script."""
+"""The training job: check, shard, measure, train, save. Only `build` uses fully_shard."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from gpt.processes import Place, UserError, first_decides, together
 from gpt.record import Progress, Run
 
 WARM_UP = 20  # steps until the learning rate is at its highest
-SETTLING = 2  # the first steps of a run are not timed; memory is measured in the last of them
-SAME_LOSS = 0.01  # nats; a restored model repeats its loss to rounding, a wrongly restored one is far off
+SETTLING = 2  # the first steps are not timed; memory is measured in the last of these
+SAME_LOSS = 0.01  # nats; a correctly restored model repeats its loss up to rounding
 
 
 @dataclass
 class Job:
-    """Everything that a step needs."""
+    """The data, model and settings that a step needs."""
 
     place: Place
     options: Options
@@ -54,13 +54,13 @@ class Job:
         return _goal(self.options, self.progress.settings)
 
     def batch(self, step: int) -> Batch:
-        """This rank's part of the batch of `step`."""
+        """Return this rank's part of the batch of `step`."""
         settings = self.progress.settings
         return training_batch(self.text, step, settings.batch, settings.context, settings.seed, self.place)
 
 
 def train(options: Options, place: Place) -> None:
-    """Train the model, save it and report; UserError on every rank if something stands in the way."""
+    """Train the model, save it and report. If the input is wrong, every rank raises a UserError."""
     out, start, saved = first_decides(lambda: _where(options))
     progress, text = together(lambda: _plan(options, saved, place))
     first_decides(lambda: checkpoint.prepare(out, None if saved is None else saved.step))
@@ -83,7 +83,7 @@ def train(options: Options, place: Place) -> None:
 
 
 def build(settings: Settings, place: Place, compute: str) -> tuple[GPT, torch.optim.Optimizer]:
-    """The model, sharded over all ranks block by block, and an optimizer over its shards."""
+    """Return the model, sharded over all ranks block by block, and an optimizer of its shards."""
     model = new_model(settings, place)
     mesh = init_device_mesh(place.device.type, (place.ranks,))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, compute), reduce_dtype=torch.float32)
@@ -94,25 +94,25 @@ def build(settings: Settings, place: Place, compute: str) -> tuple[GPT, torch.op
 
 
 def new_model(settings: Settings, place: Place) -> GPT:
-    """The whole model in float32, the same on every rank because every rank draws from the same seed."""
+    """Return the whole model in float32. It is the same on every rank, because all ranks use the same seed."""
     torch.manual_seed(settings.seed)
     return GPT(settings.model).to(place.device)
 
 
 def new_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW over the parameters as they are now: shards after fully_shard, and then its state is sharded too."""
+    """Return AdamW for the model's current parameters. After fully_shard these are shards, so its state is sharded."""
     rate, betas = settings.learning_rate, (0.9, 0.95)
     return torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=0.1, fused=True)
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """A linear warm-up, then half a cosine down to a tenth: a function of the step, so there is nothing to restore."""
+    """Return the rate: a linear warm-up, then half a cosine down to a tenth. It depends only on `step`."""
     warm = min(1.0, (step + 1) / WARM_UP)
     return settings.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / settings.steps)))
 
 
 def update(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch, autocast: bool = False) -> Tensor:
-    """The loss of this rank's rows, after one step of the optimizer: the same code sharded or not."""
+    """Train on this rank's rows and return their loss. The code is the same for a sharded and an unsharded model."""
     inputs, targets = batch
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=autocast):
         loss = next_byte_loss(model(inputs), targets)
@@ -125,7 +125,7 @@ def update(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch, autocast:
 
 @torch.no_grad()
 def held_out_loss(model: GPT, batches: list[Batch], place: Place) -> float:
-    """Mean loss of all `batches`, spread over the ranks and equal on all of them; every rank must call this."""
+    """Distribute `batches` over the ranks, and return the mean loss of all. Every rank must call this."""
     total = torch.zeros((), dtype=torch.float64, device=place.device)
     for first in range(0, len(batches), place.ranks):
         mine = first + place.rank
@@ -139,7 +139,7 @@ def held_out_loss(model: GPT, batches: list[Batch], place: Place) -> float:
 
 
 def _where(options: Options) -> tuple[Path, Path | None, Progress | None]:
-    """The output folder, and the checkpoint to start from with its progress, if there is one."""
+    """Return the output folder, and the checkpoint to start from and its progress, if there is one."""
     out = options.out or Path("runs", datetime.now().strftime("%Y-%m-%d-%H%M%S"))
     if options.resume is None:
         return out, None, None
@@ -148,7 +148,7 @@ def _where(options: Options) -> tuple[Path, Path | None, Progress | None]:
 
 
 def _plan(options: Options, saved: Progress | None, place: Place) -> tuple[Progress, Text]:
-    """The job as it stands before this run, and its text, once it is certain that there is something to do."""
+    """Return the progress before this run, and the text; raise a UserError if there is nothing to do."""
     settings = options.settings(saved.settings if saved else None)
     settings.check(place.ranks)
     known = Path(saved.text) if saved and saved.text else None
@@ -170,7 +170,7 @@ def _goal(options: Options, settings: Settings) -> int:
 
 
 def _peak_unsharded(settings: Settings, text: Text, place: Place, compute: str) -> int:
-    """Peak bytes of a step on this rank's rows without fully_shard: whole float32 model and AdamW, `compute` in it."""
+    """Return the peak bytes of a step without fully_shard: the whole float32 model, with autocast for bfloat16."""
     autocast = compute == "bfloat16"
     model = new_model(settings, place)
     optimizer = new_optimizer(model, settings)
@@ -186,17 +186,17 @@ def _largest(value: int, place: Place) -> int:
 
 
 def _sizes(model: GPT, place: Place) -> tuple[int, int]:
-    """Elements of all parameters: in the whole model, and on the rank that has most of them."""
+    """Return the number of elements of the whole model, and of the shards of the rank that has most."""
     shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     return sum(p.numel() for p in model.parameters()), _largest(sum(s.numel() for s in shards), place)
 
 
 def _look_before(job: Job, saved: Progress | None) -> None:
-    """The held-out loss where this run starts: on record, and checked against the checkpoint's if there is one."""
+    """Record the held-out loss before this run, and compare it with the checkpoint's if there is one."""
     loss = held_out_loss(job.model, job.held_out, job.place)
     job.run.held_out.append((job.progress.step, loss))
     if saved is None:
-        job.place.say(f"held-out loss before training {loss:.4f} nats a byte (guessing: {math.log(256):.4f})\n")
+        job.place.say(f"held-out loss before training {loss:.4f} nats per byte (guessing: {math.log(256):.4f})\n")
         _show_sample(job, "generated before training")
         return
     step, before = saved.runs[-1].held_out[-1]
@@ -235,7 +235,7 @@ def _train_steps(job: Job) -> None:
 
 
 def _one_step(job: Job, step: int) -> float:
-    """The loss of the global batch of `step`, after the step."""
+    """Train one step, and return the loss of its global batch."""
     for group in job.optimizer.param_groups:
         group["lr"] = learning_rate(step, job.progress.settings)
     losses: list[Tensor] = []

@@ -18,17 +18,15 @@ python -m fsdp2 script.py [argument ...]
        python -m fsdp2 forecast module:function --mesh shard=64
        python -m fsdp2 check"""
 _DESCRIPTION = """\
-Run a Python program in which torch.distributed.fsdp.fully_shard is fsdp2's, as if it had called
-fsdp2.install() before anything else. The program itself is not changed: accelerate, TRL, torchtitan and the like import
-fsdp2's function in place of torch's."""
+Run a Python program with fsdp2's fully_shard in place of torch's, as if the program called fsdp2.install() first. You
+need not change the program: accelerate, TRL, torchtitan and similar libraries then import fsdp2's function."""
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp2 train.py --steps 100
   torchrun --nproc-per-node 8 -m fsdp2 -m torchtitan.train --job.config_file debug.toml
   accelerate launch --use_fsdp --fsdp_version 2 -m fsdp2 train.py
 
-Processes that the program starts by itself (torch.multiprocessing) do not inherit this: they must call
-fsdp2.install() themselves."""
+Processes that the program starts itself (torch.multiprocessing) do not inherit this. They must call fsdp2.install()."""
 
 
 def _forecast(arguments: Sequence[str]) -> int:
@@ -43,7 +41,7 @@ def _check(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-# Each takes the arguments behind its name and returns the exit status.
+# Each takes the arguments after its name and returns the exit status.
 _SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"forecast": _forecast, "check": _check}
 
 

@@ -29,7 +29,7 @@ _REMEDIES = {
     "backward_prefetch": "leave it out: units are prefetched; set_modules_to_backward_prefetch changes the order",
     "forward_prefetch": "leave it out: units are prefetched; set_modules_to_forward_prefetch changes the order",
     "limit_all_gathers": "leave it out: memory is bounded by gathering one unit ahead",
-    "use_orig_params": "leave it out: parameters always keep their names and objects of their own",
+    "use_orig_params": "leave it out: parameters always keep their names",
     "param_init_fn": "build on the meta device, shard, then call to_empty() and initialize, or load",
     "sync_module_states": "call fsdp2.sync_module_states(model) before the first fully_shard",
     "device_id": "leave it out: shards are on the mesh's device; make that the current device before the call",

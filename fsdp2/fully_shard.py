@@ -93,9 +93,9 @@ def fully_shard(
             for each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (the first match counts;
             ``""`` stands for all others and for the unit's inputs and outputs), or a function of the name. The unit
             still has one gather. With ``policy``, names are those in ``module``.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer on the CPU. Or a
-            policy for each parameter: a mapping from names or patterns, as for ``mp_policy``, such as
-            ``cpu_offload_by_budget`` makes. Parameters of one policy make a group, gathered and reduced by itself.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU. Or a policy for
+            each parameter: a mapping from names or patterns as for ``mp_policy``, such as the result of
+            ``cpu_offload_by_budget``. Parameters of one policy make a group, with its own gathers and reductions.
         ignored_params: Parameters to leave unchanged: they are not sharded or moved, and their gradients are not
             reduced.
         dp_mesh_dims: The data-parallel dimensions of ``mesh``. All parameters must then be DTensors on ``mesh``.
@@ -209,7 +209,7 @@ def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
 
 
 def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
-    """Return where parameters of a unit live by names in it, where ``offload_of`` has names in the whole module."""
+    """Return the policy by names in ``unit``, from ``offload_of``, which takes names in the whole module."""
     return lambda name: offload_of(f"{unit}.{name}" if name else "")
 
 
@@ -260,14 +260,14 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
     for module in ignored_modules:
         if module in modules:
             raise ValueError(
-                f"fully_shard: {type(module).__name__} is the module to shard and in ignored_modules; leave it out of "
+                f"fully_shard: {type(module).__name__} is the module to shard and in ignored_modules; remove it from "
                 "ignored_modules, or do not call fully_shard on it"
             )
         ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
     if ignored & replicated:
         raise ValueError(
             f"fully_shard: {len(ignored & replicated)} parameters are in ignored_params and in replicated_params; "
-            "leave them out of one of the two: gradients of ignored parameters are not reduced"
+            "remove them from one of the two: gradients of ignored parameters are not reduced"
         )
     policy_of, offload_of = policy_by_name(given["mp_policy"]), offload_by_name(given["offload_policy"])
     _check_names(modules, given["offload_policy"])
@@ -299,7 +299,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
 
 
 def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:
-    """Raise ValueError where a mapping names what is not below ``modules``: parameters would silently stay."""
+    """Raise ValueError if a pattern matches no parameter of ``modules``: it would silently have no effect."""
     if not isinstance(offload, Mapping):
         return
     names = [name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -307,8 +307,8 @@ def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:
     if unknown:
         raise ValueError(
             f"fully_shard: offload_policy: {unknown[0]!r} matches no parameter; expected names in "
-            f"{type(modules[0]).__name__}, such as {names[0] if names else 'none'!r}. Make the mapping for the module "
-            "that the call gets, or pass policy=, which shards the blocks of a whole model by one mapping"
+            f"{type(modules[0]).__name__}, such as {names[0] if names else 'none'!r}. Use names relative to the "
+            "module that you pass, or pass policy=, which shards all blocks of a model with one mapping"
         )
 
 

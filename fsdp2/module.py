@@ -223,17 +223,17 @@ class FSDPModule(TorchFSDPModule):
 
         Backwards after ``set_requires_gradient_sync(False)`` leave unsharded gradients, and on a mesh with a replicate
         axis those after ``set_requires_all_reduce(False)`` leave sums over the shard axis alone. Both are added to the
-        shards' ``.grad``, whatever these settings are now, as the last backward of an accumulation would have done.
-        Call it if no such backward follows: the last micro-batch is empty, or all micro-batches are alike. Every rank
-        must call it. Where nothing was left, it does nothing.
+        shards' ``.grad``, whatever these settings are now, as by the last backward of an accumulation. Call it if no
+        such backward follows: the last micro-batch is empty, or all micro-batches are alike. Every rank must call it.
+        If nothing was left, it does nothing.
 
         Args:
-            recurse: For all units below this module, too.
+            recurse: Also do this for all units below this module.
 
         Raises:
-            RuntimeError: a forward or backward runs, a backward with manual finalization was not ended, parameters are
-                shown by ``summon_full_params``, or, on every rank, ranks have gradients of different parameters (mark
-                the unit with ``set_reduce_scatter_unused_params(True)``) or do not all call it.
+            RuntimeError: A forward or backward is running, a backward with manual finalization was not finalized, or
+                ``summon_full_params`` shows parameters. On every rank: only some ranks call it, or ranks have gradients
+                of different parameters (mark their units with ``set_reduce_scatter_unused_params(True)``).
         """
         by_root: dict[RootContext[FSDPState], dict[FSDPParamGroup, None]] = {}
         for unit in self._units(recurse):
@@ -254,14 +254,15 @@ class FSDPModule(TorchFSDPModule):
         self._set("set_gradient_divide_factor", recurse, divide_factor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Sum in collectives and divide in a separate kernel (True); with ``recurse``, in all units below, too."""
+        """Sum in collectives and divide in a separate kernel (True); with ``recurse``, also for all units below."""
         self._set("set_force_sum_reduction_for_comms", recurse, force_sum=_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Let ranks use different parameters (True): a rank sends zeros for parameters without a gradient.
 
         A rank that skips such a unit gathers it when the others do, frees it, and takes part in its reductions. All
-        ranks must use the others in one order, the same in every step: loop over experts by index, say, not by score.
+        ranks must use such units in the same order in every step: loop over experts by index, for example, not by
+        score.
         """
         self._set(
             "set_reduce_scatter_unused_params",
@@ -272,7 +273,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set the number of gradient chunks that may be in flight. More chunks overlap better and take more memory.
 
-        On an accelerator it is the number of units, each with all its gradients.
+        On an accelerator, it is a number of units, each with all its gradients.
 
         Raises:
             TypeError: ``max_input_buffers`` is not an int.
@@ -288,7 +289,7 @@ class FSDPModule(TorchFSDPModule):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Call ``set_gradient_divide_factor``, whose old name this is."""
+        """Call ``set_gradient_divide_factor``: this is its old name."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     # ---- communication ----
@@ -309,8 +310,8 @@ class FSDPModule(TorchFSDPModule):
 
         With ``recurse``, do so for all units below, too.
 
-        It may allocate the same memory every time, if it serves one unit with one reduction in flight: call
-        ``set_reduce_scatter_max_input_buffers(1)``. Results are copied out of that memory.
+        ``comm`` may allocate the same memory every time if it serves one unit with one reduction in flight; for that,
+        call ``set_reduce_scatter_max_input_buffers(1)``. Results are copied out of that memory.
 
         Raises:
             ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU.
@@ -434,7 +435,7 @@ class FSDPModule(TorchFSDPModule):
                 by a collective of its own (default 1 MiB; if the backend coalesces collectives, at least 32 KiB per
                 rank). A huge value packs all parameters. With NCCL only the sixteen largest of a unit are gathered
                 like this.
-            direct_group_bytes: The smallest unit in which that is done (default 8 MiB).
+            direct_group_bytes: The smallest size of a unit with such gathers (default 8 MiB).
             chunk_bytes: The smallest size of a chunk of gradients (default 1 MiB). Gradients are reduced in up to eight
                 chunks per unit, fewer on many ranks and on accelerators.
             exchange_bytes: Chunks of at least this size, in the reduce dtype, are sent in the dtype of computation by

@@ -189,19 +189,19 @@ OffloadOf = Callable[[str], OffloadPolicy]
 
 
 def offload_by_name(given: object) -> OffloadOf:
-    """``offload_policy`` as a function of a parameter's name in the unit; the empty name stands for all others.
+    """Return ``offload_policy`` as a function of a parameter's name in the unit; "" stands for all others.
 
     Raises:
-        TypeError: ``given`` is no policy, no mapping of names or patterns to policies and no function, or gives
-            anything but a policy for a name.
+        TypeError: ``given`` is not a policy, a mapping of names or patterns to policies, or a function, or it has
+            something other than a policy for a name.
     """
 
     def checked(name: str, found: object) -> OffloadPolicy:
         if isinstance(found, OffloadPolicy):
             return found
         raise TypeError(
-            "fully_shard: offload_policy must be a OffloadPolicy, or a mapping from names or patterns to policies, got "
-            f"{found!r}{f' for {name!r}' if name else ''}"
+            "fully_shard: offload_policy must be an OffloadPolicy, a mapping from names or patterns to policies, or a "
+            f"function from a name to a policy, got {found!r}{f' for {name!r}' if name else ''}"
         )
 
     if isinstance(given, Mapping):

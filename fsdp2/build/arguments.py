@@ -65,7 +65,7 @@ def _mixed_precision(value: Any, where: str) -> dict[str, Any]:
         return {"mp_policy": MixedPrecisionPolicy()}
     if value.buffer_dtype is not None:
         raise TypeError(
-            f"{where}: got buffer_dtype={value.buffer_dtype}; buffers are not cast, cast buffer.data yourself"
+            f"{where}: got buffer_dtype={value.buffer_dtype}; buffers are not cast; cast buffer.data yourself"
         )
     if value.keep_low_precision_grads:
         raise TypeError(f"{where}: got keep_low_precision_grads=True; gradients have the dtype of their parameters")

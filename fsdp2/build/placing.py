@@ -86,7 +86,7 @@ def place(
 
 
 def _merges_dims(placement: object) -> bool:
-    """Return whether ``placement`` is the one that torch has for merged dimensions, if the installed torch has it."""
+    """Return True if ``placement`` is torch's for merged dimensions, which only newer versions have."""
     return type(placement).__name__ == "BlockShard"
 
 

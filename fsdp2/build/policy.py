@@ -190,8 +190,8 @@ def _no_match(roots: tuple[nn.Module, ...], policy: Policy) -> str:
     there = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common()) or "no submodule"
     largest = max(sizes, key=sizes.__getitem__, default=None)
     size = "" if largest is None else f"; the largest of them, {largest}, has {sizes[largest]:,} parameters"
-    what = "found no block that repeats" if isinstance(policy, str) else "matches nothing"
+    what = "found no repeated block" if isinstance(policy, str) else "matches nothing"
     return (
-        f"fully_shard: policy {policy!r} {what} below {type(roots[0]).__name__}, where there is: {there}{size}. Name "
-        "classes or sizes that exist, or leave policy out to make one unit of it all"
+        f"fully_shard: policy {policy!r} {what} below {type(roots[0]).__name__}, which has: {there}{size}. Use "
+        "classes or sizes that exist, or leave policy out to make one unit of the whole module"
     )

@@ -72,7 +72,7 @@ def _check_reshard(name: str, reshard: Reshard) -> Reshard:
     if name == "NO_SHARD":
         if reshard is None or isinstance(reshard, bool):
             return reshard
-        remedy = "leave it out, or pass a bool: whether the copy used for computation is freed after forward"
+        remedy = "leave it out, or pass a bool: True frees the copy used for computation after forward, False keeps it"
     elif reshard is None or (_RESHARDS[name] and not keeps) or (not _RESHARDS[name] and reshard is False):
         return _RESHARDS[name] if reshard is None else reshard
     elif _RESHARDS[name]:

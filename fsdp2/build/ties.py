@@ -93,8 +93,8 @@ def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, policy_of: Po
         return
     raise ValueError(
         f"{entry.name} is shared with {param.name}, which is already managed by another FSDP group: got {got}, "
-        f"expected {expected} as there. Use the same for both, or fully_shard([module_a, module_b]) to place them in "
-        "one unit"
+        f"expected {expected} as in that group. Use the same for both, or fully_shard([module_a, module_b]) to place "
+        "them in one unit"
     )
 
 

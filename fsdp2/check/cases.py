@@ -142,7 +142,7 @@ def tied_parameters(trial: Trial) -> None:
 
 
 def skipped_unit(trial: Trial) -> None:
-    """every second rank leaves one block out"""
+    """every second rank skips one block"""
     if trial.place.world < 2:
         raise Skip("needs two ranks")
 

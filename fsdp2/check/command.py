@@ -86,15 +86,15 @@ def _parser() -> argparse.ArgumentParser:
         choices=("torch", "none"),
         help="none: do not compare with torch's own fully_shard",
     )
-    add("--device", choices=("cuda", "cpu"), help="cpu: leave GPUs alone")
-    add("--json", type=Path, metavar="FILE", help="the JSON file to write, with Markdown beside it (fsdp2-check.json)")
+    add("--device", choices=("cuda", "cpu"), help="cpu: do not use GPUs")
+    add("--json", type=Path, metavar="FILE", help="the JSON file to write, beside a Markdown file (fsdp2-check.json)")
     add("--save-hardware", type=Path, metavar="FILE", help="write this machine's constants for forecast --hardware")
     add(
         "--patience",
         type=float,
         default=PATIENCE,
         metavar="SECONDS",
-        help=f"report a rank without progress for so long as hanging ({PATIENCE:.0f})",
+        help=f"a rank without progress for this long counts as hanging ({PATIENCE:.0f})",
     )
     return parser
 

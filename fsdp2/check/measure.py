@@ -135,7 +135,7 @@ def peak_bytes(step: Step, known: Iterable[Tensor], *, cuda: bool) -> dict[str, 
 
 
 def memory(place: Place) -> Outcome:
-    """the most memory in a step, each candidate alone"""
+    """the peak memory of a step, each candidate alone"""
     figures: dict[str, dict[str, float]] = {}
     for name in _candidates(place):
         if name == PLAIN:
@@ -180,7 +180,7 @@ def turns(names: Sequence[str], count: int) -> Iterator[str]:
 
 
 def times(place: Place) -> Outcome:
-    """forward and backward, the candidates taking turns"""
+    """forward and backward, alternating between the candidates"""
     everyone = {name: Training(place, name) for name in _candidates(place)}
     seconds: dict[str, list[float]] = {name: [] for name in everyone}
     for name in turns(list(everyone), 12 if place.cuda else 6):
@@ -228,7 +228,7 @@ def python_calls(step: Step) -> int:
 
 
 def host(place: Place) -> Outcome:
-    """what one more unit costs the host, beside a model that is not sharded"""
+    """the host work of one more unit, above that of an unsharded model"""
     mesh = init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("shard",))
     steps: dict[tuple[str, int], Step] = {}
     for name, fully_shard in _candidates(place).items():

@@ -69,7 +69,7 @@ def filled_memory(*, fill: bool = True) -> Iterator[None]:
 
 
 def freed_memory(place: Place) -> Outcome:
-    """all new memory is overwritten with NaN, and results keep their bits"""
+    """all new memory is filled with NaN, and results must have the same bits"""
     trial = Trial(place)
     for name, policy in POLICIES.items():
         prepare = partial(shard, mesh=trial.mesh(), mp_policy=policy)

@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 _DESCRIPTION = """\
 Forecast the memory, collectives and time of a training step on one rank of a cluster. Your own code builds the model
-and runs a step, with tensors without memory and collectives that send nothing. It needs no GPU and no weights.
+and runs a step. Tensors take no memory and collectives send nothing, so you need no GPU and no weights.
 
 MODULE:FUNCTION is a function build(mesh) that calls fully_shard and returns the model, or (model, optimizer). The same
 module has a function step(model, optimizer) that runs a training step. Memory and collectives are those of a real run;
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("build", metavar="MODULE:FUNCTION", help="the function that builds the model on a mesh")
-    add("--step", metavar="FUNCTION", default="step", help="the function of a step, in the same module (step)")
+    add("--step", metavar="FUNCTION", default="step", help="the function that runs a step, in the same module (step)")
     add(
         "--mesh",
         required=True,
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks along each dimension, such as replicate=4,shard=16; several times to compare",
     )
     add("--steps", type=int, default=3, metavar="N", help="run N steps and measure the last one (3)")
-    add("--backend", default="nccl", choices=("nccl", "gloo"), help="gloo: as on CPUs, without streams")
+    add("--backend", default="nccl", choices=("nccl", "gloo"), help="gloo: CPUs, without streams")
     add("--device", choices=sorted(DEVICES), help="the constants of the cost model (h100)")
     add(
         "--hardware",

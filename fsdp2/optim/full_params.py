@@ -87,7 +87,7 @@ def _check_kind(optimizer: optim.Optimizer) -> None:
     reason = ""
     if isinstance(optimizer, optim.LBFGS):
         reason = "it takes products over all elements of all parameters, and its step needs a closure"
-        remedy = "It steps on DTensors as it is, if all ranks' pieces of each parameter have the same size"
+        remedy = "Unchanged, it steps on DTensors if all ranks' pieces of each parameter have the same size"
     elif isinstance(optimizer, optim.SparseAdam):
         reason = "it needs sparse gradients, and those of shards are dense"
         remedy = "Leave its parameters out of sharding (ignored_params of fully_shard), or use Adam"

@@ -68,7 +68,7 @@ class _Elsewhere(Mapping):
     def __getitem__(self, key: Any) -> NoReturn:
         raise RuntimeError(
             f"optimizer.state: the state {key!r} of this parameter of shape {self._shape} is held by its owner, rank "
-            f"{self._owner}, if there is any yet (use_full_params); expected to be read there. Call "
+            f"{self._owner}, if it exists yet (use_full_params); only the owner can read it here. Call "
             "optimizer.state_dict() on all ranks to get it"
         )
 

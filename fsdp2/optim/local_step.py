@@ -45,7 +45,7 @@ _NOT_ELEMENTWISE = {  # the reason and the remedy for errors
     optim.Adafactor: ("it averages over whole rows and columns of a parameter", _ON_WHOLE),
     optim.LBFGS: (
         "it takes products over all elements of all parameters",
-        "It steps on DTensors as it is, if all ranks' pieces of each parameter have the same size",
+        "Unchanged, it steps on DTensors if all ranks' pieces of each parameter have the same size",
     ),
     optim.Muon: ("it orthogonalizes whole matrices", _ON_WHOLE),
     optim.SparseAdam: (

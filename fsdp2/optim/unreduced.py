@@ -1,8 +1,8 @@
-"""Gradients that no backward has reduced yet: on no shard, so optimizers and clipping would not see them.
+"""Gradients that no backward has reduced yet. They are not on shards, so optimizers and clipping would not see them.
 
 After ``set_requires_gradient_sync(False)`` they are on full parameters, and after ``set_requires_all_reduce(False)``
-they are sums over a part of the ranks. Zeroing drops them, as it drops what an unsharded model has accumulated. What
-reads gradients is refused, on every rank, since it would go on as if there were none.
+they are sums over a part of the ranks. Zeroing drops them, like the accumulated gradients of an unsharded model.
+Functions that read gradients raise an error on every rank, because they would continue as if there were none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def drop_unreduced(optimizer: torch.optim.Optimizer) -> None:
-    """Drop what is unreduced of the parameters of ``optimizer``, whose gradients are about to be zeroed."""
+    """Drop the unreduced gradients of the parameters of ``optimizer``, which is about to zero their gradients."""
     unreduced.drop_unreduced(_ids(optimizer))
 
 
@@ -34,7 +34,7 @@ def refuse_unreduced_step(optimizer: torch.optim.Optimizer, *unused: object) -> 
 
 
 def refuse_unreduced(params: Iterable[Any], function: str) -> None:
-    """Raise RuntimeError if ``function`` would not see gradients of ``params``, since these are not reduced yet."""
+    """Raise RuntimeError if ``params`` have unreduced gradients, which ``function`` would not see."""
     order = {id(param): number for number, param in enumerate(params)}  # alike on all ranks
     found = sorted(unreduced.unreduced_params(order), key=lambda param: order[id(param.sharded)])
     if not found:

@@ -143,8 +143,8 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
             having = [rank for rank, entries in enumerate(everybodys) if entry in entries]
             if len(having) < axis.size:
                 problem = problem or RuntimeError(
-                    f"{entry}: to be gathered on ranks {having} of its shard axis, not on the others; expected the "
-                    "same on all of them. Make parameters, gradients and states the same on every rank first"
+                    f"{entry}: to be gathered only on ranks {having} of its shard axis; expected the same on all "
+                    "of them. Make parameters, gradients and states the same on every rank first"
                 )
     ranks.agree(problem)
 

@@ -97,7 +97,7 @@ def test_patterns_and_mistakes(rank, world):
     with pytest.raises(ValueError, match=r"'blocks\.0\.down\.weight' matches no parameter; expected names in Block"):
         fsdp2.fully_shard(Net().blocks[0], mesh=mesh_1d(), offload_policy=dict(sorted(names.items())[1:]))
     for wrong in ({"head.weight": True}, lambda name: None, CPUOffloadPolicy):
-        with pytest.raises(TypeError, match="offload_policy must be a OffloadPolicy, or a mapping"):
+        with pytest.raises(TypeError, match="offload_policy must be an OffloadPolicy, a mapping"):
             fsdp2.fully_shard(Net(), mesh=mesh_1d(), offload_policy=wrong)
     with pytest.raises(ValueError, match="per-param offload_policy"):
         module.set_all_reduce_hook(lambda sums: None)

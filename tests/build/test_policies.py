@@ -338,7 +338,7 @@ def test_a_policy_that_matches_nothing():
                 call(Net(), policy)
             for part in ("Linear (8)", "LayerNorm (4)", "Block (3)", "ModuleList (1)", "blocks, has 633 parameters"):
                 assert part in str(error.value)
-    with pytest.raises(ValueError, match="found no block that repeats below Linear, where there is: no submodule"):
+    with pytest.raises(ValueError, match="found no repeated block below Linear, which has: no submodule"):
         fsdp2.plan_units(nn.Linear(2, 2), "auto")
     assert fsdp2.plan_units(Block(), {Block}) == fsdp2.plan_units(Block(), None) == [("", 211)]
 

@@ -410,7 +410,7 @@ def test_what_is_refused():
     """By class, by argument, and a closure at the step."""
     weight = nn.Parameter(torch.randn(2, 2))
     for optimizer, text in (
-        (torch.optim.LBFGS([weight]), "LBFGS.*closure.*steps on DTensors as it is, if"),
+        (torch.optim.LBFGS([weight]), "LBFGS.*closure.*Unchanged, it steps on DTensors if"),
         (torch.optim.SparseAdam([weight]), "SparseAdam.*sparse.*ignored_params"),
         (fsdp2.use_local_shards(torch.optim.SGD([weight], lr=1.0)), "use_local_shards was called.*on a new optimizer"),
     ):

@@ -118,7 +118,7 @@ def test_wrong_arguments(rank, world):
             {"mp_policy": torch.bfloat16},
             "mp_policy must be a MixedPrecisionPolicy, .* got torch.bfloat16",
         ),
-        ({"offload_policy": True}, "offload_policy must be a OffloadPolicy, .* got True"),
+        ({"offload_policy": True}, "offload_policy must be an OffloadPolicy, .* got True"),
         ({"shard_placement_fn": 0}, 'shard_placement_fn must be callable or "auto", got 0'),
         ({"ignored_params": {"weight"}}, "ignored_params must be a set of nn.Parameter"),
     ):

@@ -80,20 +80,20 @@ def _merge(values: list[Any], name: str) -> Any:
     first = values[0]
     if any(map(is_piece, values)):
         if not all(map(is_piece, values)):
-            raise ValueError(f"{name}: a piece in one state dict, something else in another; give those of one save")
+            raise ValueError(f"{name}: a piece in one state dict, something else in another; pass those of one save")
         return _join(values, name)
     if isinstance(first, (list, tuple)):
         return _merge_sequences(values, name)
     if not isinstance(first, Mapping):
         if any(map(_has_pieces, values)):
-            raise ValueError(f"{name}: pieces in one state dict, {first!r} in another; give those of one save")
+            raise ValueError(f"{name}: pieces in one state dict, {first!r} in another; pass those of one save")
         return first
     for index, other in enumerate(values):
         if not isinstance(other, Mapping) or other.keys() != first.keys():
             got = sorted(map(str, set(other) ^ set(first))) if isinstance(other, Mapping) else other
             raise ValueError(
                 f"{name or 'merge_local_state_dicts'}: state dicts 0 and {index} must have the same keys; only one has "
-                f"{got}. Give the local state dicts of all ranks from one save"
+                f"{got}. Pass the local state dicts of all ranks from one save"
             )
     merged: dict[Any, Any] = OrderedDict() if isinstance(first, OrderedDict) else {}
     for key in first:
@@ -110,7 +110,7 @@ def _merge_sequences(values: list[Any], name: str) -> Any:
         raise ValueError(
             f"{name}: pieces in sequences of different kinds or lengths; got "
             f"{[f'{type(value).__name__} of {len(value)}' for value in values]}, expected the same in every state "
-            "dict. Give the local state dicts of all ranks from one save"
+            "dict. Pass the local state dicts of all ranks from one save"
         )
     merged = [_merge(list(entries), f"{name}.{index}") for index, entries in enumerate(zip(*values))]
     return first._make(merged) if hasattr(first, "_make") else type(first)(merged)
@@ -136,7 +136,7 @@ def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
         if tuple(piece["shape"]) != shape or tensor.dtype != full.dtype or tensor.ndim != full.ndim:
             raise ValueError(
                 f"{name}: pieces of different tensors; got shape {tuple(piece['shape'])} and dtype {tensor.dtype} "
-                f"beside {shape} and {full.dtype}. Give the local state dicts of all ranks from one save"
+                f"beside {shape} and {full.dtype}. Pass the local state dicts of all ranks from one save"
             )
         if not tensor.numel() or (offset, tuple(tensor.shape)) in known:
             continue  # an empty piece, or a replica
@@ -144,7 +144,7 @@ def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
         if narrow(filled, box).any():
             raise ValueError(
                 f"{name}: pieces that overlap; got one of shape {tuple(tensor.shape)} at {offset} where others are, as "
-                "from another number of ranks. Give the local state dicts of all ranks from one save"
+                "from another number of ranks. Pass the local state dicts of all ranks from one save"
             )
         narrow(full, box).copy_(tensor)
         narrow(filled, box).fill_(True)
@@ -152,7 +152,7 @@ def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
     covered = int(filled.sum())
     if covered != full.numel():
         raise ValueError(
-            f"{name}: the pieces hold {covered} elements, expected the {full.numel()} of shape {shape}; give the local "
+            f"{name}: the pieces hold {covered} elements, expected the {full.numel()} of shape {shape}; pass the local "
             "state dicts of all ranks from one save"
         )
     return full

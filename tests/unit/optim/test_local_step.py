@@ -46,7 +46,7 @@ def test_every_optimizer_of_torch_is_decided_upon() -> None:
     [
         (torch.optim.Muon, "orthogonalizes whole matrices.*use_full_params"),
         (OwnMuon, "orthogonalizes whole matrices.*use_full_params"),
-        (torch.optim.LBFGS, "products over all elements.*steps on DTensors as it is, if .* the same size"),
+        (torch.optim.LBFGS, "products over all elements.*it steps on DTensors if .* the same size"),
         (torch.optim.Adafactor, "averages over whole rows and columns.*use_full_params"),
         (torch.optim.SparseAdam, "sparse gradients.*ignored_params"),
     ],

@@ -1,9 +1,9 @@
-"""Write docs/api.md: torch's FSDP2 beside fsdp2, name by name and parameter by parameter, each with its test.
+"""Write docs/api.md: torch's FSDP2 compared with fsdp2, name by name and parameter by parameter, each with its test.
 
     python docs/make_api.py
 
-The rows come from the code of the installed torch and of fsdp2; only which test exercises what stands here. A name or
-parameter of torch's without a counterpart or a test makes the script fail, and so does tests/docs/test_api.py.
+The rows come from the code of the installed torch and of fsdp2; this file only adds the tests of the names. If a name
+or parameter of torch's has no counterpart or no test, this script fails, and so does tests/docs/test_api.py.
 """
 
 from __future__ import annotations
@@ -184,14 +184,13 @@ TESTS: dict[str, str] = {
 }
 """The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""
 
-HEAD = """# The API beside torch's
+HEAD = """# The API compared with torch's
 
 Written by `python docs/make_api.py` from the code of torch {torch} and fsdp2; do not edit.
 
-`from fsdp2 import fully_shard` in place of `from torch.distributed.fsdp import fully_shard` is the whole migration:
-every public name and parameter of torch's FSDP2 is here, with the same meaning. *same* means that fsdp2 has it under
-the same name, and *same class* that torch's own class is re-exported. Each row names a test that exercises it on
-several processes.
+To migrate, replace `from torch.distributed.fsdp import fully_shard` by `from fsdp2 import fully_shard`. fsdp2 has every
+public name and parameter of torch's FSDP2, with the same meaning. *same* means that fsdp2 has it under the same name,
+and *same class* that fsdp2 re-exports torch's own class. Each row names a test that exercises it on several processes.
 """
 
 
@@ -206,23 +205,23 @@ class Row:
 
     @property
     def key(self) -> str:
-        """How ``TESTS`` names it."""
+        """The key of the row in ``TESTS``."""
         return f"{self.name}({self.parameter})" if self.parameter else self.name
 
     @property
     def test(self) -> str:
-        """The test that exercises it; raises KeyError where nobody named one."""
+        """The test that exercises it; raises KeyError if ``TESTS`` has none."""
         return TESTS[self.key] if self.key in TESTS else TESTS[self.name]
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of a function or method besides ``self``, decorators aside."""
+    """Return the parameters of a function or method without ``self``, ignoring decorators."""
     found = inspect.signature(inspect.unwrap(function)).parameters
     return {name: parameter for name, parameter in found.items() if name != "self"}
 
 
 def show(parameter: inspect.Parameter) -> str:
-    """The default of a parameter as one writes it."""
+    """Return the default of a parameter as source code."""
     if parameter.default is inspect.Parameter.empty:
         return "required"
     value = parameter.default
@@ -230,7 +229,7 @@ def show(parameter: inspect.Parameter) -> str:
 
 
 def callable_rows(name: str, original: Any, own: Any) -> Iterator[Row]:
-    """A row for a function or method, and one for each parameter."""
+    """Yield a row for a function or method, and one for each parameter."""
     yield Row(name, "", "", "same" if own is not None else "missing")
     mine = parameters(own) if own is not None else {}
     for parameter, entry in parameters(original).items():
@@ -239,7 +238,7 @@ def callable_rows(name: str, original: Any, own: Any) -> Iterator[Row]:
 
 
 def class_rows(name: str, original: type, own: Any) -> Iterator[Row]:
-    """A row for a class, and one for each field or public method."""
+    """Yield a row for a class, and one for each field."""
     same = "same class" if own is original else "subclass" if inspect.isclass(own) else "missing"
     yield Row(name, "", "", "same" if name == "ShardPlacementResult" else same)
     fields = dataclasses.fields(original) if dataclasses.is_dataclass(original) else ()
@@ -250,7 +249,7 @@ def class_rows(name: str, original: type, own: Any) -> Iterator[Row]:
 
 
 def public_classes() -> dict[str, tuple[type, Any]]:
-    """Torch's public classes besides FSDPModule, and those that its methods take, each beside ours."""
+    """Return torch's public classes except FSDPModule, and the classes that its methods take, each with ours."""
     names = [n for n in theirs.__all__ if n not in OLD and inspect.isclass(getattr(theirs, n)) and n != "FSDPModule"]
     found = {name: (getattr(theirs, name), getattr(fsdp2, name, None)) for name in names}
     for name in ("AllGather", "ReduceScatter"):
@@ -262,17 +261,17 @@ def public_classes() -> dict[str, tuple[type, Any]]:
 
 
 def public_functions() -> list[str]:
-    """Torch's public functions."""
+    """Return the names of torch's public functions."""
     return [name for name in theirs.__all__ if name not in OLD and inspect.isfunction(getattr(theirs, name))]
 
 
 def public_methods() -> list[str]:
-    """Methods of torch's FSDPModule that somebody may call."""
+    """Return the names of the methods of torch's FSDPModule that users or libraries may call."""
     return [n for n in vars(theirs.FSDPModule) if not n.startswith("_")] + list(PRIVATE_METHODS)
 
 
 def rows() -> dict[str, list[Row]]:
-    """The tables by title."""
+    """Return the tables by title."""
     functions = [r for n in public_functions() for r in callable_rows(n, getattr(theirs, n), getattr(fsdp2, n, None))]
     methods = [Row("FSDPModule", "", "", "subclass")]
     for name in public_methods():
@@ -299,7 +298,7 @@ def rows() -> dict[str, list[Row]]:
 
 
 def problems() -> list[str]:
-    """What is wrong with the table: names without a counterpart or a test, extras nobody documents."""
+    """Return the problems of the tables: names without a counterpart or a test, undocumented extras."""
     found = []
     for table in rows().values():
         for row in table:
@@ -324,7 +323,7 @@ def problems() -> list[str]:
 
 
 def text() -> str:
-    """The whole document."""
+    """Return the whole document."""
     import torch
 
     lines = [HEAD.format(torch=".".join(torch.__version__.split("+")[0].split(".")[:2]))]

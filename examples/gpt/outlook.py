@@ -47,7 +47,7 @@ def beside(out: Path) -> str:
     ]
     lines = [f"  {name:<34}{first:>12}{second:>12}" for name, first, second in [("", "forecast", "recorded"), *rows]]
     note = "The forecast's times are estimates from this machine's speed. A zoomable page with both steps:"
-    return "\n".join([heading("the last step beside its forecast"), *lines, "", note, str(out / PAGE)])
+    return "\n".join([heading("the last step and its forecast"), *lines, "", note, str(out / PAGE)])
 
 
 def _sent(timeline: Timeline) -> str:

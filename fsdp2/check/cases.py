@@ -207,7 +207,7 @@ def _through_memory(model: Any, optimizer: Any, resumed: Any, other: Any) -> Non
 
 
 def whole_matrix_optimizer(trial: Trial) -> None:
-    """Muon by use_full_params, beside the same steps on whole matrices"""
+    """Muon by use_full_params, compared with the same steps on whole matrices"""
     model = trial.sharded(Small, partial(shard, mesh=trial.mesh()))
     reference = trial.build(Small)
     optimizers = [*_muon(model, fsdp2.use_full_params), *_muon(reference, lambda optimizer: optimizer)]

@@ -99,7 +99,7 @@ def gradient_hook_tables(tensor: torch.Tensor) -> HookTables:
 def share_gradient_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
     """Let ``tensor`` have the hooks in ``tables``, those of another tensor, also where it is frozen.
 
-    The tables themselves, not copies of the hooks: a handle that the user has removes its hook from its table.
+    It shares the tables instead of copying the hooks, because a user's handle removes a hook from its table.
     """
     on_gradient, after = tables
     if on_gradient is not None:

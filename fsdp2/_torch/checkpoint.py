@@ -15,7 +15,7 @@ _START_SECONDS = 1.0  # the longest wait for a new thread's function to start; i
 def async_saves() -> list[dict[str, Any]]:
     """Return the arguments of each ``dcp.async_save`` that runs in this process; ``process_group`` is one of them.
 
-    No public function tells of a running save or of its group. A save is found by the name of its thread, and its
+    No public function returns running saves or their groups. A save is found by the name of its thread, and its
     arguments in the frame of the function that the thread runs.
     """
     threads = [thread for thread in threading.enumerate() if thread.name.startswith(_THREAD)]

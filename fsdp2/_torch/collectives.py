@@ -89,8 +89,8 @@ group_all_reduce = _group_method("allreduce", "allreduce")
 def named_group(ranks: list[int], name: str) -> dist.ProcessGroup:
     """Return a new process group of ``ranks``, in this order. They alone call this, with a ``name`` not used before.
 
-    The ranks of a group find each other in the store by its name. ``dist.new_group`` makes it of the number of groups
-    that this process has made or is in. Where that differs between ranks, they wait for each other in vain.
+    The ranks of a group find each other in the store by its name. ``dist.new_group`` derives the name from the number
+    of groups that this process has made or is in. If that differs between ranks, they wait for each other forever.
     """
     world = dist.group.WORLD
     assert world is not None

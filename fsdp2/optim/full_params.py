@@ -209,7 +209,7 @@ class _FullParams:
             mine = [*codes, *least, ranks.digest, -ranks.digest, bool(wrong)]
             *most, largest, smallest, elsewhere = max_over_ranks(mine, ranks.axis, ranks.device)
             if largest != -smallest and not wrong:
-                wrong = "ranks have the parameters in another order"
+                wrong = "ranks have the parameters in different orders"
             most, least = most[: len(codes)], most[len(codes) :]
             for owned, code, high, low in zip(ranks.owned, codes, most, least):
                 if high > _NOTHING_HERE and high != -low:
@@ -221,7 +221,7 @@ class _FullParams:
         if wrong:
             raise RuntimeError(
                 f"use_full_params: {wrong}; expected the same parameters in the same order, and a gradient of one "
-                "dtype on every rank that holds a piece, or on none. Make the optimizer alike on all ranks, and set or "
+                "dtype on every rank that holds a piece, or on none. Build the same optimizer on all ranks, and set or "
                 "clear gradients in the same way. Nothing was changed"
             )
         return found

@@ -224,7 +224,7 @@ def _joined(mine: _Mine, offers: dict[int, _Offer], ranks: Ranks) -> list[_Tenso
 def _check_copies(mine: _Mine, ranks: Ranks) -> None:
     """Raise an error on every rank if meshes have different tensors of one name: the file can only hold one of them.
 
-    The first elements are compared. Copies that have drifted apart by roundings are no different tensors.
+    The first elements are compared. Copies that differ only by rounding count as one tensor.
 
     Raises:
         RuntimeError: A name stands for several tensors.

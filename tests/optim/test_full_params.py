@@ -344,7 +344,7 @@ def test_parameters_in_another_order_on_one_rank(rank, world):
     params = list(model.parameters())
     optimizer = fsdp2.use_full_params(torch.optim.Adam(params if rank else params[::-1]))
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match="ranks have the parameters in another order; expected the same"):
+    with pytest.raises(RuntimeError, match="ranks have the parameters in different orders; expected the same"):
         optimizer.step()
 
 

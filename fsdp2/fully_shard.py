@@ -83,8 +83,8 @@ def fully_shard(
             Default: all ranks, on the accelerator if there is one. The default process group is initialized if there
             is none.
         reshard_after_forward: Free the full parameters after forward (True), keep them for backward (False), or keep
-            them sharded over this many neighbouring ranks, a factor of the shard axis (int). None: True, and False for
-            the root.
+            them sharded over this many neighbouring ranks, a factor of the size of the shard dimension (int). None:
+            True, and False for the root.
         shard_placement_fn: A function of a parameter that returns the dimension to shard, ``Shard(d)``, or None for the
             first. The dimension need not divide evenly. A ``ShardPlacementResult`` also gives a mesh; such parameters
             make a group of their own. "auto" chooses the dimension with the least padding, and of equal ones the

@@ -209,10 +209,10 @@ class FSDPModule(TorchFSDPModule):
         self._set("set_requires_gradient_sync", recurse, **values)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """All-reduce gradients over the replicate axis (True), or accumulate the results of the shard axis (False).
+        """All-reduce gradients over the replicate dimension (True), or accumulate sums of the shard dimension (False).
 
-        With ``shard_over_replicas``, a backward that reduces gradients over the replicate axis ends the iteration:
-        until then, forwards gather only over the shard axis.
+        With ``shard_over_replicas``, a backward that reduces gradients over the replicate dimension ends the iteration:
+        until then, forwards gather only over the shard dimension.
         """
         self._set(
             "set_requires_all_reduce", recurse, all_reduce_gradients=_bool("requires_all_reduce", requires_all_reduce)
@@ -222,10 +222,10 @@ class FSDPModule(TorchFSDPModule):
         """Reduce the gradients that backwards left unreduced, without another backward; wait until they are there.
 
         Backwards after ``set_requires_gradient_sync(False)`` leave unsharded gradients, and on a mesh with a replicate
-        axis those after ``set_requires_all_reduce(False)`` leave sums over the shard axis alone. Both are added to the
-        shards' ``.grad``, whatever these settings are now, as by the last backward of an accumulation. Call it if no
-        such backward follows: the last micro-batch is empty, or all micro-batches are alike. Every rank must call it.
-        If nothing was left, it does nothing.
+        dimension those after ``set_requires_all_reduce(False)`` leave sums over only the shard dimension. Both are
+        added to the shards' ``.grad``, whatever these settings are now, as by the last backward of an accumulation.
+        Call it if no such backward follows: the last micro-batch is empty, or all micro-batches are alike. Every rank
+        must call it. If nothing was left, it does nothing.
 
         Args:
             recurse: Also do this for all units below this module.
@@ -330,12 +330,13 @@ class FSDPModule(TorchFSDPModule):
         Args:
             hook: A function that changes its argument in place, for example by an all-reduce. The argument is a 1D
                 tensor with the summed shards of all gradients.
-            stream: The stream to run ``hook`` on. It is not allowed with a replicate axis, whose all-reduce stream
+            stream: The stream to run ``hook`` on. It is not allowed with a replicate dimension, whose all-reduce stream
                 then runs the hook.
             recurse: Also set the hook on all units below this module.
 
         Raises:
-            ValueError: ``stream`` is given with a replicate axis, or the parameters of a unit are on several meshes.
+            ValueError: ``stream`` is given with a replicate dimension, or the parameters of a unit are on several
+                meshes.
         """
         self._one_group("set_all_reduce_hook", recurse)
         if stream is not None:
@@ -364,7 +365,7 @@ class FSDPModule(TorchFSDPModule):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce gradients on a process group of their own, so that reductions do not queue behind gathers.
 
-        All ranks of a shard axis must call it. It makes one process group per axis.
+        All ranks of a shard dimension must call it. It makes one process group for each shard dimension.
         """
         _bool("enable", enable)
         made: dict[object, Axis] = {}

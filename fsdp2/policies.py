@@ -237,9 +237,9 @@ class CompressionPolicy:
     Attributes:
         gather: The format of parameters, rounded to nearest: int8 or float8_e4m3fn. Forward and backward of an
             iteration compute with the same values. None sends them uncompressed.
-        reduce: The format of gradients on the shard axis: int8, float8_e5m2 or "int4". The receiving rank decodes and
-            sums them in float32. None sends them uncompressed.
-        replicate: The format of gradients on the replicate axis of hybrid sharding, like ``reduce``.
+        reduce: The format of gradients on the shard dimension: int8, float8_e5m2 or "int4". The receiving rank decodes
+            and sums them in float32. None sends them uncompressed.
+        replicate: The format of gradients on the replicate dimension of hybrid sharding, like ``reduce``.
         block: The number of elements that share a scale, a multiple of 16.
         stochastic: Round gradients stochastically, so that sums are unbiased; False rounds to nearest.
         min_numel: Parameters with fewer elements (norms, biases) are sent uncompressed.

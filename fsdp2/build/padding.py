@@ -23,7 +23,7 @@ _NOTABLE = 0.05  # parameters with at least this share of padding are named
 class UnitPadding(NamedTuple):
     """The bytes of a unit's parameters and of their padding, on all ranks that share them together.
 
-    These are the ranks of a shard axis, or with ``shard_over_replicas`` those of all replicas.
+    These are the ranks of a shard dimension, or with ``shard_over_replicas`` those of all replicas.
     """
 
     unit: str
@@ -49,7 +49,8 @@ def padding_report(module: nn.Module) -> PaddingReport:
     The pieces on all ranks are as large as the first one, and every piece ends on a multiple of 16 bytes. If the
     sharded dimension is not a multiple of the number of ranks, part of the last pieces is padding. Another dimension
     may need less; ``shard_placement_fn="auto"`` chooses it. Gathers send the padding, too. With
-    ``shard_over_replicas``, each piece for the shard axis is cut into equal parts, and the parts are padded instead.
+    ``shard_over_replicas``, each piece for the shard dimension is cut into equal parts, and the parts are padded
+    instead.
 
     The function does not communicate, and parameters may be on the meta device.
 

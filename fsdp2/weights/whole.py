@@ -143,7 +143,7 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
             having = [rank for rank, entries in enumerate(everybodys) if entry in entries]
             if len(having) < axis.size:
                 problem = problem or RuntimeError(
-                    f"{entry}: to be gathered only on ranks {having} of its shard axis; expected the same on all "
+                    f"{entry}: to be gathered only on ranks {having} of its shard dimension; expected the same on all "
                     "of them. Make parameters, gradients and states the same on every rank first"
                 )
     ranks.agree(problem)

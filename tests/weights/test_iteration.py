@@ -307,7 +307,7 @@ def test_ranks_that_differ(rank, world):
     module.to_empty(device="cpu")
     if rank == 0:
         module[2].bias.grad = torch.ones_like(module[2].bias)
-    with pytest.raises(RuntimeError, match=r"bias.grad .*on ranks \[0\] of its shard axis, not on the others"):
+    with pytest.raises(RuntimeError, match=r"bias.grad .*only on ranks \[0\] of its shard dimension"):
         with summon_full_params(module, with_grads=True):
             pass
     with summon_full_params(module):

@@ -218,7 +218,7 @@ class GroupExtensions:
         """Return the tensors that this rank sends, and make room for those of all ``ranks``."""
         sent: list[torch.Tensor] = []
         self._counts = []
-        with torch.no_grad(), lane.after():
+        with torch.inference_mode(False), torch.no_grad(), lane.after():
             for extension in self._extensions:
                 inputs = extension.encode()
                 extension.allocate(inputs, ranks)
@@ -237,8 +237,11 @@ class GroupExtensions:
                 extension.fill(rows[:count])
                 rows = rows[count:]
         compute.wait(done.event)
-        for extension in self._extensions:
-            extension.decode()
+        trains = torch.is_grad_enabled()
+        # Not in inference mode: training computes with the tensors that an evaluation has made.
+        with torch.inference_mode(False), torch.set_grad_enabled(trains):
+            for extension in self._extensions:
+                extension.decode()
         # The memory came from the gather's lane, which must not use it again before compute has decoded.
         released = [extension for extension in self._extensions if extension.releases]
         if released:

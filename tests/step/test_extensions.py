@@ -133,6 +133,17 @@ def test_subclass_with_two_inputs(rank, world, widths, reshard):
     ) or not even
 
 
+@on_ranks(1, 2)
+def test_an_evaluation_in_inference_mode_before_training(rank, world):
+    """The subclass made its full tensor in inference mode, where autograd may not save it, and training raised."""
+    model = of_halves(8, 8, 8)
+    shard_each(model, api.ours, mesh=mesh_1d())
+    with torch.inference_mode():
+        model(torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 @on_ranks(2)
 def test_subclass_in_mixed_precision(rank, world):
     """The dtype of computation reaches the extension."""

@@ -558,10 +558,12 @@ class FSDPState(ComposableState):
     def _forward_is_left(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called when a forward of the unit is left, after ``post_forward``, which an exception skips.
 
-        A call inside another one of the same module does not end the pass: the outer one may handle the exception.
+        There may be an ``output`` all the same: a forward hook of the user raised. A call inside another one of the
+        same module does not end the pass: the outer one may handle the exception.
         """
-        if output is not None:
-            return
+        run = self.root.forward
+        if run is None or run.outermost is not self:
+            return  # nothing was raised, or not in the outermost forward
         self.explain(sys.exc_info()[1])
         if calls_under_way(module) == 1:
             self.break_off_forward()

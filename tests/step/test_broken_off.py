@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from functools import partial
@@ -218,3 +219,25 @@ def test_nothing_stays_held_after_a_broken_forward(rank, world):
     with listening(lambda event, name: seen.append(f"{event} {name}")):
         module(torch.ones(2, WIDTH)).sum().backward()
     assert seen.count("unshard first") == 1
+
+
+@on_ranks(2)
+def test_a_hook_that_raises_after_the_module_has_computed(rank, world):
+    """A forward hook of the user (a check of the output, say) raised. The forward was not taken to be over, because
+    the module had an output: until the next forward, ``synchronize_gradients`` and others said that one runs."""
+    module = Fragile()
+    refused = [False]
+
+    def check(inner: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if refused[0]:
+            raise ValueError("a broken sample")
+
+    module.register_forward_hook(check)
+    sharded(module, api.ours)
+    for refused[0] in (False, True):
+        with pytest.raises(ValueError, match="a broken sample") if refused[0] else contextlib.nullcontext():
+            module(torch.ones(2, WIDTH)).sum().backward()
+    module.synchronize_gradients()
+    with fsdp2.summon_full_params(module):
+        assert module.first.weight.shape == (WIDTH, WIDTH)
+    assert isinstance(module.scale, DTensor)

@@ -6,8 +6,10 @@ what backwards left unreduced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
+from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import Collective, Observer
@@ -33,10 +35,21 @@ class BackwardPass(Pass):
         self.started = False  # and will end with autograd's backward
         self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
         self._more_follow = False
+        self._end: weakref.ref[Callable[[], None]] | None = None
 
     def start(self, *, more_follow: bool) -> None:
         """Autograd's backward runs; with ``more_follow`` others on the same forwards may need what it gathers ahead."""
         self.started, self.outer_modes, self._more_follow = True, dispatch_modes(), more_follow
+
+    def end_with_autograd(self, end: Callable[[], None]) -> None:
+        """Call ``end`` when the backward that autograd runs has ended, unless it raises."""
+        queue_end_of_backward(end)
+        self._end = weakref.ref(end)
+
+    @property
+    def broke_off(self) -> bool:
+        """True if it started and will not end: it raised, so autograd has dropped what it would have called."""
+        return self.started and (self._end is None or self._end() is None)
 
     def is_done_with(self, group: FSDPParamGroup) -> bool:
         """Return whether this pass will not use ``group`` any more."""

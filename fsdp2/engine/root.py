@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp2 import _trace
-from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.autograd.hooks import ChildCount
 from fsdp2.comm.collectives import chunks_in_flight
@@ -287,6 +286,8 @@ class RootContext(Generic[U]):
     def start_backward(self) -> BackwardPass:
         """Return the backward pass that runs, which ends when autograd's backward does."""
         run = self.enter_backward()
+        if run.broke_off:
+            self._check_last_backward_ended("a backward starts")
         if run.started:
             return run
         # With manual finalization the caller frees what was gathered ahead.
@@ -297,7 +298,7 @@ class RootContext(Generic[U]):
             self.pending.manual = self.finalizes_manually
         more = "" if self.is_last_backward else ", more to come"
         run.observer.begin(self._backward_kind("backward", more), outermost=False)
-        queue_end_of_backward(partial(self.end_backward, run))
+        run.end_with_autograd(partial(self.end_backward, run))
         return run
 
     def _backward_kind(self, name: str, more: str = "") -> PassKind:

@@ -86,6 +86,35 @@ def test_training_goes_on_after_an_exception(rank, world, unit, where, reshard, 
             torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
 
 
+@api.fsdp2_only  # torch's goes on
+@on_ranks(1, 2)
+def test_a_backward_that_is_tried_again(rank, world):
+    """Nothing ended the second backward of a graph whose first one had raised: some units got no gradient, and a step
+    used those of the others. Only the next forward raised."""
+    module, reference = tree(), tree()
+    for part in (*module, module):
+        api.ours.fully_shard(part, mesh=mesh_of(world))
+    raises = [True]
+
+    def fail(grad: torch.Tensor) -> None:
+        if raises[0]:
+            raise Trouble
+
+    hook = module[1].register_forward_hook(lambda inner, args, output: (output.register_hook(fail), None)[1])
+    loss = module(data(0)).square().mean()
+    hook.remove()
+    with pytest.raises(Trouble):
+        loss.backward(retain_graph=True)
+    raises[0] = False
+    with pytest.raises(RuntimeError, match="a backward starts, but its last backward did not end"):
+        loss.backward(retain_graph=True)
+    module.reset_iter_state()
+    loss.backward()
+    reference(data(0)).square().mean().backward()
+    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+
+
 @api.fsdp2_only  # torch's says so and keeps them
 @on_ranks(2)
 def test_reset_drops_what_was_not_reduced(rank, world):

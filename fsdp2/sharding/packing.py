@@ -228,21 +228,24 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     With ``coalesced``, the backend runs the collectives of a gather in one launch: few and large ones are best.
     """
     direct = _gathered_in_place(items, sizes, coalesced=coalesced)
+    alone = set(direct)
+    others = [i for i in range(len(items)) if i not in alone]
     # Empty parameters are left out: they have nothing to send and nothing to allocate.
-    packed = [i for i in range(len(items)) if i not in set(direct) and items[i].layout.numel]
+    packed = [i for i in others if items[i].layout.numel]
+    empty = [i for i in others if not items[i].layout.numel]
 
     def key(item: Item | CastSpan) -> tuple[torch.dtype, torch.dtype, BlockFormat | None]:
         return item.dtype, item.wire_dtype, item.form
 
-    rank_of_key = {found: number for number, found in enumerate(dict.fromkeys(map(key, items)))}
+    numbers = {found: number for number, found in enumerate(dict.fromkeys(map(key, items)))}
 
-    def rank(i: int) -> int:
-        return rank_of_key[key(items[i])]
+    def number(i: int) -> int:
+        return numbers[key(items[i])]
 
     # Direct items are sorted by dtype, packed ones in reverse: if both have items of the last dtype, one span covers
     # the last direct and the first packed ones.
-    empty = [i for i in range(len(items)) if i not in set(direct) and not items[i].layout.numel]
-    order = sorted(direct + empty, key=rank) + sorted(packed, key=lambda i: -rank(i))
+    packed = sorted(packed, key=lambda i: -number(i))
+    order = sorted(direct + empty, key=number) + packed
     shard_offset, wire_offset, full_offset = [0] * len(items), [0] * len(items), [0] * len(items)
     spans: list[CastSpan] = []
     shard_end = wire_end = full_end = 0
@@ -261,7 +264,7 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
         full_end += align(item.layout.full_storage_numel * item.wire_dtype.itemsize, _FULL_ALIGN_BYTES)
     return FlatPlan(
         direct=tuple(sorted(direct)),
-        packed=tuple(i for i in order if i in set(packed)),
+        packed=tuple(packed),
         shard_offset=tuple(shard_offset),
         wire_offset=tuple(wire_offset),
         full_offset=tuple(full_offset),
@@ -322,7 +325,8 @@ def plan_chunks(
     # With one chunk, send it at the end of the unit, together with the small gradients.
     at_once = streams and chunks == 1
     large = [] if at_once else [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
-    rest = [i for i in range(len(keys)) if i not in set(large)]
+    are_large = set(large)
+    rest = [i for i in range(len(keys)) if i not in are_large]
     streamed: list[tuple[int, ...]] = []
     filling: list[int] = []
     for i in large:

@@ -110,7 +110,7 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter of a plan: its layout, its own dtype, its dtype as sent, and whether it must be packed.
+    """One parameter of a plan: its layout, its own dtype, and its dtype as sent.
 
     With a ``form`` it is packed and sent encoded; it has the wire dtype after decoding. Its slot has space for at least
     ``room`` elements, because a gather that writes to the slot also writes padding.
@@ -119,7 +119,6 @@ class Item:
     layout: ShardLayout
     dtype: torch.dtype
     wire_dtype: torch.dtype
-    must_pack: bool = False
     form: BlockFormat | None = None
     room: int = 0
 
@@ -199,8 +198,7 @@ def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced
 
     def movable(item: Item) -> bool:
         layout = item.layout
-        packed = item.must_pack or item.form is not None
-        return not packed and layout.dim is not None and layout.rank_major and layout.numel > 0
+        return item.form is None and layout.dim is not None and layout.rank_major and layout.numel > 0
 
     ranks = items[0].layout.ranks if items else 1
     found = [i for i, item in enumerate(items) if movable(item)]

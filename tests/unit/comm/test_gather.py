@@ -102,10 +102,7 @@ def groups(draw: st.DrawFn) -> tuple[list[Item], TransferSizes]:
     """Up to four parameters of mixed layouts and dtypes, gathered in any way; empty ones only next to a scalar."""
     ranks, scalar = draw(st.integers(1, 4)), draw(st.booleans())
     item = st.builds(
-        lambda layout, cast, pack: Item(layout, *cast, pack),
-        layouts(ranks=ranks, nonempty=not scalar),
-        st.sampled_from(CASTS),
-        st.booleans(),
+        lambda layout, cast: Item(layout, *cast), layouts(ranks=ranks, nonempty=not scalar), st.sampled_from(CASTS)
     )
     items = draw(st.lists(item, min_size=0 if scalar else 1, max_size=3))
     if scalar:

@@ -31,7 +31,7 @@ def items_and_sizes(draw: st.DrawFn) -> tuple[list[Item], TransferSizes]:
     """A group of up to 7 parameters of mixed dtypes, and thresholds near their sizes."""
     ranks = draw(st.integers(1, 4))
     dtypes = st.sampled_from(DTYPES[: draw(st.integers(1, len(DTYPES)))])
-    item = st.builds(Item, layouts(ranks=ranks, most=9), dtypes, dtypes, st.booleans())
+    item = st.builds(Item, layouts(ranks=ranks, most=9), dtypes, dtypes)
     items = draw(st.lists(item, min_size=1, max_size=7))
     sizes = st.sampled_from([0, 64, 500, 1 << 62])
     return items, TransferSizes(direct_param_bytes=draw(sizes), direct_group_bytes=draw(sizes))
@@ -102,7 +102,7 @@ def test_neighbouring_runs_differ_and_one_pair_of_dtypes_is_one_run(drawn: tuple
 @given(plans)
 def test_what_is_not_cast_is_sent_from_the_shard_buffer(drawn: tuple[list[Item], FlatPlan]) -> None:
     items, plan = drawn
-    uncast = plan_flat([Item(i.layout, i.dtype, i.dtype, i.must_pack) for i in items], ALL_DIRECT)
+    uncast = plan_flat([Item(i.layout, i.dtype, i.dtype) for i in items], ALL_DIRECT)
     assert not uncast.casts
     assert uncast.shard_offset == uncast.wire_offset and uncast.shard_bytes == uncast.wire_bytes
     assert plan.shard_bytes >= sum(item.layout.slot_numel * item.dtype.itemsize for item in items)
@@ -130,7 +130,7 @@ def test_only_large_aligned_rank_major_pieces_go_straight_to_their_place(
     direct = plan_flat(items, sizes).direct
     for i, item in enumerate(items):
         layout = item.layout
-        movable = not item.must_pack and layout.dim is not None and layout.rank_major and layout.numel > 0
+        movable = layout.dim is not None and layout.rank_major and layout.numel > 0
         large = item.full_bytes >= (sizes.direct_param_bytes or 0) and group >= sizes.direct_group_bytes
         aligned = layout.slot_numel * item.wire_dtype.itemsize % 16 == 0
         assert (i in direct) == (movable and (layout.ranks == 1 or (large and aligned)))
@@ -316,7 +316,7 @@ def test_one_kernel_packs_only_what_torch_chunks_in_memory_order(drawn: list[Sha
 
 def test_a_slot_has_room_for_what_is_written_behind_a_piece() -> None:
     """The next piece begins behind it, and packed slots are sent with it."""
-    layout = ShardLayout((5,), (1,), 0, 1)
-    items = [Item(layout, torch.float32, torch.float32, must_pack=True, room=room) for room in (0, 9)]
+    layout = ShardLayout((10,), (1,), 0, 2)
+    items = [Item(layout, torch.float32, torch.float32, room=room) for room in (0, 9)]
     plan = plan_flat([*items, items[0]], TransferSizes())
     assert plan.shard_offset == (0, 32, 80) and plan.wire_bytes == 112

@@ -274,8 +274,8 @@ class _ReduceScatter:
         plan, lane = self._plan, memory.lanes.reduce
         device, scaling = grads[0].device, plan.scaling
         # A division before the sum needs memory of our own: the user may hold the gradient itself.
-        inputs, there = _inputs(grads, row, plan.reduce_dtype, memory, finished, own=scaling.pre != 1.0)
-        with lane.after(there) as done:
+        inputs, ready = _inputs(grads, row, plan.reduce_dtype, memory, finished, own=scaling.pre != 1.0)
+        with lane.after(ready) as done:
             if scaling.pre != 1.0:
                 for rows in inputs:
                     divide_(rows, scaling.pre)
@@ -301,8 +301,8 @@ class _Exchange:
         """Send each rank its row."""
         plan, lane = self._plan, memory.lanes.reduce
         own = plan.scaling.pre != 1.0
-        (rows,), there = _inputs(grads, row, self._dtype, memory, finished, own=own)
-        with lane.after(there) as done:
+        (rows,), ready = _inputs(grads, row, self._dtype, memory, finished, own=own)
+        with lane.after(ready) as done:
             if own:
                 divide_(rows, plan.scaling.pre)
             received = torch.empty_like(rows)
@@ -386,7 +386,7 @@ def _inputs(
     *,
     own: bool,
 ) -> tuple[list[torch.Tensor], Before]:
-    """Make of ``grads``, which it empties, the inputs of a chunk's collectives, and when they are there.
+    """Make the inputs of a chunk's collectives of ``grads``, which it empties; return these, and when they are ready.
 
     A gradient is an input itself where its memory is one row for each rank in ``dtype``, unless the inputs have to be
     our ``own``. Others are copied, in memory of the compute stream, whose memory gradients and activations give back.

@@ -54,7 +54,7 @@ def hook_forward(
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments],
     after: Callable[[nn.Module, Any, Any], Any],
 ) -> list[tuple[RemovableHandle, RemovableHandle]]:
-    """Call ``before`` before every other forward hook of ``modules``, and ``after`` after every other one."""
+    """Call ``before`` before all forward hooks that ``modules`` have by now, and ``after`` after all of them."""
     return [
         (
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

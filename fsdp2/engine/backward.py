@@ -32,10 +32,10 @@ class BackwardPass(Pass):
     def __init__(self, groups: list[FSDPParamGroup], observer: Observer) -> None:
         super().__init__(groups, observer)
         self.creates_graph = False  # the backward is differentiable: what it saves are views of full parameters
-        self.started = False  # and will end with autograd's backward
+        self.started = False
         self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
         self._more_follow = False
-        self._end: weakref.ref[Callable[[], None]] | None = None
+        self._end: weakref.ref[Callable[[], None]] | None = None  # what autograd calls at the end of its backward
 
     def start(self, *, more_follow: bool) -> None:
         """Autograd's backward runs; with ``more_follow`` others on the same forwards may need what it gathers ahead."""

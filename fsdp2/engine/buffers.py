@@ -188,7 +188,7 @@ class ShardStore:
                     if site.module._parameters[site.name] is not sharded:
                         break
                 else:
-                    if same or self._has_its_own(param):
+                    if same or param.local is self._placed[param]:
                         continue
             except KeyError:  # removed
                 pass
@@ -223,9 +223,6 @@ class ShardStore:
             "got the values from before, expected the assigned ones; write them in place instead, with "
             "`with torch.no_grad(): param.copy_(value)`, or assign inside summon_full_params"
         )
-
-    def _has_its_own(self, param: FSDPParam) -> bool:
-        return param.local is self._placed[param]
 
     def check_ready(self) -> None:
         """Raise RuntimeError that names parameters still on the meta device or, when offloading, not on the CPU.

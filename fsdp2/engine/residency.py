@@ -265,10 +265,10 @@ class Residency:
 
         An ``optional`` gather, a prefetch, may be left for later by ``launch``.
         """
-        state = type(self.state)
-        if state is InFlight or self.summoned:
+        kind = type(self.state)
+        if kind is InFlight or self.summoned:
             return
-        if state is not Full:
+        if kind is not Full:
             self._start_gather(launch, optional, in_backward)
         elif self.shown != "full":
             if in_backward:

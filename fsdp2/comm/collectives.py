@@ -67,7 +67,7 @@ _ALL_TO_ALL_BYTES = 256 << 10
 
 
 def wire_view(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or its bytes where backends do not carry its dtype (float8, bool, int16, complex)."""
+    """Return ``tensor``, or its bytes if backends do not send its dtype (float8, bool, int16, complex)."""
     return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
 
 
@@ -148,7 +148,7 @@ def _start(
 
 
 def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:
-    """A gather between two ranks: each keeps its own piece and gets the other's."""
+    """Gather between two ranks: each keeps its own piece and receives the other's."""
     assert axis.group is not None
     halves = output.view(2, -1)
     halves[axis.rank].copy_(piece)
@@ -158,7 +158,7 @@ def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bo
 
 
 def _sizes_of_others(rows: torch.Tensor, axis: Axis) -> list[int]:
-    """Elements for each rank where ``rows`` (1D) has a row for each other rank, and none for this one."""
+    """Return the elements for each rank if ``rows`` (1D) has a row for every rank but this one."""
     sizes = [rows.numel() // (axis.size - 1)] * axis.size
     sizes[axis.rank] = 0
     return sizes
@@ -175,7 +175,7 @@ def _works(work: dist.Work | None, axis: Axis, async_op: bool, *, takes_limit: b
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as twice as many real numbers, which is what backends add."""
+    """Return a complex tensor as twice as many real numbers, which backends can add; other tensors unchanged."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -303,7 +303,7 @@ def _reaches_nobody(axis: Axis) -> bool:
 
 
 def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> bytes:
-    """The ``data`` of rank ``source`` of ``axis``; ``device`` is one that its backend serves.
+    """Return the ``data`` of rank ``source`` of ``axis``; its backend must serve ``device``.
 
     torch's collectives for objects need numpy: without it one rank raises, and the others wait for ever.
     """
@@ -319,7 +319,7 @@ def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> b
 
 
 def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
-    """The ``data`` of every rank of ``axis``, in rank order; ``device`` is one that its backend serves."""
+    """Return the ``data`` of every rank of ``axis``, in rank order; its backend must serve ``device``."""
     if _reaches_nobody(axis):
         return [data] * axis.size
     size = torch.tensor([len(data), 0], device=device)  # 16 bytes: NCCL is slow on sizes that are no multiple
@@ -335,7 +335,7 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
 
 
 def exchange_objects(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """The ``value`` of every rank of ``axis``, in rank order, anything that can be pickled."""
+    """Return the ``value`` of every rank of ``axis``, in rank order; it can be anything that pickles."""
     return [pickle.loads(data) for data in gather_bytes(pickle.dumps(value), axis, device)]
 
 
@@ -347,7 +347,7 @@ def _to_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def max_over_ranks(values: list[int], axis: Axis, device: torch.device) -> list[int]:
-    """The elementwise maximum over ranks; the host waits for it. Without memory (a forecast) ranks have the same."""
+    """Return the elementwise maximum over ranks, for which the host waits; in a forecast, all ranks have ``values``."""
     tensor = torch.tensor(values, dtype=torch.int32).to(device)
     all_reduce_max(tensor, axis)
     return values if tensor.untyped_storage().device.type == "meta" else tensor.tolist()
@@ -369,7 +369,7 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:
 def in_memory_of_groups(
     gathers: dist.ProcessGroup | None, scatters: dist.ProcessGroup | None
 ) -> tuple[AllGather | None, ReduceScatter | None]:
-    """Those in memory that the allocators of these groups give."""
+    """Return collectives that use memory from the allocators of these groups."""
     return (
         None if gathers is None else ProcessGroupAllocAllGather(gathers),
         None if scatters is None else ProcessGroupAllocReduceScatter(scatters),
@@ -379,7 +379,7 @@ def in_memory_of_groups(
 def in_symmetric_memory(
     gathers: dist.ProcessGroup, scatters: dist.ProcessGroup | None, backend: str
 ) -> tuple[AllGather, ReduceScatter | None]:
-    """Those in symmetric memory of these groups."""
+    """Return collectives that use symmetric memory of these groups."""
     return SymmMemAllGather(gathers, backend), None if scatters is None else SymmMemReduceScatter(scatters, backend)
 
 

@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
     scales: torch.Tensor
 
     def part(self, rows: slice, blocks: slice) -> Encoded:
-        """Some of the blocks of some of the rows."""
+        """Return some of the blocks of some of the rows."""
         return Encoded(self.payload[rows, blocks], self.scales[rows, blocks])
 
 
@@ -95,14 +95,14 @@ def decode_sum(encoded: Encoded, total: torch.Tensor, form: BlockFormat, divisor
 
 
 def _memory(last: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """A tensor shaped ``like`` this one: the ``last`` piece's if it fits, since new memory costs more than the work."""
+    """Return a tensor shaped ``like`` this one: ``last`` if it fits, since new memory costs more than the work."""
     if last is not None and last.shape == like.shape:
         return last
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _pieces(blocks: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """(Rows, blocks) of pieces of ``blocks`` (rows, blocks, elements): parts of a row, or several short rows."""
+    """Yield the (rows, blocks) of each piece of ``blocks`` (rows, blocks, elements): part of a row, or short rows."""
     rows, count, size = blocks.shape
     count_at_once = min(max(_piece_numel(blocks) // size, 1), max(count, 1))
     rows_at_once = max(_piece_numel(blocks) // (count_at_once * size), 1)
@@ -112,7 +112,7 @@ def _pieces(blocks: torch.Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _piece_numel(tensor: torch.Tensor) -> int:
-    """Elements of a piece: as fit in a cache, or many where each is a launch (which a forecast's only counts as)."""
+    """Return the elements of a piece: what fits in a cache, or many if each piece is a launch, as in a forecast."""
     if torch.compiler.is_compiling():  # its kernels keep nothing in between
         return NO_LIMIT
     launches = tensor.device.type != "cpu" or tensor.untyped_storage().device.type == "meta"
@@ -170,7 +170,7 @@ class Noise:
         self._reads = 0
 
     def __call__(self, like: torch.Tensor) -> torch.Tensor:
-        """A ``Draw``."""
+        """Return random numbers for as many elements: this is a ``Draw``."""
         numel = like.numel()
         if numel > _CPU_PIECE or _piece_numel(like) != _CPU_PIECE:
             return self._next(like, numel).view(like.shape)
@@ -181,7 +181,7 @@ class Noise:
         return self._table[first : first + numel].view(like.shape)
 
     def _next(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """The next number of each of so many elements."""
+        """Return the next random number of each of ``numel`` elements."""
         if self._state.numel() < numel:
             generator = torch.Generator().manual_seed(self._seed % (1 << 62))
             state = torch.randint(-(2**31), 2**31, (max(numel, _piece_numel(like)),), generator=generator)

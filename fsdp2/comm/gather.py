@@ -37,7 +37,7 @@ class Buffer:
         self._storage = self.bytes.untyped_storage()
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements of ``dtype`` from byte ``offset`` on, 1D, with a version counter of their own.
+        """Return ``numel`` elements of ``dtype`` from byte ``offset`` on, 1D, with a version counter of their own.
 
         A version counter shared with the parameters would make autograd believe that a gather changes them.
         """
@@ -333,7 +333,7 @@ def _unpack(gathering: Gathering) -> None:
 def _assemble(
     gathering: Gathering, axis: Axis, custom: AllGather | None, extras: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One output buffer for the packed parameters and the extras, and this rank's part of it, filled."""
+    """Return one output buffer for the packed parameters and the extras, and this rank's part of it, filled."""
     packed = gathering.buffers.packed
     pieces = [piece for piece in (packed, *extras) if piece is not packed or packed.numel()]
     dtypes = {piece.dtype for piece in pieces}

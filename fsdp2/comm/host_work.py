@@ -21,13 +21,13 @@ class WaitObserver(Protocol):
     """Sees waits that take long or fail; each method may raise a better error than the collective's."""
 
     def waiting(self) -> None:
-        """A slice is over, and the collective is not."""
+        """Note that a slice is over, and the collective is not."""
 
     def waited(self) -> None:
-        """A wait that took longer than a slice is over."""
+        """Note that a wait of more than a slice is over."""
 
     def failed(self, error: RuntimeError) -> None:
-        """The collective failed."""
+        """Note that the collective failed."""
 
 
 class _Nobody:

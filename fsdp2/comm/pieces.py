@@ -29,7 +29,7 @@ def pack_rows(tensors: list[torch.Tensor], rows: torch.Tensor, padding: int) -> 
 
 
 def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> list[Pair]:
-    """The (part of ``full``, part of ``rows``) pairs that hold the same elements; ``rows`` is (ranks, slot).
+    """Return pairs (part of ``full``, part of ``rows``) with the same elements; ``rows`` is (ranks, slot).
 
     There are two at most, however many ranks there are: the pieces of one length are one strided view, and at most one
     rank holds a shorter piece that is not empty.

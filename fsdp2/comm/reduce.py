@@ -624,6 +624,6 @@ def _slots(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
 
 
 def _cut(out: torch.Tensor, row: RowPlan, rank: int) -> list[torch.Tensor]:
-    """This rank's piece of every gradient in the reduced row."""
+    """Return this rank's piece of every gradient in the reduced row."""
     start = out.storage_offset()  # custom collectives may bring memory that is part of a larger buffer
     return [out.as_strided(shape, stride, start + offset) for shape, stride, offset in row.pieces(rank)]

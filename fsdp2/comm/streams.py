@@ -148,7 +148,7 @@ class Moments:
         self._module = _device_module(device)
 
     def now(self) -> Any:
-        """This point; on a stream it is known when the stream has come there."""
+        """Return this point; on a stream, its time is known when the stream has reached it."""
         if self._module is None:
             return time.perf_counter()
         event = self._module.Event(enable_timing=True)
@@ -161,7 +161,7 @@ class Moments:
             self._module.synchronize()
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one moment to another, both of which are over."""
+        """Return the seconds from one moment to another, both of which are over."""
         return end - start if self._module is None else start.elapsed_time(end) / 1e3  # type: ignore[no-any-return]
 
 

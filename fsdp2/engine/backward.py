@@ -38,7 +38,7 @@ class BackwardPass(Pass):
         self._end: weakref.ref[Callable[[], None]] | None = None  # what autograd calls at the end of its backward
 
     def start(self, *, more_follow: bool) -> None:
-        """Autograd's backward runs; with ``more_follow`` others on the same forwards may need what it gathers ahead."""
+        """Note that autograd's backward runs; with ``more_follow``, later ones may use what it prefetches."""
         self.started, self.outer_modes, self._more_follow = True, dispatch_modes(), more_follow
 
     def end_with_autograd(self, end: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class BackwardPass(Pass):
                 break
 
     def post_backward(self, group: FSDPParamGroup) -> None:
-        """Backward needs ``group`` no more: free it, unless more backwards need it, and reduce its gradients."""
+        """Reduce the gradients of ``group``, which backward is done with, and free it unless more backwards need it."""
         # Where ranks may skip the group, all drop the gather after each backward: some have freed the parameters by
         # then.
         ahead = self._more_follow and group.residency.is_gathering and not group.options.reduce_unused

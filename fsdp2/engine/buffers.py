@@ -375,7 +375,7 @@ def _without_memory(tensor: torch.Tensor) -> bool:
 
 
 def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:
-    """``piece`` as a tensor on ``device`` with the layout's strides and no part in the original's storage."""
+    """Return ``piece`` as a tensor on ``device`` with the layout's strides and a storage of its own."""
     spec = param.spec
     if type(piece) is not torch.Tensor and not piece.is_meta:
         copied = piece.detach().new_zeros(piece.shape)  # not clone: NF4's quantizes anew, with other blocks

@@ -179,9 +179,10 @@ class GradientPlan:
         return self._store.mesh.shard.is_nccl and not custom and options.sizes.exchange_bytes is None
 
     def _row_padding(self, dtypes: GradientDtypes) -> int:
-        """Elements that rows must be a multiple of: NCCL is many times slower on sizes that are not 16 bytes'.
+        """Return the number of elements that the length of a row must be a multiple of.
 
-        What is encoded has whole blocks, in the part of each rank of the replicate axis too.
+        NCCL is many times slower on sizes that are not multiples of 16 bytes. What is encoded has whole blocks, in the
+        part of each rank of the replicate axis too.
         """
         reduce, replicate = dtypes.compression
         mesh = self._store.mesh

@@ -130,7 +130,7 @@ class GroupGradients:
         self._at_once = nodes < len(self._current_plan().reduced)
 
     def begin_backward(self, launch: Launch, end: Callable[[], None], *, count: bool, final: bool = False) -> None:
-        """Backward enters the group; with ``count``, ``end`` is called when the last gradient is finished.
+        """Enter the group's backward; with ``count``, call ``end`` when the last gradient is finished.
 
         ``final``: no other group is known to follow.
         """
@@ -180,7 +180,7 @@ class GroupGradients:
 
     @staticmethod
     def _arrives(gradients: weakref.ref[GroupGradients], i: int, unused: torch.Tensor) -> None:
-        """Autograd has finished parameter ``i``'s gradient; stage 7 of the life of a parameter."""
+        """Send what can leave now that autograd has finished gradient ``i``; stage 7 of the life of a parameter."""
         self = gradients()
         if self is None:
             return

@@ -186,7 +186,7 @@ class FSDPParamGroup:
         self.residency.show_shards()
 
     def after_save(self, *unused: object) -> None:
-        """Inside a pass, show what it computes with. Outside, shards stay shown until then: optimizers hold these."""
+        """Show what the pass computes with. Between passes shards stay shown, since optimizers hold these."""
         if not self.is_idle:
             self.residency.show_memory()
 
@@ -351,7 +351,7 @@ class FSDPParamGroup:
         self.phases.enter("end_backward")
 
     def reset(self) -> None:
-        """Recovery: shards on the modules, nothing in flight, gradients dropped."""
+        """Show shards, drop gradients, and wait for what is in flight (recovery)."""
         self.residency.reset()
         self.gradients.reset()
         self.phases.reset()

@@ -286,7 +286,7 @@ class FSDPParam:
         return f"FSDPParam({self.name}, {tuple(layout.shape)}, dim={layout.dim}, ranks={layout.ranks})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> FSDPParam:
-        """Sharded modules copy their parameters themselves, and with them the units they belong to."""
+        """Refuse: a sharded module copies its parameters itself, together with the units that they belong to."""
         raise NotImplementedError(
             f"{self.name}: a part of a sharded unit cannot be deep-copied; copy the module that fully_shard was called "
             "on, or one that contains it"

@@ -39,9 +39,9 @@ __all__ = [
     "all_reduce",
     "all_reduce_max",
     "all_to_all",
+    "all_to_all_uneven",
     "broadcast",
     "chunks_in_flight",
-    "exchange_bytes",
     "exchange_objects",
     "gather_bytes",
     "in_memory_of_groups",
@@ -260,7 +260,7 @@ def all_to_all(
     return _works(work, axis, async_op)
 
 
-def exchange_bytes(
+def all_to_all_uneven(
     output: torch.Tensor,
     sent: torch.Tensor,
     output_sizes: list[int],

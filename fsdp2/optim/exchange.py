@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2.comm.collectives import Work, exchange_bytes
+from fsdp2.comm.collectives import Work, all_to_all_uneven
 from fsdp2.comm.pieces import copy_all
 from fsdp2.optim.owners import Route
 from fsdp2.sharding.boxes import Box, narrow, numel
@@ -82,7 +82,7 @@ class Layout:
             pieces.append(_part(sources[slot.index], slot.box, origins[slot.index]))
         copy_all(targets, pieces)
         received = torch.empty(sum(self.receive_sizes), dtype=torch.uint8, device=self.device)
-        works = exchange_bytes(received, sent, self.receive_sizes, self.send_sizes, self.axis, async_op=True)
+        works = all_to_all_uneven(received, sent, self.receive_sizes, self.send_sizes, self.axis, async_op=True)
         kept = [(index, box, _part(sources[index], box, origins[index])) for index, box in self.own]
         return Arriving(self, works, sent, received, kept)
 

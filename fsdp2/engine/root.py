@@ -307,8 +307,8 @@ class RootContext(Generic[U]):
         That is which groups send gradients, which units it meets that some ranks skip, and which are in memory.
         """
         groups = self.groups
-        reduce = _those([group.options.reduce_gradients for group in groups])
-        all_reduce = _those([group.options.all_reduce_gradients for group in groups])
+        reduce = _how_many([group.options.reduce_gradients for group in groups])
+        all_reduce = _how_many([group.options.all_reduce_gradients for group in groups])
         gathered = [group for group in self.pending.stayed if group.mesh.shard.size > 1]  # by a collective
         text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
         # Without units that ranks may skip, forwards that launch no collective need not be as many on all ranks.
@@ -527,7 +527,7 @@ def kind_of_forward() -> PassKind:
     return PassKind("forward" if torch.is_grad_enabled() else "evaluation")
 
 
-def _those(flags: list[bool]) -> str:
+def _how_many(flags: list[bool]) -> str:
     """Return how many of ``flags`` are True, and the numbers of these if not all are."""
     numbers = [str(number) for number, flag in enumerate(flags) if flag]
     return str(len(numbers)) if len(numbers) in (0, len(flags)) else f"{len(numbers)} ({', '.join(numbers)})"

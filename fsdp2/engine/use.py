@@ -20,10 +20,11 @@ __all__ = ["use_weights"]
 
 @contextlib.contextmanager
 def use_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """A block in which the parameters of ``module`` are full, in the dtype forward computes with.
+    """Make the parameters of ``module`` full inside a ``with`` block, in the dtype that forward computes with.
 
     Computation with them is differentiated like a part of the model: backward gathers them again and reduces their
-    gradients with all others. It is a collective: all ranks must enter and leave the block in the same order.
+    gradients with all others. It is a collective: all ranks must enter and leave the block in the same order. A forward
+    with gradients or a backward inside the block frees the parameters of the units that it uses, as everywhere else.
 
         with fsdp2.use_weights(model.head):
             loss = F.cross_entropy(F.linear(hidden, model.head.weight), targets)

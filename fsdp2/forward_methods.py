@@ -56,10 +56,9 @@ def _call(self: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs
     outermost = unit.root.forward is None
     try:
         args, kwargs = unit.pre_forward(self, args, kwargs)
-        output = original(*args, **kwargs)
+        return unit.post_forward(self, args, original(*args, **kwargs))
     except Exception as error:
         unit.explain(error)  # the hook on errors of forward does not see this call
         if outermost:
             unit.break_off_forward()
         raise
-    return unit.post_forward(self, args, output)

@@ -241,3 +241,26 @@ def test_a_hook_that_raises_after_the_module_has_computed(rank, world):
     with fsdp2.summon_full_params(module):
         assert module.first.weight.shape == (WIDTH, WIDTH)
     assert isinstance(module.scale, DTensor)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("method", ["forward", "encode"])
+def test_an_output_that_is_refused(rank, world, method):
+    """What happens after a registered method raised, and not the method: its forward was not taken to be over."""
+
+    class Deep(Fragile):
+        def forward(self, x: torch.Tensor) -> Any:
+            output: Any = super().forward(x)
+            for _ in range(65):
+                output = [output]
+            return output
+
+    module = Deep()
+    sharded(module, api.ours)
+    if method != "forward":
+        fsdp2.register_fsdp_forward_method(module, method)
+    with pytest.raises(RuntimeError, match="nested deeper than 64 levels"):
+        (module if method == "forward" else getattr(module, method))(torch.ones(2, WIDTH))
+    module.synchronize_gradients()
+    with fsdp2.summon_full_params(module):
+        assert module.first.weight.shape == (WIDTH, WIDTH)

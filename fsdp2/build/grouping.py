@@ -184,7 +184,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
         options = replace(options, reshard_after_forward=True)
     elif not isinstance(size, (bool, type(None))):
-        regroup(mesh.mesh, mesh.mesh.ndim, size)  # makes process groups here, because every rank calls fully_shard
+        regroup(mesh.mesh, size)  # makes process groups here, because every rank calls fully_shard
     store = ShardStore(params, mesh, pieces, options)
     initial = ([], None) if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), store.version())
     group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward, initial=initial)

@@ -34,7 +34,7 @@ class SubgroupShards:
         """``gather`` is the group's usual gather; ``fulls`` are the plain full tensors in its full buffer."""
         full, places = gather.full, gather.plan  # the second gather writes to the same places as the first
         self.params = params
-        self.axis = Axis.of(regroup(mesh.mesh, mesh.mesh.ndim, size), 1)
+        self.axis = Axis.of(regroup(mesh.mesh, size), 1)
         specs = [param.spec.on_subgroup(mesh, size) for param in params]
         # What was decoded travels as it is: encoded again it would be another value than forward computed with.
         items = [

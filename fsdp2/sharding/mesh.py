@@ -27,6 +27,7 @@ __all__ = [
     "listed_ranks",
     "own_group",
     "regroup",
+    "regroup_within",
     "shard_first",
     "simulated_backend",
 ]
@@ -385,23 +386,39 @@ def shard_first(mesh: DeviceMesh) -> DeviceMesh:
     return made
 
 
-def regroup(mesh: DeviceMesh, dims: int, size: int) -> DeviceMesh:
-    """Return ``mesh`` with its first ``dims`` dimensions reshaped to (rest, ``size``): subgroups of neighbours.
+def regroup(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Return ``mesh`` reshaped to (rest, ``size``): subgroups of neighbours.
 
     Its process groups are made once per mesh and size, under each default process group; every rank of ``mesh`` must
     call this, and no other. So they are not made by ``DeviceMesh``, which numbers process groups in the order in which
     all ranks make them. A rank's place among its neighbours is its rank in their process group, which follows the order
     of ``mesh`` only if ``mesh`` preserves it.
+
+    Pass the mesh that ``fully_shard`` was given, not that of a DTensor: the caches of DTensor may hold another one, on
+    some ranks only, which would then make process groups alone.
     """
-    cache: dict[tuple[int, int, int], DeviceMesh] = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
-    key = (_present_world(), dims, size)
+    cache: dict[tuple[int, int], DeviceMesh] = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
+    key = (_present_world(), size)
     if key not in cache:
         with without_dispatch():
-            ranks = mesh.mesh.reshape(-1, size, *mesh.mesh.shape[dims:])
-            rest, place, *others = (ranks == dist.get_rank()).nonzero()[0].tolist()
-            lines = [ranks[(slice(None), place, *others)].tolist(), ranks[(rest, slice(None), *others)].tolist()]
+            ranks = mesh.mesh.reshape(-1, size)
+            rest, place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+            lines = [ranks[:, place].tolist(), ranks[rest].tolist()]
             own = [own_group(line if mesh_order(mesh) else sorted(line), "neighbours") for line in lines]
-            groups = [*own, *(mesh.get_group(dim) for dim in range(dims, mesh.ndim))]
-            names = tuple(f"dim_{i}" for i in range(ranks.ndim))
-            cache[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+            cache[key] = DeviceMesh.from_group(own, mesh.device_type, mesh=ranks, mesh_dim_names=("dim_0", "dim_1"))
     return cache[key]
+
+
+def regroup_within(whole: DeviceMesh, mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Return ``whole``, whose first dimensions are those of ``mesh``, with ``regroup(mesh, size)`` in their place.
+
+    It makes no process groups of its own.
+    """
+    grouped = regroup(mesh, size)
+    if whole.ndim == mesh.ndim:
+        return grouped
+    groups = [*grouped.get_all_groups(), *(whole.get_group(dim) for dim in range(mesh.ndim, whole.ndim))]
+    names = tuple(f"dim_{i}" for i in range(len(groups)))
+    with without_dispatch():
+        ranks = whole.mesh.reshape(-1, size, *whole.mesh.shape[mesh.ndim :])
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)

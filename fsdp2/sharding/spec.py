@@ -23,7 +23,7 @@ from fsdp2._torch.tensors import (
     local_tensor,
 )
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup, shard_first
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup_within, shard_first
 
 __all__ = ["ShardedSpec", "arrived", "cut_dim", "dense_strides", "dtensor_like", "on_this_rank", "placed_alike"]
 
@@ -140,7 +140,9 @@ class ShardedSpec:
         if placed.mesh != mesh.placed or dim is None or tuple(placed.placements) != own:
             return None
         layout = ShardLayout(tuple(shard.shape), dense_strides(shard), dim, mesh.shard.size)
-        return cls._nested(layout, mesh, placed)
+        # Not on the mesh of ``shard``: on some ranks the caches of DTensor may have replaced it by an equal one with
+        # other process groups.
+        return cls._nested(layout, mesh, replace(placed, mesh=mesh.placed))
 
     @staticmethod
     def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
@@ -252,7 +254,7 @@ class ShardedSpec:
         """Return the spec for ``size`` neighbours of the shard axis, replicated over the rest."""
         layout = replace(self.layout, ranks=size)
         dp_dims = mesh.mesh.ndim
-        grouped = regroup(self.dtensor.mesh, dp_dims, size)
+        grouped = regroup_within(self.dtensor.mesh, mesh.mesh, size)
         dim = layout.dim
         rest = self.dtensor.placements[dp_dims:]
         shards = [grouped.size(i + 2) for i, p in enumerate(rest) if isinstance(p, Shard) and p.dim == dim]

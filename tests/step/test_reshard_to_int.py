@@ -122,6 +122,24 @@ def test_process_groups_are_made_once(rank, world):
     assert made[0] <= 2 and made[1] <= 0, made  # fewer where groups of an earlier test went in between
 
 
+@api.fsdp2_only
+@on_ranks(4)
+def test_process_groups_do_not_follow_the_meshes_of_dtensors(rank, world):
+    """The first forward made two process groups for every tensor-parallel parameter, whose DTensor mesh is an object of
+    its own. The caches of DTensor replaced the mesh of an added shard on one rank only, by an equal one that was made
+    before: this rank made process groups alone, and all ranks hung."""
+    earlier, mesh = [init_device_mesh("cpu", (4, 1), mesh_dim_names=("rows", "tp")) for _ in range(2)]
+    if rank == 0:  # operations whose results DTensor's caches remember with their mesh
+        nn.Parameter(DTensor.from_local(torch.ones(2, 8), earlier["rows"], [Shard(0)], run_check=False).clone())
+    module = stack()
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    before = process_groups()
+    shard_each(module, api.ours, mesh=mesh["rows"], reshard_after_forward=2)
+    module[1].register_parameter("added", nn.Parameter(module[2].weight.detach().clone()))
+    module(torch.ones(2, 8)).sum().backward()
+    assert process_groups() - before <= 2 and module[1].added.device_mesh is module[2].weight.device_mesh
+
+
 @composes("reshard to int", "hybrid sharding")
 @on_ranks(4)
 def test_with_a_replicate_axis(rank, world):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2.policies import DataParallelMeshDims
-from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup, regroup_within
 from tests.support.fake import fake_mesh
 from tests.unit.meshes import gloo_mesh
 
@@ -242,10 +242,10 @@ def test_the_default_mesh_makes_the_process_group(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rank", [0, 5])
 def test_neighbours_are_grouped(size: int, rank: int) -> None:
     with fake_mesh(8, rank=rank) as mesh:
-        grouped = regroup(mesh, 1, size)
+        grouped = regroup(mesh, size)
         assert grouped.mesh.tolist() == [list(range(start, start + size)) for start in range(0, 8, size)]
         assert ranks_of(Axis.of(grouped, 1)) == list(range(rank // size * size, (rank // size + 1) * size))
-        assert regroup(mesh, 1, size) is grouped  # process groups are made once
+        assert regroup(mesh, size) is grouped  # process groups are made once
 
 
 def test_neighbours_are_not_those_of_an_earlier_default_process_group() -> None:
@@ -256,14 +256,14 @@ def test_neighbours_are_not_those_of_an_earlier_default_process_group() -> None:
     for _ in range(2):
         with fake_mesh(4) as mesh:
             for one in (mesh, earlier):
-                assert ranks_of(Axis.of(regroup(one, 1, 2), 1)) == [0, 1]
+                assert ranks_of(Axis.of(regroup(one, 2), 1)) == [0, 1]
 
 
 def test_neighbours_on_the_shard_axis_are_grouped_within_their_replica() -> None:
     with fake_mesh(2, 4, names=("replicas", "shards")) as mesh:
-        assert regroup(mesh, 2, 2).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert regroup(mesh, 2).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_later_dimensions_stay_as_they_are() -> None:
     with fake_mesh(4, 2, names=("dp", "tp")) as mesh:
-        assert regroup(mesh, 1, 2).mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert regroup_within(mesh, mesh["dp"], 2).mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]

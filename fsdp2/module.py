@@ -105,14 +105,20 @@ class FSDPModule(TorchFSDPModule):
         self._root_unit("reset_iter_state").root.reset()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Start gathering ``modules`` when this module's forward starts, instead of the unit that ran next before."""
+        """Start gathering ``modules`` when this module's forward starts, instead of the unit that ran next before.
+
+        Modules under another root are not gathered ahead.
+        """
         unit, prefetch = self._get_fsdp_state(), _units(modules)
         if prefetch != unit.forward_prefetch:
             unit.forward_prefetch = prefetch
             unit.root.options_changed("set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Start gathering ``modules`` when this module's backward starts, instead of the unit before it in forward."""
+        """Start gathering ``modules`` when this module's backward starts, instead of the unit before it in forward.
+
+        Modules under another root are not gathered ahead.
+        """
         unit, prefetch = self._get_fsdp_state(), _units(modules)
         if prefetch != unit.backward_prefetch:
             unit.backward_prefetch = prefetch

@@ -231,3 +231,19 @@ def test_a_gather_that_backward_does_not_use_is_dropped(rank, world):
     with listening(lambda event, name: seen.append(f"{event} {name}")):
         module(torch.ones(2, 8)).sum().backward()
     assert seen.count("unshard 1") == 3 and not group.residency.in_memory
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_list_names_units_of_another_root(rank, world):
+    """A layer of one model names the first layer of the next. The gather was shown to the first model's observer, which
+    raised ``KeyError: FSDPParamGroup``. The same list is followed once both run under one root."""
+    first, last = parts = nn.Sequential(_units(world), _units(world))
+    first[-1].set_modules_to_forward_prefetch([last[0]])
+    last[0].set_modules_to_backward_prefetch([first[-1]])
+    for _ in range(2):
+        last(first(torch.ones(2, 4))).sum().backward()
+    api.ours.fully_shard(parts, mesh=mesh_of(world))
+    _iteration(parts)
+    events = _iteration(parts)
+    assert events.index(("unshard", "1.0")) < events.index(("post_forward", "0.4"))

@@ -138,6 +138,8 @@ class _FullParams:
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
         optimizer.state_dict = types.MethodType(self._state_dict, optimizer)  # type: ignore[method-assign]
         optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]
+        # copy.deepcopy calls it too. A copy would have neither this step nor the state of other owners.
+        optimizer.__reduce_ex__ = types.MethodType(_refuse_copying, optimizer)  # type: ignore[method-assign]
 
     # ---- one step ----
 
@@ -342,6 +344,16 @@ class _FullParams:
         self._refresh()
         self._load_as_torch(state_dict)
         self._refresh()
+
+
+def _refuse_copying(optimizer: optim.Optimizer, protocol: Any) -> Any:
+    kind = type(optimizer).__name__
+    raise TypeError(
+        f"cannot copy or pickle {kind} after use_full_params: its state lies on the ranks that own the parameters, and "
+        f"a copy would step on shards. Build another {kind} on the parameters of the copied model, call "
+        "use_full_params on it, then load_state_dict(optimizer.state_dict()) on every rank; to save it, save its "
+        "state_dict()"
+    )
 
 
 def _plan_bucket(ranks: RankSet, used: list[tuple[Owned, torch.dtype]]) -> _Bucket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -407,7 +408,8 @@ def test_plain_parameters_are_stepped_on_every_rank(rank, world):
 
 
 def test_what_is_refused():
-    """By class, by argument, and a closure at the step."""
+    """By class, by argument, a closure at the step, and copies: these raised "cannot pickle ProcessGroup", or stepped
+    on shards if the optimizer was not yet used."""
     weight = nn.Parameter(torch.randn(2, 2))
     for optimizer, text in (
         (torch.optim.LBFGS([weight]), "LBFGS.*closure.*Unchanged, it steps on DTensors if"),
@@ -422,6 +424,9 @@ def test_what_is_refused():
         fsdp2.use_full_params(torch.optim.Muon([weight]), bucket_mb=0)
     with pytest.raises(ValueError, match="got a closure, expected none"):
         fsdp2.use_full_params(torch.optim.Muon([weight])).step(lambda: 1.0)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot copy or pickle Muon.*call use_full_params.*state_dict\(\)"):
+            copied(fsdp2.use_full_params(torch.optim.Muon([weight])))
     assert full_params.use_full_params is fsdp2.use_full_params
 
 

@@ -46,8 +46,8 @@ def summon_full_params(
         module: Any module: a unit, a part of one, or one that contains units.
         recurse: Also show the parameters of units below ``module``.
         writeback: At the end of the block, copy each rank's pieces of the full parameters into its shards; each replica
-            writes its own values. With False all changes are lost, also those of ``requires_grad``. Nothing is written
-            if the block raises an error.
+            writes its own values. With False all changes are lost, also those of ``requires_grad``. Where the block
+            raises an error, nothing is written; other ranks do not wait for that rank, and write theirs.
         rank0_only: Only the first rank (the lowest of the module's largest mesh) has full parameters. Other ranks keep
             shards.
         offload_to_cpu: Put the full parameters on the CPU, whatever the mesh's device.

@@ -21,7 +21,7 @@ from fsdp2.build.arguments import merge_arguments
 from fsdp2.build.collect import collect
 from fsdp2.build.copying import copy_module, deepcopy_module, refuse_pickling
 from fsdp2.build.grouping import CallOptions
-from fsdp2.build.placing import PlacementFn
+from fsdp2.build.placing import Placed, PlacementFn
 from fsdp2.build.plan import describe
 from fsdp2.build.policy import Policy, choose_units
 from fsdp2.build.strategy import follow_strategy
@@ -155,7 +155,7 @@ def fully_shard(
     units = [] if policy is None else _plan(modules, policy, given, own)
     calls = [*units, (modules, own)]
     if units:
-        _check_placements(calls)
+        _check_calls(calls)
     for modules_of_call, options in calls:  # all arguments are checked before anything changes
         _shard(modules_of_call, options)
     return module
@@ -187,14 +187,14 @@ def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any],
     return calls
 
 
-def _check_placements(calls: list[_Call]) -> None:
+def _check_calls(calls: list[_Call]) -> None:
     """Raise the errors of all ``calls`` before anything changes; a parameter belongs to the first call that has it."""
-    taken: set[nn.Parameter] = set()
+    placed: dict[nn.Parameter, Placed] = {}
+    units: set[nn.Module] = set()
     for modules, options in calls:
-        params = collect(modules, options.ignored, options.ignored_modules).params
-        found = [f for f in params if f.param not in taken]
-        taken.update(f.param for f in found)
-        options.place([f for f in found if not is_managed_tensor(f.param)])
+        params = collect(modules, options.ignored, options.ignored_modules | units).params
+        placed.update((entry.found.param, entry) for entry in options.check(params, placed))
+        units.update(modules)
 
 
 def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp2.build.collect import Found, Managed, collect, move_to
-from fsdp2.build.placing import Placed, PlacementFn, place
-from fsdp2.build.ties import find_ties, follow_tie, join_ties
+from fsdp2.build.placing import Placed, PlacementFn, place, policy_of_param
+from fsdp2.build.ties import check_tie, find_ties, follow_tie, join_ties, replaced_by
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
@@ -67,6 +67,18 @@ class CallOptions:
                 continue
             self.hook_group(group)
 
+    def check(self, params: list[Found], before: dict[nn.Parameter, Placed]) -> list[Placed]:
+        """Raise the errors with which ``manage`` would refuse ``params``, and change nothing; return the new ones.
+
+        ``before`` are parameters that calls with other arguments will manage by then.
+        """
+        own, _ = find_ties(params, self.mesh, self.policy_of)
+        for found in own:
+            if (first := before.get(found.param)) is not None:
+                policy = policy_of_param(found, self.policy_of(found.name))
+                check_tie(found, self.mesh, policy, first.found, first.mesh, first.policy)
+        return self.place([found for found in own if found.param not in before])
+
     def place(self, params: Iterable[Found]) -> list[Placed]:
         """Return the mesh and the spec of each of ``params``; this changes nothing.
 
@@ -104,17 +116,17 @@ class CallOptions:
         params = [param for group in unit.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
         shown_by = {site: param for param in params for site in param.sites}
-        tied: list[Found] = []
-        unknown: list[Found] = []
-        for found in managed.params:
-            if follow_tie(found, shown_by):
-                tied.append(found)
-            elif found.param not in known:
-                unknown.append(found)
+        tied = [(found, others) for found in managed.params if (others := replaced_by(found, shown_by))]
+        followed = {found.param for found, _ in tied}
+        unknown = [found for found in managed.params if found.param not in followed and found.param not in known]
+        added = [found for found, _ in tied]
+        added += [found for found in unknown if not any(site in shown_by for site in found.sites)]
+        self.check(added, {})
+        for found, others in tied:
+            follow_tie(found, others)
         for found in unknown:
             for param in {shown_by[site] for site in found.sites if site in shown_by}:
                 _take_over(found, param)
-        added = tied + [found for found in unknown if not any(site in shown_by for site in found.sites)]
         if not added:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
             return

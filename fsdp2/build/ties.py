@@ -19,10 +19,10 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, Site, show
 from fsdp2.engine.unit import FSDPState, get_state
-from fsdp2.policies import PolicyOf
+from fsdp2.policies import MixedPrecisionPolicy, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
-__all__ = ["Tie", "find_ties", "follow_tie", "join_ties"]
+__all__ = ["Tie", "check_tie", "find_ties", "follow_tie", "join_ties", "replaced_by"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def find_ties(found: list[Found], mesh: DataParallelMesh, policy_of: PolicyOf) -
         if param is None or get_state(param.group.modules[0]) is None:
             own.append(entry)
         else:
-            _check(entry, param, mesh, policy_of)
+            policy = policy_of_param(entry, policy_of(entry.name))
+            check_tie(entry, mesh, policy, param, param.group.mesh, param.policy)
             ties.append(Tie(entry, param))
     return own, ties
 
@@ -62,40 +63,59 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
             unit.groups.append(group)
 
 
-def follow_tie(found: Found, shown_by: Mapping[Site, FSDPParam]) -> bool:
-    """Stop managing parameters that ``found``, which is also managed, has replaced; return True if there were any.
+def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam]) -> set[FSDPParam]:
+    """Return the managed parameters that ``found``, which is also managed, has replaced.
 
-    Parameters that other modules still show, or that several units share, stay. The next gather raises an error that
-    names them.
+    Return none if another module still shows one of them, or several units share it: the next gather raises an error
+    that names it.
     """
     param = param_of(found.param)
     others = {shown_by[site] for site in found.sites if site in shown_by} - {param}
-    if param is None or not others or any(o.group.shared or not {*o.sites} <= {*found.sites} for o in others):
-        return False
-    touched = [p for one in (param, *others) for p in one.group.params if p.full is not None]
+    if param is None or any(o.group.shared or not {*o.sites} <= {*found.sites} for o in others):
+        return set()
+    return others
+
+
+def follow_tie(found: Found, others: set[FSDPParam]) -> None:
+    """Stop managing ``others``, which ``found`` has replaced."""
+    touched = [p for one in (param_of(found.param), *others) if one for p in one.group.params if p.full is not None]
     remember_originals(
         [p.full for p in touched], touched
     )  # an optimizer may hold full parameters, if it was built after unshard()
     for other in others:
         other.group.reshard()
         other.group.drop(other)  # hooks refer to the group, so it stays, even without parameters
-    return True
 
 
-def _check(entry: Found, param: FSDPParam, mesh: DataParallelMesh, policy_of: PolicyOf) -> None:
-    group = param.group
-    asked = policy_of_param(entry, policy_of(entry.name))
-    if group.mesh.mesh != mesh.mesh and _ranks(group.mesh) != _ranks(mesh):
-        got, expected = f"the mesh {mesh.mesh}", f"{group.mesh.mesh}"
-    elif compute_dtype(param.dtype, asked) != param.compute_dtype:
-        got, expected = f"mp_policy.param_dtype={asked.param_dtype}", f"{param.policy.param_dtype}"
+def check_tie(
+    entry: Found,
+    mesh: DataParallelMesh,
+    policy: MixedPrecisionPolicy,
+    first: Found | FSDPParam,
+    first_mesh: DataParallelMesh,
+    first_policy: MixedPrecisionPolicy,
+) -> None:
+    """Raise ValueError unless ``entry`` can be tied to ``first``, which another call manages or is going to.
+
+    ``mesh`` and ``policy`` are those of the call that has found ``entry``.
+    """
+    dtype = (first.param if isinstance(first, Found) else first).dtype
+    if first_mesh.mesh != mesh.mesh and _ranks(first_mesh) != _ranks(mesh):
+        got, expected = f"the mesh {mesh.mesh}", f"{first_mesh.mesh}"
+    elif compute_dtype(dtype, policy) != compute_dtype(dtype, first_policy):
+        got, expected = f"mp_policy.param_dtype={policy.param_dtype}", f"{first_policy.param_dtype}"
     else:
         return
     raise ValueError(
-        f"{entry.name} is shared with {param.name}, which is already managed by another FSDP group: got {got}, "
-        f"expected {expected} as in that group. Use the same for both, or fully_shard([module_a, module_b]) to place "
-        "them in one unit"
+        f"{_described(entry)} is shared with {_described(first)}, which is already managed by another FSDP group: got "
+        f"{got}, expected {expected} as in that group. Use the same for both, or fully_shard([module_a, module_b]) to "
+        "place them in one unit"
     )
+
+
+def _described(param: Found | FSDPParam) -> str:
+    """Return the name with the class of the module, since names are those in a unit before the first forward."""
+    return f"{param.name} of {type(param.sites[0].module).__name__}"
 
 
 def _ranks(mesh: DataParallelMesh) -> list[int]:

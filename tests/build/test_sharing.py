@@ -412,3 +412,32 @@ def test_a_tie_between_forward_and_backward(rank, world):
     with pytest.raises(RuntimeError, match="laid out anew between forward and backward"):
         loss.backward()
     model.reset_iter_state()
+
+
+LOW = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+REFUSED = r"weight of Linear is shared with .*weight of .*, .* got mp_policy.param_dtype=None, expected torch.bfloat16"
+
+
+@on_ranks(1)
+def test_a_tie_that_is_refused_before_anything_is_sharded(rank, world):
+    """Units that the policy chose before the one with the tie were sharded already."""
+    model = Language()
+    with pytest.raises(ValueError, match=REFUSED):
+        fsdp2.fully_shard(model, policy=lambda m: {"mp_policy": LOW} if m is model.embed else m is model.body)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@on_ranks(1)
+def test_a_later_tie_that_is_refused(rank, world):
+    """The weight that it replaced was not managed any more: put back, it met plain tensors."""
+    model = Two()
+    fsdp2.fully_shard(model.third, mp_policy=LOW)
+    fsdp2.fully_shard(model)
+    own = model.first.weight
+    model.first.weight = model.third.weight
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED):
+            model(torch.ones(2, 8))
+    model.first.weight = own
+    model(torch.ones(2, 8)).sum().backward()
+    assert own.grad is not None

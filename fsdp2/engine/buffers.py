@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2._torch.tensors import versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
@@ -345,6 +346,14 @@ class ShardStore:
             self._full.free()
         if self.extensions is not None:
             self.extensions.free()
+
+    def full_versions(self) -> list[int]:
+        """Return how often each full parameter was changed in place; gathers do not count."""
+        return versions_of([param.full for param in self._plain])
+
+    def changed_since(self, versions: list[int]) -> list[str]:
+        """Return the names of full parameters that were changed in place since they had these ``versions``."""
+        return [p.name for p, before, now in zip(self._plain, versions, self.full_versions()) if now != before]
 
     def reclaim_full(self) -> None:
         """Undo assignments to ``.data`` of full parameters: gathers would write to memory that nobody reads."""

@@ -65,6 +65,7 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
+        self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
         for param in params:
             param.group = self
 
@@ -222,6 +223,7 @@ class FSDPParamGroup:
             self.reshard()
         self.phases.enter("pre_forward")
         self._unshard_for_compute(launch, in_backward=False)
+        self._versions = self.store.full_versions() if torch.is_grad_enabled() else []
         if torch.is_grad_enabled():
             self._generation = self.store.generation
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
@@ -229,10 +231,26 @@ class FSDPParamGroup:
             _trace.emit("pre_forward", self.name)
 
     def post_forward(self) -> None:
-        """Note that no forward is inside any more; ``release`` follows, unless a backward computes with the group."""
+        """Note that no forward is inside any more; ``release`` follows, unless a backward computes with the group.
+
+        Raises:
+            RuntimeError: a forward with gradients has changed full parameters in place.
+        """
+        if self._versions and self._generation == self.store.generation:
+            self._refuse_writes(self.store.changed_since(self._versions))
         self.phases.enter("post_forward")
         if _trace.recording:
             _trace.emit("post_forward", self.name)
+
+    def _refuse_writes(self, written: list[str]) -> None:
+        if written:
+            raise RuntimeError(
+                f"{', '.join(written)}: the forward changed it in place, as nn.Embedding(max_norm=...) does. This "
+                "would be lost: the full parameter is a copy that is freed after forward, and each rank changes it for "
+                "its own batch. Change the shards after each optimizer step instead (under torch.no_grad(): local = "
+                "weight.to_local(); local.copy_(torch.renorm(local, 2, 0, max_norm))), or keep what forward updates in "
+                "a buffer"
+            )
 
     def release(self, after: bool | int) -> None:
         """Free the parameters after a forward (True), keep them (False), or keep pieces on ``after`` ranks.

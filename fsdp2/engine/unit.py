@@ -259,7 +259,11 @@ class FSDPState(ComposableState):
         """
         call = self._leave(module)
         if call is not None:
-            output = self._end(call, output)
+            try:
+                output = self._end(call, output)
+            except Exception:
+                self.break_off_forward()  # torch gives the hook for errors the forward's output, as if all was well
+                raise
         return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
 
     def _end(self, call: Call, output: Any) -> Any:

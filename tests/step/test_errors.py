@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -412,3 +413,28 @@ def test_lazy_modules(rank, world):
     module(torch.ones(2, 3))
     api.ours.fully_shard(module, mesh=mesh_of(world))
     module(torch.ones(2, 3)).sum().backward()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_forward_that_writes_to_its_weight(rank, world):
+    """``nn.Embedding(max_norm=...)`` writes to its weight in forward. The write was lost with the full parameter,
+    without a word, as with torch. With the remedy, training is that of one process."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 2))
+    module = copy.deepcopy(alone)
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    tokens = torch.arange(6).view(2, 3)
+    with pytest.raises(RuntimeError, match=r"0\.weight: the forward changed it in place.*torch\.renorm.*in a buffer"):
+        module(tokens[rank])
+    module[0].max_norm = None
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
+    for _ in range(3):
+        with torch.no_grad():
+            local = module[0].weight.to_local()
+            local.copy_(torch.renorm(local, 2, 0, 0.5))
+        for one, batch, optimizer in zip((module, alone), (tokens[rank], tokens), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(batch).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(module[0].weight.full_tensor(), alone[0].weight)

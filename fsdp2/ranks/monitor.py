@@ -399,7 +399,10 @@ def _skipping(did: list[_Did | str]) -> str:
     first = min(units, key=lambda one: one.order)  # ranks that are further on have skipped this unit
     name = repr(first.unit) if first.unit else "the root"
     if first.may_skip:
-        return f"; some ranks may skip {name}, but all must use the others in one order, the same in every step"
+        return (
+            f"; some ranks may skip {name}, but all must use the others in one order, the same in every step: loop "
+            "over experts by their index, not by their score, or make one unit of them, fully_shard([expert, ...])"
+        )
     line = "{}.set_reduce_scatter_unused_params(True)"
     unit = line.format(_in_python(first.unit or ""))
     every = f", or {line.format('model')} for every unit of the root" if first.unit else ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import versions_of
+from fsdp2._torch.tensors import storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
@@ -20,6 +20,7 @@ from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.packing import NO_LIMIT, FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["ShardStore"]
 
@@ -346,6 +347,12 @@ class ShardStore:
             self._full.free()
         if self.extensions is not None:
             self.extensions.free()
+
+    def lies_in_full(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is a full parameter, or a view of one."""
+        if self._full is None or tensor.layout is not torch.strided:
+            return False
+        return storages_of([on_this_rank(tensor)]) == storages_of([self._full.bytes])
 
     def full_versions(self) -> list[int]:
         """Return how often each full parameter was changed in place; gathers do not count."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import autograd_sequence_number
+from fsdp2._torch.autograd import autograd_sequence_number, functorch_active
 from fsdp2._torch.fsdp import TorchFSDPState, torch_fully_shard
 from fsdp2._torch.hooks import dispatch_modes, outside_dynamo, outside_dynamo_and_modes
 from fsdp2._torch.modules import (
@@ -31,7 +31,7 @@ from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way, is_called_by_method
 from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.side_outputs import SideOutputs
-from fsdp2.autograd.trees import find_tensors
+from fsdp2.autograd.trees import find_tensors, map_tensors
 from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
@@ -273,6 +273,7 @@ class FSDPState(ComposableState):
             call.written = [value for copies in call.copies for value in copies.carry_back()]
         if call.kind is not CallKind.NORMAL:
             return output  # a part of another call
+        output = self._without_own(output)
         if call.members:
             # Not complete, but backward may enter by this member's output.
             if torch.is_grad_enabled():
@@ -288,6 +289,17 @@ class FSDPState(ComposableState):
                 output = unit._complete(unfinished, output)
             root.end_forward()
         return output
+
+    def _without_own(self, output: Any) -> Any:
+        """Return ``output`` with copies in place of the unit's full parameters and views of them: their memory goes."""
+        if functorch_active():  # its tensors have no storage to compare
+            return output
+
+        def outlasting(tensor: torch.Tensor) -> torch.Tensor:
+            own = any([group.store.lies_in_full(tensor) for group in self.groups])
+            return tensor.clone() if own else tensor
+
+        return map_tensors(outlasting, output, objects=True)
 
     @property
     def outer_modes(self) -> int:

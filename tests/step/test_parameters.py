@@ -34,6 +34,7 @@ KINDS = (
     "frozen",
     "frozen_all",
     "parameter_lists",
+    "returns_its_weights",  # with torch's they are freed by then: an error, or a segmentation fault
     "lstm",
     "buffers",
     "batch_norm",

@@ -82,6 +82,7 @@ CASES: dict[str, Case] = {
     "frozen_all": Case(lambda: mlp(4, 8, 4).requires_grad_(False), rows(4, grad=True), linears),
     "skipping": Case(models.Skipping, rows(6), children),
     "no_arguments": Case(models.UsesConstant, rows(6), children),
+    "returns_its_weights": Case(models.UsesTable, rows(6), children, torch_takes_it=False),
     "view_in_place": Case(models.ViewInPlace, rows(6), children, torch_takes_it=False),
     "keywords": Case(models.Keywords, rows(6), children, keywords=lambda inputs: {"x": inputs[0], "twice": True}),
     "casts_its_inputs": Case(lambda: nn.Sequential(models.Casting(4, 6), models.Casting(6, 4)), rows(4), children),

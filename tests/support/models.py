@@ -280,6 +280,30 @@ class UsesConstant(nn.Module):
         return self.last(x @ self.constant())
 
 
+class Table(nn.Module):
+    """Returns its weight, views of it and its bias, which are used when other units have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 6) / 3), nn.Parameter(torch.randn(6))
+
+    def forward(self) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.weight, {"turned": self.weight.t(), "fixed": self.bias.detach(), "bias": self.bias}
+
+
+class UsesTable(nn.Module):
+    """Computes with the parameters that a unit returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = Table(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, views = self.table()
+        x = self.last(x)
+        return (x @ weight * views["bias"]) @ views["turned"] + views["fixed"]
+
+
 class ViewInPlace(nn.Module):
     """A unit returns a view of its result, which the caller then changes in place."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -522,30 +522,25 @@ class FSDPState(ComposableState):
         A submodule that was a root before becomes part of the new root's tree.
 
         Raises:
-            RuntimeError: this call grouped several modules, or parameters are still on the meta device.
+            RuntimeError: this call grouped several modules, backwards of a unit below are ended by the caller, or
+                parameters are still on the meta device.
             Exception: a parameter that was added since ``fully_shard`` cannot be managed.
         """
-        if len(self.modules) > 1:
-            raise RuntimeError(
-                f"FSDP requires a single root module but got {self.modules}; call fully_shard on the module whose "
-                "forward runs first as well"
-            )
         names: dict[FSDPState, str] = {}
         for name, module in self.modules[0].named_modules():
             unit = get_state(module)
             if unit is not None:
                 names[unit] = f"{names[unit]}, {name}" if unit in names else name
-        self._refuse_manual_below(names)
-        root = self._own_root
+        root, error = self._own_root, self._why_no_root(names)
         for unit, name in names.items():
             unit._run_under(root, name)
         root.take_over(list(names), self.modules[0])
-        error = None
         try:
             try:
-                for unit in names:
-                    unit._prepare(in_root=self)
-                root.limit_communication()
+                if error is None:
+                    for unit in names:
+                        unit._prepare(in_root=self)
+                    root.limit_communication()
             except Exception as reason:  # of any type: shard_placement_fn of an added parameter may raise its own
                 error = reason
             # An error of this rank goes to the observer first, so that the other ranks raise it instead of waiting.
@@ -605,11 +600,20 @@ class FSDPState(ComposableState):
         """Add to the text of ``error``, which leaves a forward or a registered method, which shards it is about."""
         explain(error, lambda: self.root.groups)
 
-    def _refuse_manual_below(self, units: Iterable[FSDPState]) -> None:
-        """Raise RuntimeError where somebody asked to end the backwards of a unit below the root."""
-        for unit in units:
+    def _why_no_root(self, names: Mapping[FSDPState, str]) -> Exception | None:
+        """Return the error if this unit cannot be the root of the units with these ``names``, else None.
+
+        It is not raised here, because the other ranks must raise it too.
+        """
+        if len(self.modules) > 1:
+            return RuntimeError(
+                f"FSDP requires a single root module but got {self.modules}; call fully_shard on the module whose "
+                "forward runs first as well"
+            )
+        for unit, name in names.items():
             if unit is not self and unit.root is not self._own_root and unit.root.manual:
-                raise RuntimeError(
-                    "set_manual_backward_finalization must be called on the root FSDP module; it was called on one "
+                return RuntimeError(
+                    f"set_manual_backward_finalization must be called on the root FSDP module; it was called on {name} "
                     f"below {type(self.modules[0]).__name__}, whose forward began here. Call it on that one instead"
                 )
+        return None

@@ -200,3 +200,17 @@ def test_a_parameter_replaced(rank, world):
                 module.b.weight = nn.Parameter(torch.ones(8, 8))
             alone.b.weight.data[4:] = 1
         train(module, alone)
+
+
+@on_ranks(2)
+def test_a_root_that_is_refused(rank, world):
+    """One rank's module cannot be a root. It raised alone, before it met the others, which waited for it."""
+    for grouped, error in ((True, "requires a single root"), (False, "must be called on the root.* called on a")):
+        module = Two()
+        if not grouped:
+            fsdp2.fully_shard(module.a)
+        fsdp2.fully_shard([module.a, module.b] if grouped and rank else module)
+        if not grouped and rank:
+            module.a.set_manual_backward_finalization(True)
+        with pytest.raises(RuntimeError, match=f"{'' if rank else 'rank 1: .*'}{error}"):
+            (module.a if grouped and rank else module)(torch.ones(2, 8))

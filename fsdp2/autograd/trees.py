@@ -1,8 +1,8 @@
 """Find and replace the tensors inside the inputs and outputs of forward, in containers of any type.
 
 Lists, tuples, named tuples, dicts, dataclasses and registered pytree nodes are rebuilt as the same type if anything in
-them changes; otherwise they stay the same object. The attributes of plain objects are searched, but replaced (in a
-copy) only on request, because a module may write to an object that it receives, such as a cache.
+them changes; otherwise they stay the same object. Sets and the attributes of plain objects are searched, but replaced
+(in a copy) only on request, because a module may write to an object that it receives, such as a cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 def map_tensors(function: Function, tree: Any, *, objects: bool = False) -> Any:
     """Return ``tree`` with every tensor replaced by ``function(tensor)``.
 
-    Tensors in attributes of plain objects are replaced only with ``objects``, in copies of the objects.
+    Tensors in sets and in attributes of plain objects are replaced only with ``objects``, in copies of these.
 
     Raises:
         RuntimeError: ``tree`` is nested deeper than 64 levels.
@@ -54,7 +54,7 @@ def map_arguments(
 
 
 def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:
-    """Return every tensor in ``tree``, in order; with ``objects``, also those in attributes of plain objects."""
+    """Return every tensor in ``tree``, in order; with ``objects``, also those in sets and plain objects."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: list[torch.Tensor] = []
@@ -185,10 +185,12 @@ class _Mapper:
             leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
             new = [self.map(leaf, depth) for leaf in leaves]
             return tree if all(a is b for a, b in zip(new, leaves)) else pytree.tree_unflatten(new, spec)
-        attributes = getattr(tree, "__dict__", None)
-        if not self.objects or attributes is None or callable(tree) or depth > _MAX_OBJECT_DEPTH:
+        if not self.objects or callable(tree) or depth > _MAX_OBJECT_DEPTH:
             return tree
-        return self._rebuild_attributes(tree, dict(attributes), depth)
+        if isinstance(tree, (set, frozenset)):
+            parts = {item: self.map(item, depth) for item in tree}
+            return tree if all(a is b for a, b in parts.items()) else kind(parts.values())
+        return self._rebuild_attributes(tree, {**getattr(tree, "__dict__", {}), **_slots(tree)}, depth)
 
     def _rebuild_dict(self, tree: Any, depth: int) -> Any:
         originals = list(tree.values())
@@ -218,6 +220,19 @@ class _Mapper:
         for name, value in changed.items():
             object.__setattr__(clone, name, value)  # also where the dataclass is frozen
         return clone
+
+
+def _slots(tree: Any) -> dict[str, Any]:
+    """Return the attributes that ``tree`` has in ``__slots__``, by the names under which they are stored."""
+    found = {}
+    for cls in type(tree).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            stored = f"_{cls.__name__.lstrip('_')}{name}" if private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(tree, stored):
+                found[stored] = getattr(tree, stored)
+    return found
 
 
 def _rebuild_sequence(old: Any, new: list[Any]) -> Any:

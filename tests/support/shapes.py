@@ -44,6 +44,19 @@ class Box:
         self.more = {"nested": [value * 2]}
 
 
+class Slots:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("__hidden", "value")
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.__hidden = value, value * 2
+
+    def parts(self) -> list[Tensor]:
+        """Return the tensors."""
+        return [self.value, self.__hidden]
+
+
 class Node:
     """A container known to pytree only."""
 
@@ -70,9 +83,11 @@ KINDS = (
     "frozen_dataclass",
     "pytree",
     "object",
+    "slots",
+    "set",
     "with_none",
 )
-PLAIN_OBJECTS = ("pytree", "object")
+PLAIN_OBJECTS = ("pytree", "object", "slots", "set")
 """Kinds in which torch's fully_shard finds no tensor."""
 
 
@@ -90,6 +105,8 @@ def wrap(kind: str, x: Tensor) -> Any:
         "frozen_dataclass": lambda: FrozenResult(x),
         "pytree": lambda: Node(x, Node(x * 2)),
         "object": lambda: Box(x),
+        "slots": lambda: Slots(x),
+        "set": lambda: {x},
         "with_none": lambda: (None, x, "text", 3),
     }
     return makers[kind]()
@@ -99,13 +116,15 @@ def tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of any container above, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, set)):
         for part in value:
             yield from tensors(part)
     elif isinstance(value, dict):
         yield from tensors(list(value.values()))
     elif is_dataclass(value):
         yield from tensors([getattr(value, field.name) for field in fields(value)])
+    elif isinstance(value, Slots):
+        yield from value.parts()
     elif isinstance(value, (Box, Node)):
         yield from tensors(list(vars(value).values()))
 

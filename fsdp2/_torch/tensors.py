@@ -40,6 +40,7 @@ __all__ = [
     "dtensor_specs",
     "flatten_mesh",
     "foreach_copy",
+    "lies_in",
     "local_tensor",
     "local_tensors",
     "mesh_order",
@@ -49,6 +50,7 @@ __all__ = [
     "storages_of",
     "versions_of",
     "without_dispatch",
+    "writes_to",
 ]
 
 # One kernel packs gradients into one row per rank, padded and cast.
@@ -61,6 +63,16 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._
 def versions_of(tensors: Iterable[Any]) -> list[int]:
     """Return each tensor's count of in-place changes, or -1 for inference tensors, which have none."""
     return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+def writes_to(tensors: Iterable[Any]) -> list[int]:
+    """Return each tensor's count of in-place changes; none of ``tensors`` may be an inference tensor."""
+    return [t._version for t in tensors]
+
+
+def lies_in(tensor: torch.Tensor, storage: Any) -> bool:
+    """Return whether ``tensor`` is strided and its memory is ``storage``, an untyped one."""
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == storage._cdata
 
 
 def storages_of(tensors: Iterable[Any]) -> list[int]:

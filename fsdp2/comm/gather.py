@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from fsdp2._torch.tensors import lies_in
 from fsdp2.comm.collectives import Work, all_gather, wire_view
 from fsdp2.comm.formats import Encoded, decode, encode, encoded_views
 from fsdp2.comm.pieces import copy_all, piece_pairs
@@ -42,6 +43,10 @@ class Buffer:
         A version counter shared with the parameters would make autograd believe that a gather changes them.
         """
         return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype).data
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in this memory."""
+        return lies_in(tensor, self._storage)
 
     def allocate(self) -> None:
         """Make the memory exist (its content is undefined)."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import storages_of, versions_of
+from fsdp2._torch.tensors import writes_to
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
@@ -350,13 +350,11 @@ class ShardStore:
 
     def lies_in_full(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a full parameter, or a view of one."""
-        if self._full is None or tensor.layout is not torch.strided:
-            return False
-        return storages_of([on_this_rank(tensor)]) == storages_of([self._full.bytes])
+        return self._full is not None and self._full.has(on_this_rank(tensor))
 
     def full_versions(self) -> list[int]:
         """Return how often each full parameter was changed in place; gathers do not count."""
-        return versions_of([param.full for param in self._plain])
+        return writes_to([param.full for param in self._plain])
 
     def changed_since(self, versions: list[int]) -> list[str]:
         """Return the names of full parameters that were changed in place since they had these ``versions``."""

@@ -223,8 +223,9 @@ class FSDPParamGroup:
             self.reshard()
         self.phases.enter("pre_forward")
         self._unshard_for_compute(launch, in_backward=False)
-        self._versions = self.store.full_versions() if torch.is_grad_enabled() else []
+        self._versions = []
         if torch.is_grad_enabled():
+            self._versions = self.store.full_versions()
             self._generation = self.store.generation
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
         if _trace.recording:
@@ -237,20 +238,21 @@ class FSDPParamGroup:
             RuntimeError: a forward with gradients has changed full parameters in place.
         """
         if self._versions and self._generation == self.store.generation:
-            self._refuse_writes(self.store.changed_since(self._versions))
+            if self.store.full_versions() != self._versions:
+                self._refuse_writes(self.store.changed_since(self._versions))
         self.phases.enter("post_forward")
         if _trace.recording:
             _trace.emit("post_forward", self.name)
 
-    def _refuse_writes(self, written: list[str]) -> None:
-        if written:
-            raise RuntimeError(
-                f"{', '.join(written)}: the forward changed it in place, as nn.Embedding(max_norm=...) does. This "
-                "would be lost: the full parameter is a copy that is freed after forward, and each rank changes it for "
-                "its own batch. Change the shards after each optimizer step instead (under torch.no_grad(): local = "
-                "weight.to_local(); local.copy_(torch.renorm(local, 2, 0, max_norm))), or keep what forward updates in "
-                "a buffer"
-            )
+    @staticmethod
+    def _refuse_writes(written: list[str]) -> None:
+        raise RuntimeError(
+            f"{', '.join(written)}: the forward changed it in place, as nn.Embedding(max_norm=...) does. This would be "
+            "lost: the full parameter is a copy that is freed after forward, and each rank changes it for its own "
+            "batch. Change the shards after each optimizer step instead (under torch.no_grad(): local = "
+            "weight.to_local(); local.copy_(torch.renorm(local, 2, 0, max_norm))), or keep what forward updates in a "
+            "buffer"
+        )
 
     def release(self, after: bool | int) -> None:
         """Free the parameters after a forward (True), keep them (False), or keep pieces on ``after`` ranks.

@@ -294,12 +294,10 @@ class FSDPState(ComposableState):
         """Return ``output`` with copies in place of the unit's full parameters and views of them: their memory goes."""
         if functorch_active():  # its tensors have no storage to compare
             return output
+        return map_tensors(self._outlasting, output, objects=True)
 
-        def outlasting(tensor: torch.Tensor) -> torch.Tensor:
-            own = any([group.store.lies_in_full(tensor) for group in self.groups])
-            return tensor.clone() if own else tensor
-
-        return map_tensors(outlasting, output, objects=True)
+    def _outlasting(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if any([group.store.lies_in_full(tensor) for group in self.groups]) else tensor
 
     @property
     def outer_modes(self) -> int:

@@ -274,13 +274,14 @@ def test_a_dtensor_has_its_local_tensor_until_it_is_swapped() -> None:
         assert _torch.local_tensor(first) is pieces[1]
 
 
-@probes("versions_of")
+@probes("versions_of", "writes_to")
 def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)
     tensor[:2].add_(1)
     assert _torch.versions_of([tensor])[0] == 1
     torch.no_grad()(tensor.mul_)(2)
-    assert _torch.versions_of([tensor])[0] == 2 and _torch.versions_of([tensor.data])[0] == 0
+    assert _torch.versions_of([tensor]) == _torch.writes_to([tensor]) == [2]
+    assert _torch.versions_of([tensor.data])[0] == 0
     assert _torch.versions_of([torch.inference_mode()(torch.zeros)(1)])[0] == -1
     with fake_mesh(2) as mesh:
         param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
@@ -289,7 +290,7 @@ def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
         assert _torch.versions_of([param])[0] > before
 
 
-@probes("storages_of")
+@probes("storages_of", "lies_in")
 def test_data_assigned_shows_in_the_storage_alone() -> None:
     with fake_mesh(2) as mesh:
         param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
@@ -301,6 +302,10 @@ def test_data_assigned_shows_in_the_storage_alone() -> None:
         param.data = param.data * 2
         assert _torch.storages_of([param]) != before
         assert param._version == version and param._local_tensor is local
+    whole = torch.zeros(4)
+    assert _torch.lies_in(whole[1:].detach().view(3, 1), whole.untyped_storage())
+    assert not _torch.lies_in(whole.clone(), whole.untyped_storage())
+    assert not _torch.lies_in(whole.to_sparse(), whole.untyped_storage())
 
 
 @probes("python_attributes")

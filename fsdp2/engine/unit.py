@@ -445,6 +445,20 @@ class FSDPState(ComposableState):
             group.in_root = bool(self.is_root)
             group.use_comm(self.root.comm)
             group.set_names(self.name, {})
+        self._share_lanes()
+
+    def _share_lanes(self) -> None:
+        """Let roots that tie a parameter communicate on the same lanes, because a pass waits for its own lanes alone.
+
+        This root, which may be new, goes over to the lanes of another one, where something may be in flight.
+        """
+        tied = {group for group in self.root.groups if group.shared}
+        users = [unit for unit in live_units() if not tied.isdisjoint(unit.groups)] if tied else []
+        comms = dict.fromkeys(unit.root.comm for unit in users)
+        if len(comms) > 1:
+            comm = next(other for other in comms if other is not self.root.comm)
+            for root in dict.fromkeys(unit.root for unit in live_units() if unit.root.comm in comms):
+                root.use_comm(comm)
 
     # ---- backward ----
 
@@ -533,6 +547,7 @@ class FSDPState(ComposableState):
         for unit, name in names.items():
             unit._run_under(root, name)
         root.take_over(list(names), self.modules[0])
+        self._share_lanes()
         try:
             try:
                 if error is None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests.support.counting import Collectives
-from tests.support.parity import Run, mesh_1d, shard_each, stack
+from tests.support.parity import Run, assert_gradients, mesh_1d, shard_each, stack
 from tests.support.pool import on_ranks
 from tests.support.report import agrees, check, refused, report
 
@@ -441,3 +441,34 @@ def test_a_later_tie_that_is_refused(rank, world):
     model.first.weight = own
     model(torch.ones(2, 8)).sum().backward()
     assert own.grad is not None
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("tied", ["before", "after"])
+def test_a_tie_between_two_roots(rank, world, tied):
+    """An encoder and a decoder that share a weight are models of their own, as two stages of a pipeline on one rank
+    are. What a backward of one reduced was left on the lanes of the other: it was added to ``.grad`` one step late."""
+    torch.manual_seed(0)
+    models = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+    (first, second), (third, last) = models
+    encoder, decoder = nn.Sequential(first, second), nn.Sequential(third, last)
+    if tied == "before":
+        last.weight = first.weight
+    alone = copy.deepcopy(models)
+    pairs = [(encoder, decoder), tuple(nn.Sequential(*layers) for layers in alone)]
+    for root in (encoder, decoder):
+        fsdp2.fully_shard(root, mesh=mesh_1d())
+    x = torch.randn(2, 8)
+    for step in range(3):
+        if tied == "after" and step == 1:
+            last.weight, alone[1][1].weight = first.weight, alone[0][0].weight
+            with torch.no_grad():
+                decoder(x)  # takes the tie in, before the encoder's forward
+        for one, other in pairs:
+            hidden = one(x)
+            middle = hidden.detach().requires_grad_()
+            other(middle).square().sum().backward()
+            hidden.backward(middle.grad)
+        assert_gradients(models, alone, step)
+        models.zero_grad()
+        alone.zero_grad()

@@ -128,8 +128,11 @@ def test_batch_norm_follows_its_buffers(rank, world, when):
     step()
     assert module[1]._get_fsdp_state().groups[0].params[0].compute_dtype == torch.bfloat16
     if when == "back":
+        module[1].unshard()
+        held = module[1].weight
         cast(torch.float32)
         step()
+        assert not held.untyped_storage().size()  # what was gathered in bfloat16 is freed, whoever refers to it
         assert module[1]._get_fsdp_state().groups[0].params[0].compute_dtype == torch.float32
     assert module[1].weight.dtype == torch.float32
 

@@ -159,13 +159,14 @@ class WideLinear(nn.Module):
 @pytest.mark.parametrize("told", [FP32, None], ids=["fp32", "any"])
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_wide_gradient_of_a_narrow_weight_is_not_rounded(rank, world, width, told, sync):
-    """That is what a grad_dtype is for: the kernel's own float32 reaches the shard."""
+    """That is what a grad_dtype is for: the kernel's own float32 reaches the shard, also by a parameter made anew."""
     torch.manual_seed(0)
     module = nn.Sequential(WideLinear(width, BF16, told))
     api.ours.fully_shard(module)
     total = torch.zeros(width, width)
     for step in range(2):
         module.set_requires_gradient_sync(sync or step == 1)
+        module.set_transfer_sizes(direct_param_bytes=1 << step, direct_group_bytes=0)
         rows = torch.randn(4, width, generator=torch.Generator().manual_seed(2 * step + rank)).to(BF16)
         output = module(rows)
         grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(7 + rank)).to(BF16)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2._trace import listening
 from fsdp2.comm.reduce import ReducePlan
+from fsdp2.engine import gradients
 from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
 
@@ -73,6 +74,17 @@ def test_small_gradients_leave_together_at_the_end(mesh: DeviceMesh) -> None:
     assert events == ["pre_backward", "post_backward", "reduce", "root_post_backward"]
 
 
+def test_a_unit_streams_where_the_largest_one_is_just_worth_two_chunks(mesh: DeviceMesh) -> None:
+    """On streams only the memory of the largest counts: 8 bytes in the sum for 4 of weights, for two ranks' chunks."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((4, 768), (768, 4), (4, 1024))))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    model.set_transfer_sizes(chunk_bytes=1024 * 4 * 8 // 8)
+    for name in "012":
+        assert [e for e, unit in backward_events(model) if unit == name] == ["pre_backward", "reduce", "post_backward"]
+
+
 def test_units_reduce_in_the_order_of_backward(mesh: DeviceMesh) -> None:
     model = shard_units(Branch(), mesh)
     reduced = [name for event, name in backward_events(model) if event == "reduce"]
@@ -110,6 +122,45 @@ def test_a_unit_without_gradients_reduces_zeros_if_asked_to(mesh: DeviceMesh, ea
         backward_events(model)
     reduced = [name for event, name in backward_events(model, False) if event == "reduce"]
     assert sorted(reduced) == ["branch", "trunk"]
+
+
+class Scales(nn.Module):
+    """Its forward makes one node for each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x
+
+
+def test_a_forward_with_as_many_nodes_as_weights_computes_beside_its_chunks(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a compiled block makes fewer, and all its gradients at once."""
+    sent: list[str] = []
+    reduce = gradients.reduce_chunk
+    monkeypatch.setattr(
+        gradients, "reduce_chunk", lambda *a, **named: sent.append(named["finished"]) or reduce(*a, **named)
+    )
+    backward_events(fully_shard(Scales(), mesh=mesh), requires_grad=False)
+    assert sent == ["early"]
+
+
+def test_an_evaluation_that_passes_its_input_on_is_not_in_its_backward(mesh: DeviceMesh) -> None:
+    """The input was computed with gradients, which are not gradients of the unit."""
+    unit = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
+    unit.forward = lambda x: x
+    x = torch.ones(4, requires_grad=True) * 2
+    events: list[str] = []
+    with torch.no_grad():
+        output = unit(x)
+    with listening(lambda event, name: events.append(event)):
+        output.sum().backward()
+    assert not events
 
 
 def test_a_communicator_of_their_own_is_used_from_the_next_backward_on(mesh: DeviceMesh) -> None:

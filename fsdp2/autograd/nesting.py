@@ -32,9 +32,8 @@ def calls_under_way(module: nn.Module) -> int:
 
 
 def is_called_by_method(module: nn.Module) -> bool:
-    """Return whether the latest call of ``module`` is inside a method of it that counts as a call."""
-    codes = _codes(module)
-    return len(codes) > 1 and codes[1] is not _CALL
+    """Return whether the latest call of ``module``, which is inside another, is inside a method that counts as one."""
+    return _codes(module)[1] is not _CALL
 
 
 def _codes(module: nn.Module) -> list[CodeType]:

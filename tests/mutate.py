@@ -57,7 +57,7 @@ SPARED = re.compile(
 """Functions and calls that word or raise errors, which have tests for each text, and calls whose order is nobody's."""
 
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent.json").read_text())
-"""Why nothing can notice a mutant, by its place and what is broken there."""
+"""Why nothing can notice a mutant, by its place, the rule, and what is broken there."""
 EVERYWHERE = ["tests/"]
 AMONG = [*EVERYWHERE]
 """Where the tests are that are asked."""
@@ -98,7 +98,7 @@ class Mutant:
     @property
     def equivalent(self) -> str:
         """Why nothing can notice it; "" if something can. It is not run."""
-        return EQUIVALENT.get(f"{self.place}: {' '.join(self.was.split())}", "")
+        return EQUIVALENT.get(f"{self.place}: {self.rule}: {' '.join(self.was.split())}", "")
 
     def source(self, text: str) -> str:
         """Return the broken file."""

@@ -58,14 +58,15 @@ def test_each_backward_of_a_backward_is_told_where_it_enters(inputs: int) -> Non
     """By the gradient that left by the inputs; the third one by the gradient that the second sent out by the output."""
     log = Log()
     leaves = [torch.ones(2, requires_grad=True) for _ in range(inputs)]
+    unused = [torch.ones(2, requires_grad=True)] * (inputs - 1)  # has no gradient that a backward could enter by
 
     def starting(grad: Tensor) -> None:
         log.starting(grad)
         if torch.is_grad_enabled():
             watch_exit(grad, starting)
 
-    (given, _), _, _ = watch_inputs(tuple(leaves), {}, log.done, starting)
-    _, output = watch_outputs(sum(x**4 for x in given), starting, autograd_sequence_number())
+    (given, _), _, _ = watch_inputs((*leaves, *unused), {}, log.done, starting)
+    _, output = watch_outputs(sum(x**4 for x in given[:inputs]), starting, autograd_sequence_number())
     above = output**2
     gradients = torch.autograd.grad(above.sum(), leaves, create_graph=True)
     assert log == ["starting", "done"]

@@ -167,3 +167,16 @@ def test_an_optimizer_built_before_sharding() -> None:
         state = [optimizer.state[p]["momentum_buffer"].to_local() for p in module.parameters()]
         steps.append([p.to_local() for p in module.parameters()] + state)
     assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
+
+
+def test_a_step_that_failed_half_way_has_its_momentum_saved() -> None:
+    """By parameter, as after other steps; the group that failed came after one that had stepped."""
+    with fake_mesh(2) as mesh:
+        module = fully_shard(nn.Linear(4, 6), mesh=mesh)
+        groups = [{"params": [module.weight]}, {"params": [module.bias], "lr": "none"}]
+        optimizer = use_local_shards(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(TypeError):
+            optimizer.step()
+        assert type(optimizer.state_dict()["state"][0]["momentum_buffer"]) is DTensor

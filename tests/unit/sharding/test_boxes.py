@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2.sharding.boxes import Entry, beyond, blocks, buckets, intersect, narrow, numel, whole, within
+from fsdp2.sharding.boxes import Entry, beyond, blocks, buckets, copy_common, intersect, narrow, numel, whole, within
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float64])
@@ -55,6 +55,9 @@ def test_what_two_boxes_have_in_common(case):
         tensor = torch.arange(math.prod(shape)).reshape(shape)
         assert torch.equal(narrow(tensor, both), narrow(narrow(tensor, a), within(both, a)))
         assert beyond(within(both, a), a) == both
+        target = torch.full([length for _, length in b], -1)
+        copy_common(narrow(tensor, a), a, target, b)
+        assert set(target.flatten().tolist()) - {-1} == set(narrow(tensor, both).flatten().tolist())
 
 
 @given(st.lists(st.tuples(SHAPES, DTYPES), max_size=5), st.integers(1, 12))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2.policies import DataParallelMeshDims
-from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup, regroup_within
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup, regroup_within, simulated_backend
 from tests.support.fake import fake_mesh
 from tests.unit.meshes import gloo_mesh
 
@@ -67,6 +67,8 @@ def test_an_axis_is_one_dimension_as_this_rank_sees_it(rank: int) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
 def test_the_backend_is_that_of_the_meshs_device(backend: str) -> None:
     with gloo_mesh(backend) as mesh:
+        with simulated_backend("nccl"):
+            assert Axis.of(mesh, 0).backend == "nccl"
         assert Axis.of(mesh, 0).backend == "gloo"
 
 

@@ -246,10 +246,12 @@ def test_a_small_unit_leaves_in_chunks_of_what_the_largest_leaves_in() -> None:
 
 @pytest.mark.parametrize(("ranks", "chunks", "many"), [(8, 2, 2), (64, 2, 2), (128, 1, 2), (256, 1, 1), (1024, 1, 1)])
 def test_on_streams_chunks_are_few(ranks: int, chunks: int, many: int) -> None:
-    """A Llama 8B block in float32; the last chunk has all that is small. One of 70B is worth two on 128 ranks."""
+    """A Llama 8B block in float32; the last chunk has all that is small. One of 70B is worth two on 128 ranks, and not
+    even one of 405B from 256 on."""
     block = [mebi << 20 for mebi in (64, 16, 16, 64, 224, 224, 224)] + [16 << 10] * 2
-    large = [4 * nbytes for nbytes in block]
-    assert len(plan_chunks(["fp32"] * 9, large, TransferSizes(), ranks, streams=True).chunks) == many
+    for times in (4, 15):
+        large = [times * nbytes for nbytes in block]
+        assert len(plan_chunks(["fp32"] * 9, large, TransferSizes(), ranks, streams=True).chunks) == many
     plan = plan_chunks(["fp32"] * 9, block, TransferSizes(), ranks, streams=True)
     assert len(plan.chunks) == chunks
     assert len(plan.rest) == 1 and {7, 8} <= set(plan.rest[0])
@@ -262,6 +264,7 @@ def test_gradients_are_reduced_in_place_where_every_rank_has_enough_of_them(rank
     norm, uneven = ShardLayout((4096,), (1,), 0, ranks), ShardLayout((4097, 4096), (4096, 1), 0, ranks)
     columns = ShardLayout((4096, 4096), (4096, 1), 1, ranks)
     assert reduced_in_place([matrix, key, key, matrix, norm, uneven, columns], 2, TransferSizes()) == large
+    assert reduced_in_place([matrix] * 20, 2, TransferSizes()) == tuple(range(15))  # in one launch with the packed rest
 
 
 def test_nothing_to_reduce_is_no_chunk() -> None:

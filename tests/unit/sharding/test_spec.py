@@ -18,7 +18,7 @@ from fsdp2._torch.tensors import StridedShard
 from fsdp2.policies import DataParallelMeshDims
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.spec import ShardedSpec, dense_strides
+from fsdp2.sharding.spec import ShardedSpec, dense_strides, placed_alike
 from tests.support.fake import fake_mesh
 from tests.unit.meshes import as_rank
 from tests.unit.strategies import chunk, counted, layouts, offsets
@@ -118,7 +118,7 @@ def test_pieces_are_cut_again_where_replicas_keep_no_copies(
     mesh = replace(nested, shard=replace(nested.shard, rank=rank), replicate=replace(nested.replicate, rank=replica))
     spec = ShardedSpec.of(full, None if dim is None else Shard(dim), mesh, "weight")
     portion = chunk(full, layout, rank)
-    assert spec.second is not None and spec.second.shape == tuple(portion.shape)
+    assert spec.second is not None and spec.second.shape == tuple(portion.shape) and spec.over_all.ranks == 6
     expected = portion if dim is None else chunk(portion, spec.second, replica)
     assert torch.equal(spec.cut(full), expected) and spec.shard_numel == expected.numel()
     assert spec.shard_shape == tuple(expected.shape)
@@ -194,7 +194,9 @@ def test_the_pieces_lie_where_dtensor_says(rank: int, tp: int, cut: int) -> None
     whole = numbered(16, 8)
     with fake_mesh(4, 2, names=("dp", "tp"), rank=rank) as mesh:
         param = on_mesh(whole, mesh["tp"], Shard(tp))
-        spec = ShardedSpec.of(param, Shard(cut), DataParallelMesh.from_mesh(mesh["dp"]), "weight")
+        dp = DataParallelMesh.from_mesh(mesh["dp"])
+        assert ShardedSpec.least_padded(param, dp) == Shard(0)
+        spec = ShardedSpec.of(param, Shard(cut), dp, "weight")
         own = StridedShard(cut, split_factor=2) if tp == cut else Shard(cut)
         assert spec.dtensor.placements == (own, Shard(tp))
         assert spec.dtensor.mesh.mesh.tolist() == mesh.mesh.tolist()
@@ -203,6 +205,14 @@ def test_the_pieces_lie_where_dtensor_says(rank: int, tp: int, cut: int) -> None
         assert tuple(piece.shape) == tuple(shape) == spec.shard_shape
         assert torch.equal(piece, whole[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]])
         assert spec.shard(piece).shape == whole.shape
+
+
+def test_pieces_on_other_meshes_of_other_dimensions_or_of_other_tensors_are_not_placed_alike() -> None:
+    with fake_mesh(2, 2, names=("dp", "tp")) as mesh:
+        one = on_mesh(numbered(4, 4), mesh["tp"], Shard(0))
+        assert placed_alike(one, on_mesh(torch.ones(4, 4), mesh["tp"], Shard(0)))
+        for shape, dim, place in (((4, 4), "dp", 0), ((4, 4), "tp", 1), ((4, 2), "tp", 0)):
+            assert not placed_alike(one, on_mesh(numbered(*shape), mesh[dim], Shard(place)))
 
 
 def test_forward_sees_a_dtensor_where_the_original_was_one() -> None:
@@ -252,16 +262,18 @@ def test_a_subgroup_cuts_over_its_own_ranks_and_replicates_over_the_rest(rank: i
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_a_subgroup_keeps_what_tensor_parallelism_cut(rank: int) -> None:
+@pytest.mark.parametrize("tp", [0, 1])
+def test_a_subgroup_keeps_what_tensor_parallelism_cut(rank: int, tp: int) -> None:
     whole = numbered(16, 4)
     with fake_mesh(4, 2, names=("dp", "tp"), rank=rank) as mesh:
         dp = DataParallelMesh.from_mesh(mesh["dp"])
-        param = on_mesh(whole, mesh["tp"], Shard(0))
+        param = on_mesh(whole, mesh["tp"], Shard(tp))
         spec = ShardedSpec.of(param, None, dp, "weight").on_subgroup(dp, 2)
-        assert spec.dtensor.placements == (Replicate(), StridedShard(0, split_factor=2), Shard(0))
-        own = compute_local_shape_and_global_offset(whole.shape, spec.dtensor.mesh, spec.dtensor.placements)
-        (rows, _), (start, _) = own
-        assert torch.equal(spec.cut(param.to_local()), whole[start : start + rows])
+        own = StridedShard(0, split_factor=2) if tp == 0 else Shard(0)
+        assert spec.dtensor.placements == (Replicate(), own, Shard(tp))
+        shape, start = compute_local_shape_and_global_offset(whole.shape, spec.dtensor.mesh, spec.dtensor.placements)
+        piece = whole[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
+        assert torch.equal(spec.cut(param.to_local()), piece)
 
 
 # ---- parameters on the whole mesh (dp_mesh_dims) ----

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdp2.comm.collectives import wire_view
 from fsdp2.comm.formats import encode
 from fsdp2.comm.gather import Buffer, GatherBuffers, HostCopies, finish_gather, start_gather
 from fsdp2.comm.streams import Lanes
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, TransferSizes, plan_flat
+from tests.support.streams import Device
 from tests.unit.comm.ranks import axes, sent, simulated
 from tests.unit.strategies import chunk, counted, dense_strides, layouts
 
@@ -220,10 +224,12 @@ class Arena:
     def __init__(self) -> None:
         self.memory = torch.zeros(1 << 14, dtype=torch.uint8)
         self.taken = 64
+        self.dtypes: set[torch.dtype] = set()
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the next part."""
         numel = torch.Size(size).numel()
+        self.dtypes.add(dtype)
         start, self.taken = self.taken, self.taken + -(-numel * dtype.itemsize // 16) * 16
         return self.memory[start : start + numel * dtype.itemsize].view(dtype).view(size)
 
@@ -237,6 +243,8 @@ def test_a_custom_collective_gets_one_buffer_that_it_allocated(drawn: tuple[list
     arena = Arena()
     gather(ranks, custom=arena)
     assert_gathered(ranks, wholes)
+    dtypes = {wire_view(torch.empty(0, dtype=item.wire_dtype)).dtype for item in items}
+    assert len(ranks) == 1 or arena.taken == 64 or arena.dtypes == (dtypes if len(dtypes) == 1 else {torch.uint8})
     memory = range(arena.memory.data_ptr() + 64, arena.memory.data_ptr() + arena.taken)
     for rank in ranks if len(ranks) > 1 else ():
         assert all(message.output.data_ptr() in memory or not message.output.numel() for message in sent(rank.axis))
@@ -274,6 +282,20 @@ def test_a_buffer_keeps_its_storage_while_its_memory_comes_and_goes() -> None:
     assert storage.size() == 64 and view.tolist() == [3.0] * 4
     assert buffer.view(16, 4, torch.float32).tolist() == [3.0] * 4
     assert view.untyped_storage().data_ptr() == storage.data_ptr()
+
+
+def test_shards_on_the_host_are_copied_beside_the_gather_before() -> None:
+    """Two copies are there at most: the third one waits for the first one's gather, and not for the second's."""
+    with Device():
+        lanes = Lanes(CPU)
+        copies = HostCopies(lanes)
+        for wire in [Buffer(16, CPU) for _ in range(3)]:
+            buffers = cast(GatherBuffers, SimpleNamespace(wire=wire, fill_wire=wire.bytes.zero_))
+            with lanes.gather.after(copies.start(buffers)) as gathered:
+                wire.bytes + 1
+            copies.hold(buffers, gathered.event)
+        copy, gather = lanes.copy._stream, lanes.gather._stream
+        assert copy.clocks[gather.name] == gather.clocks[gather.name] // 3
 
 
 def test_views_of_a_buffer_have_version_counters_of_their_own() -> None:

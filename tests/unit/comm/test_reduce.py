@@ -402,13 +402,15 @@ class Arena:
         return torch.full((numel + self.skip,), -1.0, dtype=dtype)[self.skip :].view(size)
 
 
-def test_a_custom_collective_gets_memory_that_it_allocated() -> None:
+@pytest.mark.parametrize("dtypes", [DTYPES[2], DTYPES[4]], ids=["cast", "divided"])
+def test_a_custom_collective_gets_memory_that_it_allocated(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Half precision is divided there, before it is sent."""
     arena = Arena(0)
-    made = Chunk([weight(8)], (torch.bfloat16, torch.float32, torch.float32), options={"custom": arena})
+    made = Chunk([weight(8)], dtypes, options={"custom": arena})  # type: ignore[arg-type]
     grads = gradients(made)
     with simulated(exchange=True):
         made.run(grads)
-    assert arena.allocated == [(32, torch.float32), (16, torch.float32)] * 2
+    assert arena.allocated == [(32, dtypes[1]), (16, dtypes[1])] * 2
     assert made.sent().kind == "reduce_scatter"
     assert_means(made, grads)
 
@@ -553,16 +555,34 @@ def test_gradients_that_are_copied_beside_compute_count_and_go_first() -> None:
         flying.finish()
 
 
+@pytest.mark.parametrize(("limit", "beside"), [(213, False), (214, True)])
+def test_three_fifths_of_the_limit_are_copied_beside_compute(limit: int, beside: bool) -> None:
+    """Two of the three large matrices of a block, if the limit is a block's gradients; here 128 bytes."""
+    made = Chunk([weight(16, ranks=1)], (torch.bfloat16, torch.float32, torch.float32))
+    with Device():
+        flying = Reductions(Lanes(torch.device("cpu")))
+        flying.set_limits(1, limit)
+        flying.add(reduce_chunk(gradients(made)[0], made.row, made.plans[0], flying.memory, lambda pieces: None))
+        assert bool(flying.memory.packed) is beside
+        flying.finish()
+
+
 def test_a_sum_on_its_way_to_the_host_is_not_kept_on_the_device() -> None:
     """Every reduced shard stayed allocated until the end of backward, since the waiting operation still named it."""
     seen: list[weakref.ref[Tensor]] = []
     made = Chunk([weight(8, ranks=1)], options={"offload": True, "hook": lambda out: seen.append(weakref.ref(out))})
-    on_host = mock.patch.object(reduce, "_deliverable", lambda out, plan: out.clone())
-    with Device(), on_host:
+
+    def to_host(out: Tensor, plan: ReducePlan) -> Tensor:
+        device.on_host(host := torch.empty_like(out))
+        return host.copy_(out, non_blocking=True)
+
+    with Device() as device, mock.patch.object(reduce, "_deliverable", to_host):
         flying = Reductions(Lanes(torch.device("cpu")))
         for _ in range(3):
             grads = gradients(made)[0]
-            flying.add(reduce_chunk(grads, made.row, made.plans[0], flying.memory, lambda pieces: None))
+            deliver = lambda pieces: pieces[0].neg_()
+            flying.add(reduce_chunk(grads, made.row, made.plans[0], flying.memory, deliver))
         assert len(flying._window) == len(seen) == 3
         assert [reference() is None for reference in seen] == [True, False, False]  # the hook's lane reads two at most
         flying.finish()
+    assert not device.mistakes  # the host has waited for each

@@ -138,16 +138,16 @@ def test_an_operation_that_raises_is_dropped_and_the_others_go_on() -> None:
 def test_all_operations_are_abandoned_though_waiting_for_one_raises() -> None:
     """``reset_iter_state()`` raised before it had reset any group, and had to be called twice."""
 
-    def failing() -> Generator[None, None, None]:
+    def failing(number: int) -> Generator[None, None, None]:
         try:
             yield
         finally:
-            raise RuntimeError("lost connection")
+            raise RuntimeError(f"lost connection {number}")
 
-    operations, flying = Operations(), window(2)
-    flying.add(failing())
-    flying.add(operations.make(1, 1))
-    with pytest.raises(RuntimeError, match="lost connection"):
+    operations, flying = Operations(), window(3)
+    for operation in (failing(1), operations.make(1, 1), failing(2)):
+        flying.add(operation)
+    with pytest.raises(RuntimeError, match="lost connection 2"):  # the oldest was waited for first
         flying.abandon([None])
     assert not operations.alive
     flying.abandon([None])
@@ -189,8 +189,6 @@ def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
     """The operation itself is through at once."""
     with Device():
         flying = window(1, 12)
-        inputs = [torch.ones(numel) for numel in (1, 2, 1, 1, 4, 1)]
-        held = [weakref.ref(tensor) for tensor in inputs]
 
         def operation(tensor: torch.Tensor) -> Generator[None, None, None]:
             with flying.lanes.reduce.after(flying.lanes.compute) as done:
@@ -200,13 +198,16 @@ def test_on_streams_inputs_of_so_many_bytes_are_held() -> None:
             return
             yield
 
-        alive = []
-        for i in range(6):
-            flying.add(operation(inputs.pop(0)))
-            alive.append([j for j, reference in enumerate(held[: i + 1]) if reference() is not None])
-        assert alive == [[0], [0, 1], [1, 2], [2, 3], [4], [5]]
-        flying.finish()
-        assert not any(reference() for reference in held)
+        for end in (lambda: flying.abandon([]), flying.finish):
+            held, alive = [], []
+            for numel in (1, 2, 1, 1, 4, 1):
+                held.append(weakref.ref(tensor := torch.ones(numel)))
+                flying.add(operation(tensor))
+                del tensor
+                alive.append([j for j, reference in enumerate(held) if reference() is not None])
+            assert alive == [[0], [0, 1], [1, 2], [2, 3], [4], [5]]
+            end()
+            assert not any(reference() is not None for reference in held)
 
 
 class Counted(int):

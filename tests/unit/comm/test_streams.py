@@ -105,6 +105,7 @@ def test_what_a_hook_has_written_on_its_own_stream_is_there_on_the_stream_of_the
         with device.stream(stale):
             gradient = torch.ones(3)
             with compute.here() as done:
+                assert device.current_stream() is device.compute
                 gradient + 1
         assert done.event is not None and stale.name in done.event.clocks  # type: ignore[attr-defined]
     assert not device.mistakes

@@ -7,11 +7,11 @@
     python tests/mutate.py --folders sharding --among tests/unit   # a part of the package, asked of a part of the tests
                                       # the table keeps what other calls found in the other parts
 
-A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. Of the tests
-without processes those run first that enter the broken function, as ``runs/entered.json`` knows; then all that
-``make test`` runs. The first failure ends it. A failure counts if the test fails alone as well, and passes without the
-mutant. Results are kept in ``runs/mutation.jsonl``, by the text of the broken function: what has
-changed since is run again.
+A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The test that
+the table names runs first; then of the tests without processes those that enter the broken function, as
+``runs/entered.json`` knows; then all that ``make test`` runs. The first failure ends it. A failure counts if the test
+fails alone as well, and passes without the mutant. Results are kept in ``runs/mutation.jsonl``, by the text of the
+broken function: what has changed since is run again.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class Mutant:
     def place(self) -> str:
         """How the table names it."""
         return f"{self.path.removeprefix('fsdp2/')}: {self.function}"
+
+    @property
+    def row(self) -> str:
+        """How its row of the table begins."""
+        return f"| {self.place} | {self.rule} | {cell(self.was)} | {cell(self.now)} |"
 
     @property
     def folder(self) -> str:
@@ -389,9 +394,9 @@ def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> st
 
 
 def run(
-    mutant: Mutant, results: list[dict[str, object]], whole: Path, tests: dict[str, Tests], workers: int
+    mutant: Mutant, results: list[dict[str, object]], whole: Path, tests: dict[str, Tests], workers: int, named: str
 ) -> dict[str, object] | None:
-    """Return what became of one mutant.
+    """Return what became of one mutant, which the test ``named`` noticed last time, if that is not "".
 
     None if it was not noticed by the likely tests, nor by those that ``workers`` run, and these were not all.
     """
@@ -402,8 +407,10 @@ def run(
         broken = folder / mutant.path
         broken.write_text(mutant.source(broken.read_text()))
         files = order(mutant, results)
-        first = likely(mutant, files, tests)
-        by = noticed_by(folder, whole, first) if first else ""
+        by = noticed_by(folder, whole, [named]) if named else ""
+        by = by if "::" in by else ""  # there may be no such test any more
+        first = [] if by else likely(mutant, files, tests)
+        by = noticed_by(folder, whole, first) if first else by
         if by and "::" not in by:  # nothing can be collected, say
             by = noticed_by(folder, whole, [*dict.fromkeys(test.split("::")[0] for test in first)], "--most-ranks=0")
         if not by and workers:
@@ -450,9 +457,16 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
             lines += [f"## {title}", "", "| place | rule | was | became | by |", "|---|---|---|---|---|"]
         for mutant, result in rows:
             by = result["by"] or mutant.equivalent or "**nothing**"
-            lines.append(f"| {mutant.place} | {mutant.rule} | {cell(mutant.was)} | {cell(mutant.now)} | {by} |")
+            lines.append(f"{mutant.row} {by} |")
         lines += [""] if rows else []
     return "\n".join(lines)
+
+
+def named() -> dict[str, str]:
+    """Return the test that noticed each place, by the beginning of its row in the table that is there."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = [line.removesuffix(" |").rpartition("| ") for line in lines if "::" in line]
+    return {row + "|": test for row, _, test in rows}
 
 
 def commit() -> str:
@@ -482,7 +496,7 @@ def main() -> int:
     AMONG[:] = options.among or AMONG
     chosen = places(options.places)
     kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    results = {str(one["key"]): one for one in kept}
+    results, earlier = {str(one["key"]): one for one in kept}, named()
     with tempfile.TemporaryDirectory() as name:
         copy_tree(Path(name))
         tests = {} if options.list else entered(Path(name))
@@ -497,7 +511,8 @@ def main() -> int:
             if not options.list:
                 workers = 0 if options.likely else options.workers
                 try:
-                    keep(run(mutant, [*results.values()], Path(name), tests, workers), results)
+                    by = earlier.get(mutant.row, "")
+                    keep(run(mutant, [*results.values()], Path(name), tests, workers, by), results)
                 except TimeoutError as error:
                     print(f"    {error}", flush=True)
     if not options.list:

@@ -67,6 +67,19 @@ def test_the_package_is_broken_in_enough_places() -> None:
         assert ast.dump(ast.parse(mutant.source(text))) != ast.dump(ast.parse(text)), mutant
 
 
+def test_the_table_says_which_test_noticed_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs before others the next time, also where nothing else is known."""
+    path = tmp_path / "fsdp2" / "engine" / "group.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SOURCE)
+    found = [*mutate.mutants_of(path, tmp_path)]
+    monkeypatch.setattr(mutate, "TABLE", tmp_path / "mutation.md")
+    assert mutate.named() == {}
+    by = "tests/test_group.py::test[in two words]"
+    mutate.TABLE.write_text(mutate.table(found, {mutant.key: {"noticed": True, "by": by} for mutant in found}))
+    assert mutate.named() == {mutant.row: by for mutant in found}
+
+
 def test_tests_that_enter_what_is_broken_run_first(tmp_path: Path) -> None:
     """The first of each file, which enters little else, then the second, the quick ones first."""
     path = tmp_path / "group.py"

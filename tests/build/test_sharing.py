@@ -195,15 +195,24 @@ def test_root_chosen_late(rank, world, fsdp):
     agrees(fsdp, prepare, program=program)
 
 
+class Callable(nn.ModuleList):
+    """A container that has a forward."""
+
+    def forward(self, x):
+        return self[0](x)
+
+
 @report("fully_shard(model.layers), a ModuleList or ModuleDict", 1, 2, promise="refused, with what to do instead")
 def test_containers(rank, world, fsdp):
-    """A container has no forward to hook. The error must say what to do, and leave the container as it was."""
+    """A container has no forward to hook. The error must say what to do, and leave the container as it was. One that
+    defines a forward is a module like any other."""
     for container in (nn.ModuleList(stack()), nn.ModuleDict({"a": nn.Linear(8, 8)})):
         before = dict(container.named_parameters())
         with refused("containers that do not implement forward", "Call fully_shard on each module"):
             fsdp.fully_shard(container, mesh=mesh_1d())
         check(type(container) in (nn.ModuleList, nn.ModuleDict), "the container's class was changed")
         check(all(p is before[n] for n, p in container.named_parameters()), "the container was changed")
+    fsdp.fully_shard(Callable(stack()), mesh=mesh_1d())(torch.ones(1, 8))
 
 
 def toggle(run: Run) -> None:

@@ -109,49 +109,6 @@ def test_ignored_params_may_belong_to_ddp(rank, world):
     assert_parity(prepare, build=Shared, program=program)
 
 
-@on_ranks(1)
-def test_wrong_arguments(rank, world):
-    """Arguments of the wrong type are refused at the call, with what was got and what is expected."""
-    linear = lambda: nn.Linear(4, 4)
-    for options, expected in (
-        (
-            {"mp_policy": torch.bfloat16},
-            "mp_policy must be a MixedPrecisionPolicy, .* got torch.bfloat16",
-        ),
-        ({"offload_policy": True}, "offload_policy must be an OffloadPolicy, .* got True"),
-        ({"shard_placement_fn": 0}, 'shard_placement_fn must be callable or "auto", got 0'),
-        ({"ignored_params": {"weight"}}, "ignored_params must be a set of nn.Parameter"),
-    ):
-        with pytest.raises(TypeError, match=expected):
-            api.ours.fully_shard(linear(), mesh=mesh_1d(), **options)
-    for module in (None, [], [linear(), "linear"], "module"):
-        with pytest.raises(TypeError, match="expected an nn.Module or a non-empty list of them"):
-            api.ours.fully_shard(module, mesh=mesh_1d())
-    with pytest.raises(ValueError, match=r"mp_policy.param_dtype: expected a floating-point torch.dtype"):
-        api.ours.fully_shard(linear(), mesh=mesh_1d(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.int32))
-
-
-@on_ranks(1)
-def test_setters_refuse_what_is_no_flag(rank, world):
-    """A flag is a bool."""
-    module = stack()
-    plain(module, api.ours)
-    for name in (
-        "set_is_last_backward",
-        "set_requires_gradient_sync",
-        "set_requires_all_reduce",
-        "set_reshard_after_backward",
-        "set_force_sum_reduction_for_comms",
-        "set_reduce_scatter_unused_params",
-        "set_separate_reduce_scatter_group",
-        "set_unshard_in_backward",
-        "set_allocate_memory_from_process_group_for_comm",
-        "_set_unshard_async_op",
-    ):
-        with pytest.raises(TypeError, match="must be a bool, got 1"):
-            getattr(module, name)(1)
-
-
 class Lookup(nn.Sequential):
     """Layers above an embedding, whose backward does not need its weight."""
 

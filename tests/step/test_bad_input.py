@@ -105,24 +105,33 @@ def test_wrong_dtypes(rank, world, fsdp):
             refuses(fsdp, name, "floating-point", mp_policy=policy)
 
 
+BOOL = "must be a bool, got"
+PREFETCH = "FSDPModule"
 SETTERS = {
-    "set_is_last_backward": (1,),
-    "set_requires_gradient_sync": (1, "no", None),
-    "set_requires_all_reduce": (0,),
-    "set_reshard_after_forward": (2, None, "yes"),
-    "set_reshard_after_backward": (1,),
-    "set_unshard_in_backward": ("no",),
-    "set_gradient_divide_factor": (0, -1.0, "2", True, float("nan"), float("inf")),
-    "set_force_sum_reduction_for_comms": (1,),
-    "set_reduce_scatter_unused_params": (1,),
-    "set_reduce_scatter_max_input_buffers": (0, 2.5, True, "many"),
-    "set_modules_to_forward_prefetch": ([nn.Linear(2, 2)], nn.Linear(2, 2), 3),
-    "set_modules_to_backward_prefetch": ([nn.Linear(2, 2)], nn.Linear(2, 2), 3),
-    "set_custom_all_gather": (3, print),
-    "set_custom_reduce_scatter": (3, print),
-    "set_all_reduce_hook": (3, "sum"),
-    "set_post_optim_event": (3, True),
+    "set_is_last_backward": (BOOL, (1,)),
+    "set_requires_gradient_sync": (BOOL, (1, "no", None)),
+    "set_requires_all_reduce": (BOOL, (0,)),
+    "set_reshard_after_forward": ("reshard_after_forward should be a bool", (2, None, "yes")),
+    "set_reshard_after_backward": (BOOL, (1,)),
+    "set_unshard_in_backward": (BOOL, (1, "no")),
+    "set_gradient_divide_factor": (
+        "factor must be a positive number",
+        (0, -1.0, "2", True, None, float("nan"), float("inf")),
+    ),
+    "set_force_sum_reduction_for_comms": (BOOL, (1,)),
+    "set_reduce_scatter_unused_params": (BOOL, (1,)),
+    "set_reduce_scatter_max_input_buffers": ("max_input_buffers must be a", (0, 2.5, True, "many")),
+    "set_modules_to_forward_prefetch": (PREFETCH, ([nn.Linear(2, 2)], nn.Linear(2, 2), 3)),
+    "set_modules_to_backward_prefetch": (PREFETCH, ([nn.Linear(2, 2)], nn.Linear(2, 2), 3)),
+    "set_custom_all_gather": ("all_gather: expected a callable", (3, print)),
+    "set_custom_reduce_scatter": ("reduce_scatter: expected a callable", (3, print)),
+    "set_all_reduce_hook": ("all_reduce_hook: expected a callable", (3, "sum")),
+    "set_post_optim_event": ("event must be a torch.Event", (3, True)),
+    "set_separate_reduce_scatter_group": (BOOL, (1,)),
+    "set_allocate_memory_from_process_group_for_comm": (BOOL, (1,)),
+    "_set_unshard_async_op": (BOOL, (1,)),
 }
+"""What the error of each setter says, and values that it cannot mean."""
 
 
 @report("Wrong values for setters", 1, 2, promise="refused, setting unchanged")
@@ -131,12 +140,12 @@ def test_wrong_values_of_setters(rank, world, fsdp):
     module = stack()
     shard_each(module, fsdp, mesh=mesh_1d())
     module(torch.ones(1, 8)).sum().backward()
-    for name, values in SETTERS.items():
+    for name, (words, values) in SETTERS.items():
         for value in values:
             try:
                 getattr(module[0], name)(value)
             except (TypeError, ValueError, AssertionError) as error:
-                if len(str(error)) <= 15:
+                if words not in str(error):
                     raise Unhelpful(f"{type(error).__name__}: {error} ({name}({value!r}))") from error
             except AttributeError as error:
                 raise Unhelpful(f"AttributeError: {error} ({name}({value!r}))") from error

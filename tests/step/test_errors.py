@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 from torch.nn.utils import prune
 
 from fsdp2.ranks.monitor import RankMonitor
@@ -143,120 +141,12 @@ def test_reset_below_the_root(rank, world):
 
 
 @on_ranks(1)
-def test_applied_twice(rank, world):
-    """A module goes through one call only."""
-    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of(world))
-    with pytest.raises(AssertionError, match="composable distributed API can only be applied to a module once"):
-        api.ours.fully_shard(module, mesh=mesh_of(world))
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("container", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
-def test_containers_without_forward(rank, world, container):
-    """A container that has no forward has no moment to gather at; one that defines it is fine."""
-    with pytest.raises(ValueError, match="containers that do not implement forward"):
-        api.ours.fully_shard(container, mesh=mesh_of(world))
-
-    class Callable(nn.ModuleList):
-        def forward(self, x):
-            return self[0](x)
-
-    module = api.ours.fully_shard(Callable([nn.Linear(2, 2)]), mesh=mesh_of(world))
-    assert module(torch.ones(1, 2)).shape == (1, 2)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2)])
-def test_meshes_of_the_wrong_kind(rank, world, shape):
-    """Three dimensions, or two without names, do not say what is sharded and what is replicated."""
-    mesh = init_device_mesh("cpu", shape)
-    error, text = (ValueError, "1D or 2D DeviceMesh") if len(shape) == 3 else (AssertionError, "mesh_dim_names")
-    with pytest.raises(error, match=text):
-        api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh)
-
-
-@on_ranks(2)
-def test_placement_out_of_range(rank, world):
-    """``Shard(1)`` of a vector does not exist; ``Shard(-1)`` counts from the end."""
-    with pytest.raises(AssertionError, match="Shard dim 1 is invalid for 1D tensor"):
-        api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of(world), shard_placement_fn=lambda parameter: Shard(1))
-    module = nn.Linear(4, 4)
-    api.ours.fully_shard(module, mesh=mesh_of(world), shard_placement_fn=lambda parameter: Shard(-1))
-    assert module.weight.placements == (Shard(1),) and module.bias.placements == (Shard(0),)
-
-
-@on_ranks(1)
 def test_grouped_modules_as_root(rank, world):
     """A group of modules has no single forward that could be the root's."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     api.ours.fully_shard([module[0], module[1]], mesh=mesh_of(world))
     with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
         module(torch.ones(1, 2))
-
-
-@on_ranks(2)
-def test_left_on_meta(rank, world):
-    """The first forward names the parameters that were never initialised."""
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
-    with pytest.raises(RuntimeError, match=r"1\.weight.*1\.bias|0\.weight.*0\.bias"):
-        module(torch.ones(1, 4))
-
-
-@on_ranks(1)
-def test_arguments_of_setters(rank, world):
-    """Setters refuse what they cannot mean."""
-    module = build_sharded("mlp", world)
-    with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):
-        module.set_reshard_after_forward(2)
-    with pytest.raises(ValueError, match="max_input_buffers must be a positive int"):
-        module.set_reduce_scatter_max_input_buffers(0)
-    for wrong in (2.5, True):
-        with pytest.raises(TypeError, match="max_input_buffers must be an int"):
-            module.set_reduce_scatter_max_input_buffers(wrong)
-    for setter in (module.set_modules_to_forward_prefetch, module.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match="Expects FSDPModule but got"):
-            setter([nn.Linear(2, 2)])
-    with pytest.raises(ValueError, match="FSDPModule"):
-        api.ours.share_comm_ctx([module, nn.Linear(2, 2)])
-
-
-@api.fsdp2_only
-@on_ranks(1)
-def test_ours_over_torchs_is_refused(rank, world):
-    """One tree has one implementation."""
-    inner = nn.Sequential(nn.Linear(2, 2))
-    api.theirs.fully_shard(inner, mesh=mesh_of(world))
-    with pytest.raises(ValueError, match="torch"):
-        api.ours.fully_shard(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh_of(world))
-
-
-@api.fsdp2_only
-@on_ranks(1)
-def test_torchs_over_ours_is_refused(rank, world):
-    """The other way round, too, and the message says what to do."""
-    inner = nn.Sequential(nn.Linear(2, 2))
-    api.ours.fully_shard(inner, mesh=mesh_of(world))
-    outer = nn.Sequential(inner, nn.Linear(2, 2))
-    with pytest.raises((ValueError, AssertionError, RuntimeError), match="fsdp2"):
-        api.theirs.fully_shard(outer, mesh=mesh_of(world))
-
-
-@api.fsdp2_only
-@on_ranks(2)
-def test_submodule_first_is_no_error(rank, world):
-    """A submodule that ran before the root simply becomes part of the root's tree."""
-    module, reference = build_sharded("mlp", world), build(CASES["mlp"])
-    inputs = CASES["mlp"].inputs(0)
-    module[0](*inputs).sum().backward()
-    reference[0](*inputs).sum().backward()
-    for _ in range(2):
-        loss_of(module(*inputs)).backward()
-        loss_of(reference(*inputs)).backward()
-    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
 
 
 @on_ranks(2)

@@ -135,16 +135,6 @@ def test_force_sum(rank, world, when):
     assert original is dist.ReduceOp.AVG and ops and not any(ops)
 
 
-@on_ranks(2)
-def test_divide_factors_that_are_none(rank, world):
-    """Zero, negative numbers and flags are refused at the call."""
-    module = stack()
-    plain(module, api.ours)
-    for wrong in (0, -1.0, True, "2", None):
-        with pytest.raises(ValueError, match="factor must be a positive number"):
-            module.set_gradient_divide_factor(wrong)
-
-
 @on_ranks(4)
 @whens
 @pytest.mark.parametrize("recurse", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.support import api
+from tests.support.cases import TRANSFERS
 from tests.support.composition import composes
 from tests.support.parity import Run, assert_parity, mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
@@ -37,6 +39,7 @@ class Options:
     reshard: bool | None = True
     policy: MixedPrecisionPolicy | None = None
     hybrid: bool = False
+    transfer: str = "packed"
 
     def __call__(self, module, fsdp) -> None:
         options = {"mesh": mesh_2d() if self.hybrid else mesh_1d(), "reshard_after_forward": self.reshard}
@@ -44,47 +47,55 @@ class Options:
             options["mp_policy"] = self.policy
         for unit in (module.body, [module.norm, module.head], module):
             fsdp.fully_shard(unit, **options)
+        if fsdp is api.ours and api.name == "fsdp2":
+            module.set_transfer_sizes(**TRANSFERS[self.transfer])
 
 
-def chunked_loss(run: Run, step: int, *, backward_each: bool) -> None:
-    """Run forward, then the head and the loss on each of two pieces."""
+WAYS = ("one backward", "one each", "after two forwards")
+
+
+def chunked_loss(run: Run, step: int, way: str) -> None:
+    """Run forward, then the head and the loss on each of two pieces; one of the ways adds a second forward."""
     features = run.module(run.inputs(step))
-    if not backward_each:
-        losses = [run.module.head(piece).float().square().mean() / 2 for piece in features.chunk(2)]
-        torch.stack(losses).sum().backward()
+    if way == "one each":
+        leaf = features.detach().requires_grad_()
+        for piece in leaf.chunk(2):
+            (run.module.head(piece).float().square().mean() / 2).backward()
+        features.backward(leaf.grad)
         return
-    leaf = features.detach().requires_grad_()
-    for piece in leaf.chunk(2):
-        (run.module.head(piece).float().square().mean() / 2).backward()
-    features.backward(leaf.grad)
+    losses = [run.module.head(piece).float().square().mean() / 2 for piece in features.chunk(2)]
+    if way == "after two forwards":
+        losses.append(run.module.head(run.module(run.inputs(step + 10))).float().square().mean())
+    torch.stack(losses).sum().backward()
 
 
-def program(run: Run, backward_each: bool) -> None:
+def program(way: str, run: Run) -> None:
     """Train three steps."""
     for step in range(3):
-        chunked_loss(run, step, backward_each=backward_each)
+        chunked_loss(run, step, way)
         run.update()
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("each", [False, True])
-def test_chunked_loss(rank, world, each, reshard):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_chunked_loss(rank, world, transfer, way, reshard):
     """The head's calls gather, and their gradients add up, with one backward for all pieces or one for each."""
-    assert_parity(Options(reshard), build=Chunked, program=lambda run: program(run, each), against=SINCE)
+    assert_parity(Options(reshard, transfer=transfer), build=Chunked, program=partial(program, way), against=SINCE)
 
 
 @composes("hybrid sharding", "accumulation")
 @on_ranks(4)
-@pytest.mark.parametrize("each", [False, True])
-def test_chunked_loss_with_a_replicate_axis(rank, world, each):
+@pytest.mark.parametrize("way", WAYS)
+def test_chunked_loss_with_a_replicate_axis(rank, world, way):
     """The same on a mesh of two axes."""
-    assert_parity(Options(hybrid=True), build=Chunked, program=lambda run: program(run, each), against=SINCE)
+    assert_parity(Options(hybrid=True), build=Chunked, program=partial(program, way), against=SINCE)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("each", [False, True])
-def test_chunked_loss_in_mixed_precision(rank, world, each):
+@pytest.mark.parametrize("way", WAYS)
+def test_chunked_loss_in_mixed_precision(rank, world, way):
     """Each member casts its inputs and outputs itself, also where it is called alone."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
 
@@ -93,7 +104,7 @@ def test_chunked_loss_in_mixed_precision(rank, world, each):
             features = run.module(run.inputs(0))
             assert features.dtype == run.module.head(features).dtype == torch.float32
             run.configure(lambda module, fsdp: module.reset_iter_state())
-        program(run, each)
+        program(way, run)
 
     assert_parity(Options(policy=policy), build=Chunked, program=look, against=SINCE, tolerance=0.05)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,24 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.step.test_autograd import two_forwards_one_backward
 from tests.support import api
+from tests.support.cases import Setup, assert_case
 from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.parity import WIDTH, Run, assert_parity, assert_same, mesh_1d, mesh_2d, play
+from tests.support.parity import (
+    WIDTH,
+    Run,
+    assert_gradients,
+    assert_parity,
+    assert_same,
+    beside_one_process,
+    mesh_1d,
+    mesh_2d,
+    play,
+    train,
+)
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -224,6 +238,41 @@ def test_over_tensor_parallelism(rank, world, how):
         shard("around", mesh=mesh["dp"])(module, fsdp)
 
     assert_parity(prepare, build=lambda: Model(how, "around"), part=(mesh.get_local_rank("dp"), 2))
+
+
+# ---- by other models, and around parts of one ----
+
+
+@composes("recomputation", "SGD")
+@composes("reentrant recomputation", "SGD")
+@on_ranks(2)
+@pytest.mark.parametrize("program", [train, two_forwards_one_backward])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("case", ["checkpoint_inside", "checkpoint_inside_reentrant", "checkpoint_around"])
+def test_checkpointing(rank, world, case, reshard, program):
+    """Recomputation inside a unit, around units, and of the reentrant kind computes the same."""
+    assert_case(case, Setup(reshard), program)
+
+
+@composes("recomputation", "mixed precision")
+@on_ranks(2)
+def test_checkpointing_in_mixed_precision(rank, world):
+    """Recomputation casts inputs and outputs as the first computation did."""
+    policy = replace(BF16, output_dtype=torch.bfloat16)
+    assert_case("checkpoint_around", Setup(True, policy, units_cast_outputs=True), against=("torch",))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_several_roots(rank, world, reentrant):
+    """``torch.utils.checkpoint`` called on a slice of sharded modules, each its own root."""
+    module, alone = beside_one_process(lambda: mlp(4, 8, 8, 4))
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    alone(data).square().mean().backward()
+    mine = data.detach()[rank * 4 : rank * 4 + 4].requires_grad_()
+    assert not isinstance(module[:4], api.ours.FSDPModule)
+    module[4](checkpoint(module[:4], mine, use_reentrant=reentrant)).square().mean().backward()
+    assert_gradients(module, alone)
 
 
 # ---- what a checkpoint sees ----

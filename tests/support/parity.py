@@ -8,6 +8,7 @@ cast-back to autograd.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -419,6 +420,22 @@ def assert_parity(
     if theirs is not None:
         assert ours.placed == theirs.placed
     return ours
+
+
+def beside_one_process(
+    build: Callable[[], nn.Module],
+    units: Callable[[Any], Iterable[Any]] = nn.Module.children,
+    fsdp: Any = api.ours,
+    **options: object,
+) -> tuple[Any, Any]:
+    """Return a model whose units and the rest are sharded over all ranks unless ``options`` say otherwise, and the same
+    model in one process, for programs that are none of a ``Run``."""
+    torch.manual_seed(SEED)
+    alone = build()
+    module = copy.deepcopy(alone)
+    for unit in (*units(module), module):
+        fsdp.fully_shard(unit, **{"mesh": mesh_1d(), **options})
+    return module, alone
 
 
 def assert_gradients(module: nn.Module, alone: nn.Module, where: object = "") -> None:

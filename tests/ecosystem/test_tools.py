@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support import api
 from tests.support.composition import composes
@@ -47,45 +45,6 @@ def test_clip_grad_norm(rank, world, norm, prepare):
             run.update()
 
     assert_parity(prepare, program=program)
-
-
-@on_ranks(2)
-def test_clip_grad_norm_reduces_once(rank, world):
-    """The norm of all parameters takes one all-reduce."""
-    module = stack()
-    plain(module, api.ours)
-    module(torch.ones(1, 8)).sum().backward()
-    with CommDebugMode() as seen:
-        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in module.parameters()])
-        whole = total.full_tensor()
-    assert whole > 0 and seen.get_total_counts() == 1, seen.get_comm_counts()
-
-
-@composes("GradScaler", "SGD")
-@on_ranks(2, 4)
-def test_grad_scaler(rank, world):
-    """A gradient that is not finite on one rank is found on all: every rank skips the step and backs the scale off."""
-
-    def program(run):
-        scaler = GradScaler("cpu", init_scale=4.0, growth_interval=100)
-        for step in range(3):
-            loss = run.loss(step)
-            scaler.scale(loss).backward()
-            if step == 1:
-                weight = run.module[0].weight
-                if run.fsdp is not None:
-                    run.module[0].reshard()
-                    weight = run.module[0].weight
-                local = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-                if run.part[0] == 0:
-                    local[0, 0] = float("inf")
-            scaler.step(run.optimizer)
-            scaler.update()
-            run.optimizer.zero_grad()
-            run.seen[f"scale {step}"] = torch.tensor(scaler.get_scale())
-
-    run = assert_parity(plain, program=program)
-    assert [run.seen[f"scale {step}"].item() for step in range(3)] == [4.0, 2.0, 2.0]
 
 
 class Blocks(nn.Sequential):

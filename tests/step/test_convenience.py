@@ -12,30 +12,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp2.check.strict import LiveBytes
+from tests.support.cases import CASES, Setup, build, shard
 from tests.support.counting import Collectives
-from tests.support.parity import Run, mesh_1d, shard_each, stack
+from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, stack
 from tests.support.report import Absent, agrees, check, full_grads, report, same, thrifty
-
-
-def nested() -> nn.Sequential:
-    """Return units inside a unit, and parameters at every level."""
-    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
-
-
-def shard_nested(module: nn.Module, fsdp, **options) -> None:
-    """The innermost first layer, the pair and the whole are units."""
-    for unit in (module[0][0], module[0], module):
-        fsdp.fully_shard(unit, mesh=mesh_1d(), **options)
+from tests.support.shapes import loss_of
 
 
 @report("model.unshard(recurse=True) and model.reshard(recurse=True)", 1, 2, 4)
 def test_unshard_everything(rank, world, fsdp):
     """To look at a model, to initialise it or to run a method of its inside, all of its units are gathered with one
     call and freed with another."""
-    torch.manual_seed(0)
-    module, alone = nested(), nested()
-    alone.load_state_dict(module.state_dict())
-    shard_nested(module, fsdp)
+    build = lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+    module, alone = beside_one_process(build, lambda module: (module[0][0], module[0]), fsdp)
     try:
         module.unshard(recurse=True)
     except TypeError as error:
@@ -54,21 +43,21 @@ def test_unshard_everything(rank, world, fsdp):
 def test_deepcopy(rank, world, fsdp):
     """A teacher, a reference policy or a snapshot is a deep copy of the model. It must be sharded alike, train alike
     and share nothing."""
-    torch.manual_seed(0)
-    module = nested()
-    shard_nested(module, fsdp)
-    module(torch.randn(2, 8)).sum().backward()
-    twin = copy.deepcopy(module)
-    before = {n: p.to_local().clone() for n, p in module.state_dict().items()}
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    check(all(torch.equal(p.to_local(), before[n]) for n, p in module.state_dict().items()), "it shares weights")
-    twin.load_state_dict(module.state_dict())
-    data = torch.randn(4, 8)
-    for one in (module, twin):
-        one.zero_grad()
-        one(data).square().mean().backward()
-    for (name, got), expected in zip(full_grads(twin).items(), full_grads(module).values(), strict=True):
-        same(got, expected, f"gradient of {name} of the copy")
+    for case in (CASES["nested"], CASES["transformer"], CASES["uneven"]):
+        module = shard(build(case), case, fsdp, mesh_1d(), Setup())
+        inputs = case.inputs(0)
+        loss_of(module(*inputs)).backward()
+        twin = copy.deepcopy(module)
+        check(not {*module.modules()} & {*twin.modules()}, "it shares modules")
+        before = {n: p.to_local().clone() for n, p in module.state_dict().items()}
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        check(all(torch.equal(p.to_local(), before[n]) for n, p in module.state_dict().items()), "it shares weights")
+        twin.load_state_dict(module.state_dict())
+        for one in (module, twin):
+            one.zero_grad()
+            loss_of(one(*inputs)).backward()
+        for (name, got), expected in zip(full_grads(twin).items(), full_grads(module).values(), strict=True):
+            same(got, expected, f"gradient of {name} of the copy")
 
 
 @report("AveragedModel of a sharded model", 1, 2, 4)
@@ -230,12 +219,9 @@ class Generator(nn.Module):
 
 def generate(fsdp, reshard, *, kept: bool = False) -> tuple[int, int]:
     """Generate, train, generate; return the gathers of the last generation and the number of units."""
-    torch.manual_seed(0)
-    module, alone = Generator(), Generator()
-    alone.load_state_dict(module.state_dict())
-    units = [module.embed, *module.layers, module.head, module]
-    for unit in units:
-        fsdp.fully_shard(unit, mesh=mesh_1d(), reshard_after_forward=reshard)
+    parts = lambda module: (module.embed, *module.layers, module.head)
+    module, alone = beside_one_process(Generator, parts, fsdp, reshard_after_forward=reshard)
+    units = [*parts(module), module]
     optimizers = [torch.optim.SGD(one.parameters(), lr=5.0) for one in (module, alone)]
     prompt = torch.arange(6).view(2, 3)
     gathers = 0
@@ -273,7 +259,7 @@ def test_generation_kept(rank, world, fsdp):
 def test_many_small_units(rank, world, fsdp):
     """A rule that shards every module makes a unit of each norm and gate. Hundreds of tiny ones must work, some
     without parameters, some smaller than the number of ranks; a few dozen here."""
-    build = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(12)))
+    many = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(12)))
 
     def prepare(module, fsdp):
         for unit in reversed(list(module.modules())):
@@ -284,4 +270,4 @@ def test_many_small_units(rank, world, fsdp):
             run.backward(step)
             run.update()
 
-    agrees(fsdp, prepare, build, program, tolerance=1e-4)
+    agrees(fsdp, prepare, many, program, tolerance=1e-4)

@@ -64,16 +64,6 @@ def test_one_gather_and_one_reduction_per_unit(mesh, reshard):
         assert counts(loss[0].backward) == {"gather": again, "reduce": LAYERS + 1}
 
 
-def test_setters_change_the_counts(mesh):
-    """``set_reshard_after_forward`` acts on the whole tree, or on one unit."""
-    module = build(mesh)
-    module(tokens()).sum().backward()
-    for value, recurse, again in [(False, True, 0), (True, True, LAYERS + 1), (False, False, LAYERS - 1)]:
-        module.set_reshard_after_forward(value, recurse=recurse)
-        loss = module(tokens()).sum()
-        assert counts(loss.backward)["gather"] == again
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_accumulation(mesh, micro_batches, keep):

@@ -150,29 +150,6 @@ def test_one_shard_written_while_full_parameters_are_held():
 
 
 @on_ranks(2)
-def test_one_shard_written_between_evaluations(rank, world):
-    """Nothing is kept from one evaluation to the next, so all ranks compute with what one of them has written."""
-    module, alone = models(world)
-    evaluate(module, alone)
-    if rank == 0:
-        shards(module)[0].to_local().detach().mul_(0.5)
-    with torch.no_grad():
-        children(alone)[-1].weight[:2].mul_(0.5)  # rank 0's rows of three
-    evaluate(module, alone)
-    train(module, alone)
-
-
-@on_ranks(2)
-def test_all_shards_written_between_evaluations(rank, world):
-    """Averaged weights are put in through ``to_local()`` for a second evaluation: all ranks gather them."""
-    module, alone = models(world)
-    evaluate(module, alone)
-    halve(module, alone)
-    evaluate(module, alone)
-    train(module, alone)
-
-
-@on_ranks(2)
 def test_a_forward_that_one_rank_did_not_end(rank, world):
     """Rank 1's last unit raised, and rank 0 was told so: some units were kept on one rank and not on the other. The
     next forward gathers all of them."""
@@ -300,20 +277,6 @@ def test_zero_grad_after_an_evaluation(rank, world, to_none):
             one.zero_grad(set_to_none=to_none)
         for shard in shards(module):
             assert shard.grad is None if to_none else not shard.grad.full_tensor().any()
-    evaluate(module, alone)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad_of_a_batch_that_was_not_reduced(rank, world, to_none):
-    """A micro-batch without synchronization is given up (its loss is not finite, say): its gradients came back with the
-    next reduction."""
-    module, alone = models(world)
-    module.set_requires_gradient_sync(False)
-    (module(inputs(1)) * float("nan")).sum().backward()
-    module.zero_grad(set_to_none=to_none)
-    module.set_requires_gradient_sync(True)
-    train(module, alone)
     evaluate(module, alone)
 
 

@@ -119,21 +119,6 @@ def test_requires_gradient_sync(rank, world):
 
 
 @on_ranks(2)
-def test_requires_gradient_sync_of_one_module(rank, world):
-    """``recurse=False`` is for this module's own parameters."""
-    module = build_sharded("nested", world)
-    module[0].set_requires_gradient_sync(False, recurse=False)
-    inputs = torch.randn(2, 6)
-    module(inputs).sum().backward()
-    assert module[0][0].weight.grad is not None and module[1][0].weight.grad is not None
-    module[0].reshard()
-    assert module[0][2].weight.grad is None
-    module[0].set_requires_gradient_sync(True, recurse=False)
-    module(inputs).sum().backward()
-    assert module[0][2].weight.grad is not None
-
-
-@on_ranks(2)
 def test_reshard_after_forward(rank, world):
     """The setter changes what is gathered again in backward, for all units below or for one."""
     module = chain(world)

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support import api
 from tests.support.cases import CASES, TRANSFERS, Setup, assert_case, build, build_sharded, chunk, parametrize_cases
-from tests.support.composition import composes
-from tests.support.models import Odd, Tied
+from tests.support.models import Tied
 from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
 
@@ -148,34 +147,6 @@ def test_post_accumulate_hooks_are_kept(rank, world, transfer):
     assert all(placements == (Shard(0),) for _, placements in seen)
 
 
-@composes("optimizer in backward", "SGD")
-@on_ranks(1, 2)
-@transfers
-def test_optimizer_in_backward(rank, world, transfer):
-    """A post-accumulate hook on a shard may step and clear the gradient."""
-    module = build_sharded("mlp", world, Setup(transfer=transfer))
-    reference = build(CASES["mlp"])
-    for parameter in module.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-        def step(parameter, optimizer=optimizer):
-            assert isinstance(parameter.grad, DTensor)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
-    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
-    data = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
-    for _ in range(3):
-        module(data).square().mean().backward()
-        reference(data).square().mean().backward()
-        alone.step()
-        alone.zero_grad()
-    for mine, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        assert mine.grad is None
-        torch.testing.assert_close(mine.to_local(), chunk(expected.detach(), 0, rank, world))
-
-
 @on_ranks(2)
 def test_gradients_look_like_their_shards(rank, world):
     """A gradient has its shard's dtype, placements and contiguity, under mixed precision too."""
@@ -189,39 +160,6 @@ def test_gradients_look_like_their_shards(rank, world):
         assert gradient.placements == parameter.placements and gradient.shape == parameter.shape
         assert gradient.to_local().shape == parameter.to_local().shape
         assert gradient.is_contiguous() and gradient.to_local().is_contiguous()
-
-
-@on_ranks(2)
-def test_frozen_parameters_get_no_gradient_and_may_change(rank, world):
-    """``requires_grad`` may be flipped between iterations on the shards."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
-    data = torch.randn(2, 4)
-    for frozen in (0, 1, None, 2):
-        for index, layer in enumerate(module):
-            layer.requires_grad_(index != frozen)
-        module(data).sum().backward()
-        for index, layer in enumerate(module):
-            assert (layer.weight.grad is None) == (index == frozen)
-            layer.zero_grad()
-
-
-@api.fsdp2_only
-@on_ranks(1, 2)
-def test_requires_grad_change_is_never_lost(rank, world):
-    """A change made while the full parameter is shown holds as well, before and after a no_grad forward."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=False)
-    with torch.no_grad():
-        module(torch.ones(2, 4))
-    module[0].requires_grad_(False)
-    module(torch.ones(2, 4)).sum().backward()
-    assert module[0].weight.grad is None and module[1].weight.grad is not None
-    module[0].requires_grad_(True)
-    module(torch.ones(2, 4)).sum().backward()
-    assert module[0].weight.grad is not None
 
 
 @api.fsdp2_only
@@ -258,18 +196,6 @@ def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard
                 )
         for one in (module, alone):
             one.zero_grad()
-
-
-@on_ranks(2)
-def test_integer_parameters_keep_their_values(rank, world):
-    """An integer parameter is gathered whole, also between floats of an uneven group."""
-    module = Odd(index=torch.arange(7), weight=torch.randn(5), flags=torch.tensor([True, False, True]))
-    original = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    api.ours.fully_shard(module, mesh=mesh_of(world), mp_policy=BF16)
-    module.unshard()
-    assert module.index.dtype == torch.int64 and torch.equal(module.index, original["index"])
-    assert module.flags.dtype == torch.bool and torch.equal(module.flags, original["flags"])
-    assert module.weight.dtype == torch.bfloat16
 
 
 @api.fsdp2_only

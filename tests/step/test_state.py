@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support import api
 from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk, parametrize_cases, shard
-from tests.support.models import Counting, linears, mlp
+from tests.support.models import linears
 from tests.support.parity import mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
@@ -153,18 +153,6 @@ def test_meta_then_to_empty(rank, world, case, policy, transfer):
     assert all(parameter.grad is not None and not parameter.is_meta for parameter in module.parameters())
 
 
-@on_ranks(2)
-def test_meta_then_reset_parameters(rank, world):
-    """``reset_parameters`` initialises the shards themselves."""
-    module = on_meta("mlp", world)
-    module.to_empty(device="cpu")
-    for layer in linears(module):
-        layer.reset_parameters()
-    assert all(parameter.full_tensor().isfinite().all() for parameter in module.parameters())
-    step(module, "mlp", rank, world)
-    assert all(parameter.grad is not None for parameter in module.parameters())
-
-
 @on_ranks(1, 2, 4)
 @parametrize_cases("mlp", "smaller_than_world", "transformer")
 def test_meta_then_assign(rank, world, case):
@@ -217,21 +205,6 @@ def test_to_dtype(rank, world, trained):
 
 
 @on_ranks(2)
-def test_edits_of_shards_are_seen(rank, world):
-    """In-place changes of a shard, directly or through ``to_local``, are what the next forward computes with."""
-    module, reference = build_sharded("mlp", world), build(CASES["mlp"])
-    inputs = CASES["mlp"].inputs(0)
-    for factor in (2.0, 0.5):
-        with torch.no_grad():
-            for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-                got.to_local().mul_(factor)
-                got.add_(1.0)
-                expected.mul_(factor).add_(1.0)
-        torch.testing.assert_close(module(*inputs), reference(*inputs))
-        module.reshard()
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("moment", ["before", "stepped"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_optimizer_built_before_sharding(rank, world, moment, kind):
@@ -275,39 +248,3 @@ def test_optimizer_state_dict_of_one_built_before_sharding(rank, world):
     assert all(isinstance(state[index]["exp_avg"], DTensor) for index in range(len(held)))
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in module.parameters())
-
-
-@on_ranks(2)
-def test_buffers_stay_whole(rank, world):
-    """Buffers are neither sharded nor cast."""
-    module = nn.Sequential(Counting(), mlp(6, 4))
-    api.ours.fully_shard(module, mesh=mesh_of(world), mp_policy=BF16)
-    assert module(torch.randn(3, 6)).dtype == torch.bfloat16
-    for name, buffer in module.named_buffers():
-        assert not isinstance(buffer, DTensor) and buffer.dtype in (torch.float32, torch.int64), name
-    assert module[0].calls.item() == 1
-
-
-@api.fsdp2_only  # torch's refuses
-@on_ranks(1, 2)
-@parametrize_cases("mlp", "transformer", "uneven")
-def test_deepcopy(rank, world, case):
-    """A copy is sharded alike, trains alike, and shares nothing with the original."""
-    module = build_sharded(case, world)
-    step(module, case, rank, world)
-    twin = copy.deepcopy(module)
-    assert type(twin) is type(module)
-    assert not {id(one) for one in module.modules()} & {id(one) for one in twin.modules()}
-    before = {name: value.to_local().clone() for name, value in module.state_dict().items()}
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    for name, value in module.state_dict().items():
-        assert torch.equal(value.to_local(), before[name])
-    module.zero_grad()
-    twin.zero_grad()
-    twin.load_state_dict(module.state_dict())
-    step(module, case, rank, world, 1)
-    step(twin, case, rank, world, 1)
-    module.reshard()
-    twin.reshard()
-    for mine, other in zip(module.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine.grad.to_local(), other.grad.to_local())

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.parity import STEPS, WIDTH, Run, assert_parity, full, mesh_1d, mesh_2d, play, shard_each
+from tests.support.parity import STEPS, WIDTH, Run, assert_parity, full, mesh_1d, mesh_2d, shard_each
 from tests.support.pool import on_ranks
 
 MESHES = ("line", "hybrid", "tp", pytest.param("over replicas", marks=api.fsdp2_only))
@@ -202,7 +202,6 @@ def test_schedules(rank, world, kind):
 @composes("averaged model", "hybrid sharding", "SGD")
 @composes("averaged model", "over replicas", "SGD")
 @composes("averaged model", "tensor parallel", "SGD")
-@refuses("averaged model", by="torch", reason="FSDP does not support deepcopy")
 @on_ranks(4)
 @planes
 @pytest.mark.parametrize("exponential", [False, True])
@@ -225,8 +224,16 @@ def test_averaged_model(rank, world, kind, exponential):
             run.seen[f"average {name}"] = full(parameter)
 
     assert_trains(kind, program, against=("alone",))
+
+
+@refuses("averaged model", by="torch", reason="FSDP does not support deepcopy")
+@on_ranks(2)
+def test_torchs_own_has_no_average(rank, world):
+    """Since that is a deep copy."""
+    module = uneven()
+    shard_each(module, api.theirs, mesh=mesh_1d())
     with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
-        play(api.theirs, lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d()), program=program)
+        AveragedModel(module)
 
 
 def total(run: Run, value: torch.Tensor) -> torch.Tensor:

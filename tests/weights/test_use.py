@@ -1,4 +1,4 @@
-"""Weights used outside forward, dtypes of single parameters, and units gathered together with those below."""
+"""Weights used outside forward, and parameters that were replaced by whole ones."""
 
 from __future__ import annotations
 
@@ -96,113 +96,18 @@ def test_weights_of_a_plain_module_are_refused(rank, world):
             pass
 
 
-class Normed(nn.Module):
-    """Two layers with a norm and a router between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.router, self.last = (
-            nn.Linear(8, 8),
-            nn.LayerNorm(8),
-            nn.Linear(8, 3),
-            nn.Linear(8, 8),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.first(x).float()).to(self.first.weight.dtype)
-        gate = self.router(x.float()).softmax(-1).amax(-1, keepdim=True)
-        return self.last(x) * gate
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("form", ["mapping", "function"])
-def test_dtypes_of_single_parameters(rank, world, form):
-    """Norms and routers want float32 inside a unit that computes in bfloat16. torch has one policy for a unit, so
-    people make units of them, each with a gather of its own."""
-    fp32 = MixedPrecisionPolicy()
-    by_name = {"norm.*": fp32, "router.*": fp32, "": BF16}
-    policy = by_name if form == "mapping" else lambda name: fp32 if name.startswith(("norm", "router")) else BF16
-    torch.manual_seed(0)
-    model = Normed()
-    mixed = copy.deepcopy(model)
-    seen = {}
-    model.register_forward_pre_hook(lambda m, args: seen.update({n: p.dtype for n, p in m.named_parameters()}))
-    fsdp2.fully_shard(model, mp_policy=policy)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-    model(x).float().square().mean().backward()
-    model.unshard()
-    assert {name for name, param in model.named_parameters() if param.dtype == torch.float32} == {
-        "norm.weight", "norm.bias", "router.weight", "router.bias"
-    }  # fmt: skip
-    model.reshard()
-    mixed.first.bfloat16()
-    mixed.last.bfloat16()
-    for r in range(world):
-        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(r)).bfloat16()
-        (mixed(inputs).float().square().mean() / world).backward()
-    for (name, param), expected in zip(model.named_parameters(), mixed.parameters()):
-        assert param.dtype == param.grad.dtype == torch.float32
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad.float(), rtol=2e-2, atol=2e-4, msg=name)
-
-
 @on_ranks(2)
 def test_dtypes_by_name_are_checked(rank, world):
+    """Neither a mapping nor a function may give anything but policies, and the module stays as it was."""
     for policy, text in (
-        ({"norm.*": torch.float32}, "got torch.float32"),
+        ({"head.*": torch.float32}, "got torch.float32"),
         (lambda name: "bf16", "got 'bf16'"),
         ("bf16", "got 'bf16'"),
     ):
-        model = Normed()
+        model = made()
         with pytest.raises(TypeError, match=f"mp_policy must be a MixedPrecisionPolicy, a mapping.*{text}"):
             fsdp2.fully_shard(model, mp_policy=policy)
-        assert type(model) is Normed and type(model.norm.weight) is nn.Parameter
-
-
-@on_ranks(2)
-def test_inputs_that_stay_in_their_dtype(rank, world):
-    """Positions and masks in float32 must not be rounded to bfloat16 on their way in."""
-    seen = []
-    model = nn.Linear(8, 8)
-    model.register_forward_pre_hook(lambda m, args: seen.append([t.dtype for t in args]) or args[:1])
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=lambda t: t.ndim > 1)
-    fsdp2.fully_shard(model, mp_policy=policy)
-    model(torch.ones(2, 8), torch.ones(2))
-    assert seen == [[torch.bfloat16, torch.float32]]
-
-
-@on_ranks(2)
-def test_units_gathered_with_those_below(rank, world):
-    model = made()
-    whole = copy.deepcopy(model)
-    for unit in (model.body[0], model.head):
-        fsdp2.fully_shard(unit)
-    fsdp2.fully_shard(model)
-    model.unshard(recurse=True)
-    for (name, param), expected in zip(model.named_parameters(), whole.parameters()):
-        assert type(param) is nn.Parameter and torch.equal(param, expected), name
-    model.reshard(recurse=True)
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    model.unshard()
-    assert isinstance(model.head.weight, DTensor) and not isinstance(model.body[2].weight, DTensor)
-    model.reshard(recurse=True)
-
-
-@on_ranks(2)
-def test_a_state_dict_is_copied_like_any_other(rank, world):
-    """``copy.deepcopy(model.state_dict())`` keeps the best weights. It failed for every shard but a unit's first: torch
-    copies a DTensor only where its storage begins with it, and shards lay one behind the other in one storage."""
-    model = fsdp2.fully_shard(made())
-    best = copy.deepcopy(model.state_dict())
-    before = {name: tensor.full_tensor().clone() for name, tensor in best.items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch(0, rank)[0]).sum().backward()
-    optimizer.step()
-    for name, tensor in best.items():
-        assert isinstance(tensor, DTensor) and torch.equal(tensor.full_tensor(), before[name])
-        assert tensor.to_local().untyped_storage().nbytes() == tensor.to_local().nbytes
-    assert not torch.equal(model.body[0].weight.full_tensor(), before["body.0.weight"])
-    model.load_state_dict(best)
-    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+        assert type(model) is Speaker and type(model.head.weight) is nn.Parameter
 
 
 @on_ranks(1, 2)

@@ -14,24 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from tests.support import api
 from tests.support.composition import composes
-from tests.support.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
+from tests.support.parity import assert_parity, mesh_1d, on_one_axis, on_two_axes, stack
 from tests.support.pool import on_ranks
-
-
-def plain(module, fsdp) -> None:
-    """Shard each layer over all ranks."""
-    shard_each(module, fsdp, mesh=mesh_1d())
-
-
-def hybrid(module, fsdp) -> None:
-    """Shard each layer on a mesh of two axes."""
-    shard_each(module, fsdp, mesh=mesh_2d())
 
 
 @composes("clipping", "SGD")
 @composes("clipping", "hybrid sharding", "SGD")
 @on_ranks(2, 4)
-@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("prepare", [on_one_axis, on_two_axes])
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
 def test_clip_grad_norm(rank, world, norm, prepare):
     """The norm is that of all ranks, a DTensor; clipped gradients train as in a single process."""
@@ -93,7 +83,7 @@ def test_log(rank, world):
         seen: set[str] = set()
         handler.emit = lambda record: seen.add(record.getMessage())
         module = stack()
-        plain(module, fsdp)
+        on_one_axis(module, fsdp)
         module(torch.ones(1, 8)).sum().backward()
         return seen
 

@@ -9,22 +9,24 @@ from torch import nn
 
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import STEPS, Run, assert_parity, mesh_1d, mesh_2d, play, setting, shard_each, stack
+from tests.support.parity import (
+    STEPS,
+    Run,
+    assert_parity,
+    mesh_1d,
+    mesh_2d,
+    on_one_axis,
+    on_two_axes,
+    play,
+    setting,
+    shard_each,
+    stack,
+)
 from tests.support.pool import on_ranks
 
 whens = pytest.mark.parametrize("when", ["before", "after"])
 AllGather = api.theirs._fully_shard._fsdp_api.AllGather
 ReduceScatter = api.theirs._fully_shard._fsdp_api.ReduceScatter
-
-
-def plain(module, fsdp) -> None:
-    """Shard each layer over all ranks."""
-    shard_each(module, fsdp, mesh=mesh_1d())
-
-
-def hybrid(module, fsdp) -> None:
-    """Shard each layer on a mesh of two axes."""
-    shard_each(module, fsdp, mesh=mesh_2d())
 
 
 class Gather(AllGather):
@@ -61,7 +63,7 @@ class Scatter(ReduceScatter):
 
 @on_ranks(2, 4)
 @whens
-@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("prepare", [on_one_axis, on_two_axes])
 def test_custom_collectives(rank, world, prepare, when):
     """They are called, with memory they allocated, by the unit they were given to only; training is the same."""
     gathers, scatters = [], []
@@ -74,7 +76,7 @@ def test_custom_collectives(rank, world, prepare, when):
 
     assert_parity(prepare, program=setting(setter, when))
     steps = STEPS if when == "before" else STEPS - 1
-    alone = world == 2 and prepare is hybrid  # a shard axis of one rank
+    alone = world == 2 and prepare is on_two_axes  # a shard axis of one rank
     expected = 0 if alone else steps
     assert gathers[0].calls == 2 * expected and scatters[0].calls == expected
 
@@ -107,7 +109,7 @@ class ScatterInKept(Kept, Scatter):
 @api.fsdp2_only
 @on_ranks(2, 4)
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("prepare", [on_one_axis, on_two_axes])
 def test_custom_collectives_in_memory_that_stays(rank, world, prepare, chunks):
     """A unit's collectives may write the same memory every time, if its reductions go one after the other: gradients,
     and sums that wait for their all-reduce, are not in it.
@@ -140,7 +142,7 @@ def test_custom_collectives_in_memory_that_stays(rank, world, prepare, chunks):
 def test_custom_collectives_exclude_allocators(rank, world):
     """What allocates for default collectives cannot allocate for custom ones."""
     module = stack()
-    plain(module, api.ours)
+    on_one_axis(module, api.ours)
     module[0].set_custom_all_gather(Gather())
     module[1].set_custom_reduce_scatter(Scatter())
     for unit, kind in ((module[0], "all gather"), (module[1], "reduce scatter")):
@@ -157,7 +159,7 @@ def test_memory_from_the_process_group(rank, world, when):
         for unit in (*module, module):
             unit.set_allocate_memory_from_process_group_for_comm(True)
 
-    run = assert_parity(plain, program=setting(setter, when))
+    run = assert_parity(on_one_axis, program=setting(setter, when))
     group = run.module[0]._get_fsdp_state().groups[0]
     assert type(group.options.all_gather).__name__ == "ProcessGroupAllocAllGather"
     run.module[0].set_allocate_memory_from_process_group_for_comm(False)
@@ -171,7 +173,7 @@ def test_memory_from_the_process_group(rank, world, when):
 def test_symmetric_memory_needs_nccl(rank, world):
     """Another backend is refused at the call, and training goes on without."""
     module = stack()
-    plain(module, api.ours)
+    on_one_axis(module, api.ours)
     with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm needs NCCL, got the backend 'gloo'"):
         module[0].set_symm_mem_for_comm("NCCL")
     module(torch.ones(1, 8)).sum().backward()
@@ -188,7 +190,7 @@ def test_separate_reduce_scatter_group(rank, world, when, recurse):
         plain_layers = module if recurse else module[0]
         plain_layers.set_separate_reduce_scatter_group(recurse=recurse)
 
-    run = assert_parity(plain, program=setting(setter, when), against=api.against("2.13"))
+    run = assert_parity(on_one_axis, program=setting(setter, when), against=api.against("2.13"))
     groups = [unit._get_fsdp_state().groups[0] for unit in run.module]
     own = [group.gradients.axis.group is not group.mesh.shard.group for group in groups]
     assert own == ([True] * 3 if recurse else [True, False, False])
@@ -210,8 +212,8 @@ def test_all_reduce_hook(rank, world, when):
     def setter(module, fsdp):
         module[1].set_all_reduce_hook(lambda reduced: reduced.mul_(3))
 
-    run = assert_parity(plain, program=setting(setter, when), against=("torch",))
-    without = play(api.ours, plain)
+    run = assert_parity(on_one_axis, program=setting(setter, when), against=("torch",))
+    without = play(api.ours, on_one_axis)
     names = [name for name in run.seen if name.startswith("gradient of 1.")][: 2 if when == "before" else 0]
     for name in names:
         torch.testing.assert_close(run.seen[name], 3 * without.seen[name])
@@ -279,7 +281,7 @@ def test_post_optim_event(rank, world):
             run.backward(step)
             run.update()
 
-    run = assert_parity(plain, program=program, against=("alone",))
+    run = assert_parity(on_one_axis, program=program, against=("alone",))
     state = run.module._get_fsdp_state()
     assert state._state_ctx.post_optim_event is None
     run.module.set_post_optim_event(event := torch.Event("cpu"))

@@ -14,20 +14,20 @@ from torch import nn
 import fsdp2
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import Run, assert_parity, mesh_1d, mesh_2d, play, shard_each
+from tests.support.parity import (
+    Run,
+    assert_gradients,
+    assert_parity,
+    beside_one_process,
+    mesh_1d,
+    mesh_2d,
+    on_one_axis,
+    on_two_axes,
+    stack,
+)
 from tests.support.pool import on_ranks
 
 AGAINST = api.against("2.15")
-
-
-def plain(module, fsdp) -> None:
-    """Shard each layer over all ranks."""
-    shard_each(module, fsdp, mesh=mesh_1d())
-
-
-def hybrid(module, fsdp) -> None:
-    """Shard each layer on a mesh of two axes."""
-    shard_each(module, fsdp, mesh=mesh_2d())
 
 
 def manual(run: Run, *, async_op: bool = False, batches: int = 1) -> None:
@@ -50,12 +50,12 @@ def manual(run: Run, *, async_op: bool = False, batches: int = 1) -> None:
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("prepare", [on_one_axis, on_two_axes])
 @pytest.mark.parametrize("batches", [1, 3])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_finalize_backward(rank, world, prepare, batches, async_op):
     """Gradients are those of backwards that end by themselves, whether one call ends one or several."""
-    prepare = plain if world == 1 else prepare
+    prepare = on_one_axis if world == 1 else prepare
     assert_parity(prepare, program=lambda run: manual(run, async_op=async_op, batches=batches), against=AGAINST)
 
 
@@ -63,14 +63,7 @@ def test_finalize_backward(rank, world, prepare, batches, async_op):
 @on_ranks(2)
 def test_what_autograd_leaves_waits(rank, world):
     """What backwards kept unreduced is reduced by the call, and not before."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    module = build()
-    for unit in (*module, module):
-        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    module, alone = beside_one_process(partial(stack, layers=2))
     module.set_manual_backward_finalization(True)
     module.set_requires_gradient_sync(False)
     with Collectives() as seen:
@@ -82,16 +75,9 @@ def test_what_autograd_leaves_waits(rank, world):
     with Collectives() as seen:
         module.finalize_backward()
     assert seen.reductions == 2
-    alone = build()
     alone(torch.ones(2, 8)).square().mean().backward()
-    for mine, its in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
+    assert_gradients(module, alone)
     module.finalize_backward()  # nothing is left
-
-
-def sharded(world: int) -> nn.Module:
-    """Return ``stack`` sharded by ours, before any forward."""
-    return play(api.ours, plain, program=lambda run: None).module
 
 
 def backward(module: nn.Module) -> None:
@@ -103,7 +89,7 @@ def backward(module: nn.Module) -> None:
 @on_ranks(2)
 def test_calls_that_make_no_sense(rank, world):
     """Each is refused with what to do; before the first forward there is nothing to end."""
-    module = sharded(world)
+    module, _ = beside_one_process(stack)
     module.finalize_backward()
     module.finalize_backward(async_op=True).wait()
     module.set_manual_backward_finalization(True)
@@ -131,7 +117,7 @@ def test_calls_that_make_no_sense(rank, world):
 @on_ranks(2)
 def test_a_unit_below_cannot_end_backwards(rank, world):
     """Set on a unit before the first forward it is noticed by that forward."""
-    module = sharded(world)
+    module, _ = beside_one_process(stack)
     module[1].set_manual_backward_finalization(True)
     with pytest.raises(RuntimeError, match="must be called on the root"):
         module(torch.ones(2, 8))
@@ -141,7 +127,7 @@ def test_a_unit_below_cannot_end_backwards(rank, world):
 @on_ranks(2)
 def test_a_reset_drops_the_handle(rank, world):
     """After ``reset_iter_state`` an iteration starts anew, and the old handle says so."""
-    module = sharded(world)
+    module, _ = beside_one_process(stack)
     module.set_manual_backward_finalization(True)
     backward(module)
     handle = module.finalize_backward(async_op=True)
@@ -158,7 +144,7 @@ def test_a_reset_drops_the_handle(rank, world):
 @on_ranks(4)
 def test_partial_gradients_cannot_be_final(rank, world):
     """Units told not to all-reduce are named."""
-    module = play(api.ours, hybrid, program=lambda run: None).module
+    module, _ = beside_one_process(stack, mesh=mesh_2d())
     module.set_manual_backward_finalization(True)
     module.set_requires_gradient_sync(False)
     backward(module)
@@ -179,14 +165,14 @@ def test_keep_unsharded_storage(rank, world, keep):
             run.backward(step)
             run.update()
 
-    assert_parity(plain, program=program, against=AGAINST)
+    assert_parity(on_one_axis, program=program, against=AGAINST)
 
 
 @api.fsdp2_only
 @on_ranks(2)
 def test_kept_storage_stays_where_it_is(rank, world):
     """Only of the units asked for, until it is taken back."""
-    module = sharded(world)
+    module, _ = beside_one_process(stack)
     module[0].set_keep_unsharded_storage(True, recurse=False)
     module.unshard(recurse=True)
     weights = [unit.weight for unit in module]
@@ -243,7 +229,7 @@ def test_training_goes_on_after_an_exception(rank, world, where):
     """A hook raises in a backward or in ``finalize_backward``, or somebody interrupts the wait for its gradients. The
     next call said to wait for a handle that nobody had got, or went on with the gradients of half an iteration. It is
     refused with what to do."""
-    module = sharded(world)
+    module, _ = beside_one_process(stack)
     module.set_manual_backward_finalization(True)
     backward(module)
     module.finalize_backward()
@@ -285,8 +271,7 @@ def test_training_goes_on_after_an_exception(rank, world, where):
 def test_what_ranks_may_skip_is_freed(rank, world, marked):
     """Units that some ranks skip do not stay until the next forward, whatever ``set_reshard_after_backward`` says: a
     rank that gathers one tells the others so. ``finalize_backward`` left a unit in memory that no backward had used."""
-    module = play(api.ours, partial(shard_each, mesh=mesh_1d(), reshard_after_forward=False), program=lambda run: None)
-    model = module.module
+    model, _ = beside_one_process(stack, reshard_after_forward=False)
     model[1].set_reduce_scatter_unused_params(marked)
     model.set_reshard_after_backward(False)
     model.set_manual_backward_finalization(True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +18,13 @@ from tests.support.parity import (
     assert_gradients,
     assert_parity,
     assert_same,
+    beside_one_process,
     full,
     mesh_1d,
     mesh_2d,
     mesh_of,
+    on_one_axis,
+    on_two_axes,
     play,
     setting,
     shard_each,
@@ -32,16 +35,6 @@ from tests.support.pool import on_ranks
 whens = pytest.mark.parametrize("when", ["before", "after"])
 
 
-def plain(module, fsdp) -> None:
-    """Shard each layer over all ranks."""
-    shard_each(module, fsdp, mesh=mesh_1d())
-
-
-def hybrid(module, fsdp) -> None:
-    """Shard each layer on a mesh of two axes."""
-    shard_each(module, fsdp, mesh=mesh_2d())
-
-
 def over_replicas(module, fsdp) -> None:
     """Shard each layer over both axes."""
     shard_each(module, fsdp, mesh=mesh_2d(), shard_over_replicas=True)
@@ -49,7 +42,7 @@ def over_replicas(module, fsdp) -> None:
 
 def sums(rank: int, world: int, divisor: float) -> dict[str, torch.Tensor]:
     """Return the gradients of ``stack`` summed over every rank's rows of step 0 and divided, from one process."""
-    run = play(None, plain, program=lambda run: None)
+    run = play(None, on_one_axis, program=lambda run: None)
     for index in range(world):
         run.module(Run.inputs(Run(run.module, None, (index, world)), 0)).square().mean().backward()
     return {name: parameter.grad / divisor for name, parameter in run.module.named_parameters()}
@@ -69,11 +62,11 @@ SETTERS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
 @whens
 @pytest.mark.parametrize("setter", SETTERS)
 @pytest.mark.parametrize("force_sum", [False, True])
-@pytest.mark.parametrize("prepare", [plain, hybrid, pytest.param(over_replicas, marks=api.fsdp2_only)])
+@pytest.mark.parametrize("prepare", [on_one_axis, on_two_axes, pytest.param(over_replicas, marks=api.fsdp2_only)])
 def test_divide_factor(rank, world, prepare, force_sum, setter, when):
     """The sum over ranks is divided by the factor once, on every world size and mesh; only this module's is."""
     if world == 1:
-        prepare = plain  # a mesh of two axes needs two ranks
+        prepare = on_one_axis  # a mesh of two axes needs two ranks
     module = play(api.ours, prepare, program=lambda run: None).module
     rows = Run(module, api.ours, (rank, world)).inputs(0)
 
@@ -131,7 +124,7 @@ def test_force_sum(rank, world, when):
             for group in (g for state in module._get_fsdp_state()._state_ctx.all_states for g in state.groups):
                 ops.append(group.gradients._current_plan().reduction((0,)).scaling.average)
 
-    assert_parity(plain, program=program)
+    assert_parity(on_one_axis, program=program)
     assert original is dist.ReduceOp.AVG and ops and not any(ops)
 
 
@@ -152,14 +145,13 @@ def test_requires_all_reduce(rank, world, when, recurse):
                 run.backward(step + 10 * part)
             run.update()
 
-    assert_parity(hybrid, program=program)
+    assert_parity(on_two_axes, program=program)
 
 
 @on_ranks(4)
 def test_requires_all_reduce_saves_the_all_reduce(rank, world):
     """One reduction less per unit, and no gradient yet."""
-    module = stack()
-    hybrid(module, api.ours)
+    module, _ = beside_one_process(stack, mesh=mesh_2d())
     counts = []
     for required in (True, False, True):
         module.set_requires_all_reduce(required)
@@ -180,9 +172,7 @@ def test_requires_all_reduce_after_a_unit_was_used_for_the_last_time(rank, world
         def forward(self, x, skip=False):
             return self[1](x if skip else self[0](x))
 
-    module, alone = Skips(nn.Linear(8, 8), nn.Linear(8, 8)), Skips(nn.Linear(8, 8), nn.Linear(8, 8))
-    alone.load_state_dict(module.state_dict())
-    hybrid(module, api.ours)
+    module, alone = beside_one_process(lambda: Skips(*stack(layers=2)), mesh=mesh_2d())
     for step in range(2):
         for skip in (False, True):
             module.set_requires_all_reduce(skip)
@@ -229,7 +219,7 @@ def test_reduce_scatter_unused_params(rank, world, when):
     else:
         run = play(api.ours, one_group, Forks, program)
     rows = [Run(run.module, None, (index, world)).inputs(0) for index in range(world)]
-    alone = play(None, plain, build=Forks, program=lambda run: None).module
+    alone = play(None, on_one_axis, build=Forks, program=lambda run: None).module
     (alone.right(alone.first(rows[0])).square().mean() / 2).backward()
     (alone.left(alone.first(rows[1])).square().mean() / 2).backward()
     for name, parameter in alone.named_parameters():
@@ -267,8 +257,8 @@ def test_unused_params_of_which_units(rank, world, recurse):
 def test_reduce_scatter_max_input_buffers(rank, world, buffers, recurse, when):
     """However many chunks may be in flight, results are the same bit for bit; no more are than were asked for."""
     setter = lambda module, fsdp: module.set_reduce_scatter_max_input_buffers(buffers, recurse=recurse)
-    run = assert_parity(plain, program=setting(setter, when), against=api.against("2.13"))
-    again = play(api.ours, plain)
+    run = assert_parity(on_one_axis, program=setting(setter, when), against=api.against("2.13"))
+    again = play(api.ours, on_one_axis)
     assert all(torch.equal(run.seen[name], value) for name, value in again.seen.items())
     limit = run.module._get_fsdp_state()._state_ctx.comm.reductions.limit
     assert limit == (buffers if recurse else 4)  # the root has no parameters; 4 is the default on gloo
@@ -289,9 +279,8 @@ def test_copies_on_a_shard_axis_of_one_rank_are_summed_in_the_reduce_dtype(rank,
 def test_requires_all_reduce_after_a_parameter_was_frozen(rank, world):
     """A sum over the shard axis that waits for its all-reduce belongs to a parameter that is frozen meanwhile: it was
     lost, and added to the gradient of a later step instead."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    alone = copy.deepcopy(module)
-    shard_each(module, api.ours, mesh=mesh_of(2, 1, names=("replicate", "shard")))
+    mesh = mesh_of(2, 1, names=("replicate", "shard"))
+    module, alone = beside_one_process(partial(stack, layers=2), mesh=mesh)
 
     def backward(step: int) -> None:
         for one in (module, alone):

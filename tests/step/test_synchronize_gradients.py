@@ -13,21 +13,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import fsdp2
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import Run, assert_parity, full, mesh_1d, mesh_2d, play, shard_each
+from tests.support.parity import (
+    Run,
+    assert_parity,
+    beside_one_process,
+    full,
+    mesh_1d,
+    mesh_2d,
+    on_one_axis,
+    on_two_axes,
+    stack,
+)
 from tests.support.pool import on_ranks
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WITH_TORCH = ("torch", "alone") if hasattr(api.theirs.FSDPModule, "synchronize_gradients") else ("alone",)
-
-
-def plain(module, fsdp, **options) -> None:
-    """Shard each layer over all ranks."""
-    shard_each(module, fsdp, mesh=mesh_1d(), **options)
-
-
-def hybrid(module, fsdp, **options) -> None:
-    """Shard each layer on a mesh of two axes."""
-    shard_each(module, fsdp, mesh=mesh_2d(), **options)
 
 
 def accumulate(run: Run, setter: str, batches: int = 2) -> None:
@@ -46,10 +46,10 @@ SETTERS = ("set_requires_gradient_sync", "set_requires_all_reduce")
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("setter", SETTERS)
-@pytest.mark.parametrize("prepare", [plain, hybrid])
+@pytest.mark.parametrize("prepare", [on_one_axis, on_two_axes])
 def test_synchronize_gradients(rank, world, prepare, setter):
     """A loop that reduces after its micro-batches, and not in the last of them, trains like one process."""
-    prepare = plain if world == 1 else prepare
+    prepare = on_one_axis if world == 1 else prepare
     assert_parity(prepare, program=partial(accumulate, setter=setter), against=WITH_TORCH)
 
 
@@ -57,14 +57,14 @@ def test_synchronize_gradients(rank, world, prepare, setter):
 @pytest.mark.parametrize("options", [{"offload_policy": CPUOffloadPolicy()}, {"reshard_after_forward": False}])
 def test_where_parameters_are(rank, world, options):
     """Shards on the CPU, and full parameters that stay after forward, get the same gradients."""
-    assert_parity(partial(plain, **options), program=partial(accumulate, setter=SETTERS[0]), against=WITH_TORCH)
+    assert_parity(partial(on_one_axis, **options), program=partial(accumulate, setter=SETTERS[0]), against=WITH_TORCH)
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setter", SETTERS)
 def test_mixed_precision(rank, world, setter):
     """Micro-batches accumulate in the reduce dtype until they are reduced."""
-    prepare = partial(hybrid, mp_policy=LOW)
+    prepare = partial(on_two_axes, mp_policy=LOW)
     program = partial(accumulate, setter=setter)
     assert_parity(prepare, program=program, policy=LOW, against=WITH_TORCH, tolerance=2e-2)
 
@@ -124,7 +124,7 @@ def test_units_that_some_ranks_skip(rank, world, setter):
 @on_ranks(2)
 def test_the_last_micro_batch_is_empty_everywhere(rank, world):
     """Micro-batches whose number is known only afterwards: the backward that should have reduced them does not come."""
-    module, alone = play(api.ours, plain, program=lambda run: None).module, play(None, plain, program=lambda run: None)
+    module, alone = beside_one_process(stack)
     for step in range(2):
         module.set_requires_gradient_sync(False)
         rows = [torch.full((2, 8), 1.0 + r + step) for r in range(world)]
@@ -134,15 +134,15 @@ def test_the_last_micro_batch_is_empty_everywhere(rank, world):
             module.synchronize_gradients()
         assert seen.reductions == 3
         for row in rows:
-            alone.module(row).square().sum().backward()
-        for mine, its in zip(module.parameters(), alone.module.parameters(), strict=True):
+            alone(row).square().sum().backward()
+        for mine, its in zip(module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(full(mine.grad), its.grad / world)
 
 
 @on_ranks(2)
 def test_some_units_alone(rank, world):
     """With ``recurse=False`` only the module's own parameters, which is nothing where units below have them all."""
-    module = play(api.ours, plain, program=lambda run: None).module
+    module, _ = beside_one_process(stack)
     module.set_requires_gradient_sync(False)
     module(torch.ones(2, 8)).square().sum().backward()
     module.synchronize_gradients(recurse=False)
@@ -167,13 +167,13 @@ def test_between_a_forward_and_its_backward(rank, world):
             loss.backward()
             run.update()
 
-    assert_parity(plain, program=program, against=("alone",))
+    assert_parity(on_one_axis, program=program, against=("alone",))
 
 
 @on_ranks(2)
 def test_calls_that_make_no_sense(rank, world):
     """Inside a forward or backward, inside ``summon_full_params`` and before ``finalize_backward`` it is refused."""
-    module = play(api.ours, plain, program=lambda run: None).module
+    module, _ = beside_one_process(stack)
     module.synchronize_gradients()  # before the first forward: nothing was left
     rows, refused = torch.ones(2, 8), []
 
@@ -206,11 +206,6 @@ def backward(module: nn.Module, rank: int, world: int, step: int) -> None:
         (module(torch.full((2, 8), 1.0 + row + step)).square().mean()).backward()
 
 
-def two(prepare) -> tuple[nn.Module, nn.Module]:
-    """Return the sharded model and the same in one process."""
-    return play(api.ours, prepare, program=lambda run: None).module, play(None, plain, program=lambda run: None).module
-
-
 def expect_gradients(module: nn.Module, alone: nn.Module, world: int) -> None:
     """Expect the mean over ranks of what one process has summed; None and zeros where it has these."""
     for unit in module.modules():
@@ -230,8 +225,8 @@ def test_zeroing_drops_unreduced_gradients(rank, world, way, reshard, setter):
     """``optimizer.zero_grad()`` after a micro-batch that is to be thrown away (a loss of NaN) left its gradients on the
     full parameters, and the next backward added them, with torch's fully_shard too.
     """
-    prepare = partial(hybrid if world > 1 else plain, reshard_after_forward=reshard)
-    module, alone = two(prepare)
+    mesh = mesh_2d() if world > 1 else mesh_1d()
+    module, alone = beside_one_process(stack, mesh=mesh, reshard_after_forward=reshard)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
 
     def zero() -> None:
@@ -266,7 +261,7 @@ def test_zeroing_drops_unreduced_gradients(rank, world, way, reshard, setter):
 @on_ranks(2)
 def test_zeroing_some_parameters(rank, world):
     """Two optimizers have a half of each unit: what one of them zeroes is gone, and the rest is reduced."""
-    module, alone = two(plain)
+    module, alone = beside_one_process(stack)
     halves = [torch.optim.SGD([p for p in one.parameters() if p.ndim == 1], lr=0.1) for one in (module, alone)]
     module.set_requires_gradient_sync(False)
     for one in (module, alone):
@@ -284,10 +279,7 @@ def test_what_reads_gradients_is_refused(rank, world, mark, setter):
     """A step or clipping before the reduction went on without the gradients. It is refused on every rank, also on one
     that skipped the units, and the remedy of the error helps.
     """
-    prepare = hybrid if world == 4 else plain
-    if setter == SETTERS[1] and world == 2:
-        prepare = hybrid
-    module, alone = two(prepare)
+    module, alone = beside_one_process(stack, mesh=mesh_2d() if world == 4 or setter == SETTERS[1] else mesh_1d())
     module.set_reduce_scatter_unused_params(mark)
     optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone))
     scaler = fsdp2.ShardedGradScaler("cpu")
@@ -321,7 +313,7 @@ def test_what_reads_gradients_is_refused(rank, world, mark, setter):
 def test_other_optimizers_step(rank, world):
     """An optimizer of parameters whose gradients are reduced steps while others accumulate, as with two optimizers on
     parts of one model, of which one steps less often."""
-    module, _ = two(plain)
+    module, _ = beside_one_process(stack)
     first, last = (torch.optim.SGD(module[i].parameters(), lr=0.1) for i in (0, 2))
     module[2].set_requires_gradient_sync(False)
     for step in range(2):
@@ -339,7 +331,7 @@ def test_other_optimizers_step(rank, world):
 @on_ranks(2)
 def test_a_step_before_finalize_backward_is_refused(rank, world):
     """With manual finalization the gradients that no hook reduced are there after ``finalize_backward`` only."""
-    module = play(api.ours, plain, program=lambda run: None).module
+    module, _ = beside_one_process(stack)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.set_manual_backward_finalization(True)
     module.set_requires_gradient_sync(False)
@@ -408,7 +400,7 @@ def test_changes_between_micro_batches(rank, world, dtype, setter, change):
     all-reduce had been divided as before the change, and were divided once more.
     """
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-    module, alone = two(partial(hybrid, mp_policy=policy))
+    module, alone = beside_one_process(stack, mesh=mesh_2d(), mp_policy=policy)
     apply, divisor = CHANGES[change]
     getattr(module, setter)(False)
     for one in (module, alone):
@@ -447,7 +439,7 @@ def test_a_parameter_is_frozen_while_its_gradient_is_left(rank, world):
             for parameter in run.module[0].parameters():
                 parameter.requires_grad_(True)
 
-    assert_parity(plain, program=program, against=("alone",))
+    assert_parity(on_one_axis, program=program, against=("alone",))
 
 
 @api.fsdp2_only
@@ -457,7 +449,7 @@ def test_nothing_is_left_after_an_optimizer_dropped_it(rank, world):
     reduce dtype, and ``synchronize_gradients`` reduced nothing."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module[0].bias.requires_grad_(False)
-    plain(module, api.ours)
+    on_one_axis(module, api.ours)
     optimizer = torch.optim.SGD([param for param in module.parameters() if param.requires_grad], lr=0.1)
     module.set_requires_gradient_sync(False)
     module(torch.ones(2, 8)).sum().backward()

@@ -63,6 +63,16 @@ def shard_each(module: Any, fsdp: Any, **options: Any) -> None:
         fsdp.fully_shard(unit, **options)
 
 
+def on_one_axis(module: Any, fsdp: Any, **options: Any) -> None:
+    """Make every child a unit, and the module one of the rest, all of them over all ranks."""
+    shard_each(module, fsdp, mesh=mesh_1d(), **options)
+
+
+def on_two_axes(module: Any, fsdp: Any, **options: Any) -> None:
+    """The same on a mesh of two replicas."""
+    shard_each(module, fsdp, mesh=mesh_2d(), **options)
+
+
 _meshes: weakref.WeakKeyDictionary[Any, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.support import api
 from tests.support.cases import Setup, assert_case, parametrize_cases
 from tests.support.counting import Operators
-from tests.support.parity import STEPS, WIDTH, Run, mesh_of
+from tests.support.parity import STEPS, WIDTH, Run, beside_one_process
 from tests.support.pool import on_ranks
 from tests.support.shapes import KINDS, loss_of
 
@@ -62,13 +60,9 @@ class Attends(nn.Module):
 def test_one_tensor_as_several_arguments(rank, world, mp_policy):
     """It stays one: three copies made the attention project each by a product of its own. torch's makes them. The
     gradient of the input is added up in the same order as without sharding, so it has the same bits."""
-    torch.manual_seed(0)
-    alone = Attends()
-    module = copy.deepcopy(alone)
+    module, alone = beside_one_process(Attends, **({} if mp_policy is None else {"mp_policy": mp_policy}))
     if mp_policy is not None:
         alone.to(mp_policy.param_dtype)
-    for unit in (module.attention, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), **({} if mp_policy is None else {"mp_policy": mp_policy}))
     x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
     products, outputs, gradients = [], [], []
     for one in (module, alone):

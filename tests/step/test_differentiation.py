@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -12,23 +10,23 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from tests.support import api
-from tests.support.models import Block, children, mlp
-from tests.support.parity import mesh_of, trains_like_one_process
+from tests.support.models import Block, mlp
+from tests.support.parity import assert_gradients, beside_one_process, trains_like_one_process
 from tests.support.pool import on_ranks
+
+
+def layers() -> nn.Sequential:
+    """Return two layers with an activation between them."""
+    return mlp(4, 4, 4)
 
 
 @on_ranks(2)
 def test_first_forward_inside_jvp(rank, world):
     """The buffers of the first gather were made while ``torch.func.jvp`` was active, so they were functorch's wrappers
     without a storage."""
-    torch.manual_seed(0)
-    reference = mlp(4, 4, 4)
-    torch.manual_seed(0)
-    module = mlp(4, 4, 4)
-    for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module, alone = beside_one_process(layers)
     inputs, tangent = torch.ones(1, 4), torch.full((1, 4), 0.5)
-    expected = torch.func.jvp(reference, (inputs,), (tangent,))
+    expected = torch.func.jvp(alone, (inputs,), (tangent,))
     torch.testing.assert_close(torch.func.jvp(module, (inputs,), (tangent,)), expected)
 
 
@@ -39,15 +37,11 @@ def test_backward_through_a_jvp(rank, world, given, reshard):
     """Inside ``torch.func.jvp`` outputs say that they need no gradient, so nothing was hooked to them: backward outside
     found freed parameters, or left gradients full. A single input that was captured and needs a gradient failed at
     once, its view having no node. Found by torch's own tests."""
-    torch.manual_seed(0)
-    reference = mlp(4, 4, 4)
-    module = copy.deepcopy(reference)
-    for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
+    module, alone = beside_one_process(layers, reshard_after_forward=reshard)
     before, tangent = nn.Linear(4, 4), torch.full((2, 4), 0.5)
     for _ in range(2):
         sources = []
-        for one in (reference, module):
+        for one in (alone, module):
             source = torch.ones(2, 4, requires_grad=True)
             captured = before(source) if "needing" in given else torch.ones(2, 4)
             function = one if given == "dual" else lambda _, one=one, captured=captured: one(captured)
@@ -56,8 +50,7 @@ def test_backward_through_a_jvp(rank, world, given, reshard):
             sources.append(source.grad)
         assert (sources[0] is None) == ("needing" not in given)
         torch.testing.assert_close(sources[0], sources[1])
-        for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(got.grad.to_local(), expected.grad.chunk(world)[rank])
+        assert_gradients(module, alone)
 
 
 def penalized(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -93,13 +86,10 @@ def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, re
 def test_gradients_asked_of_autograd_itself(rank, world):
     """``torch.autograd.grad`` with respect to full parameters died inside a hook: the engine will not say of a leaf
     that it was asked for whether it will be reached."""
-    torch.manual_seed(0)
-    reference = mlp(4, 4, 4)
-    torch.manual_seed(0)
-    module = api.ours.fully_shard(mlp(4, 4, 4), mesh=mesh_of(world), reshard_after_forward=False)
+    module, alone = beside_one_process(layers, lambda module: (), reshard_after_forward=False)
     inputs = torch.full((2, 4), rank + 1.0)
     got = torch.autograd.grad(module(inputs).sum(), list(module.parameters()))
-    expected = torch.autograd.grad(reference(inputs).sum(), list(reference.parameters()))
+    expected = torch.autograd.grad(alone(inputs).sum(), list(alone.parameters()))
     for mine, whole in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, whole)
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -111,12 +101,7 @@ def test_parameters_looked_up_between_forward_and_backward(rank, world, reshard)
     """A zero-bubble pipeline asks the module for its parameters after forward and differentiates with respect to them,
     in two parts. Units that reshard after forward showed shards, which are not in the graph: their weights got no
     gradient at all, without a word (torch's fully_shard loses them still)."""
-    torch.manual_seed(0)
-    reference = mlp(4, 4, 4)
-    torch.manual_seed(0)
-    module = mlp(4, 4, 4)
-    for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
+    module, alone = beside_one_process(layers, reshard_after_forward=reshard)
     inputs = torch.arange(8.0).view(2, 4)
     losses = [module(inputs * scale).sum() for scale in (1, 2)]  # the second forward reshards again
     module.set_is_last_backward(False)
@@ -129,9 +114,8 @@ def test_parameters_looked_up_between_forward_and_backward(rank, world, reshard)
     module.set_is_last_backward(True)
     module.set_reshard_after_backward(True)
     module._get_fsdp_state()._root_post_backward_final_callback()
-    (reference(inputs).sum() + reference(inputs * 2).sum()).backward()
-    for mine, whole in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
+    (alone(inputs).sum() + alone(inputs * 2).sum()).backward()
+    assert_gradients(module, alone)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from torch.nn.utils import prune
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.process import _monitors
 from tests.support import api, processes
-from tests.support.cases import CASES, TRANSFERS, build, build_sharded, chunk
+from tests.support.cases import CASES, TRANSFERS, build, build_sharded
 from tests.support.models import mlp
-from tests.support.parity import mesh_of
+from tests.support.parity import assert_gradients, beside_one_process, mesh_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 
@@ -48,7 +49,6 @@ class Raises(nn.Module):
 
 def tree() -> nn.Sequential:
     """Return units around and between ones that may raise."""
-    torch.manual_seed(4)
     return nn.Sequential(mlp(6, 7, 6), Raises(), mlp(6, 6), Raises(), nn.Linear(6, 3))
 
 
@@ -64,9 +64,7 @@ def data(step: int) -> torch.Tensor:
 @pytest.mark.parametrize("unit", [1, 3])
 def test_training_goes_on_after_an_exception(rank, world, unit, where, reshard, transfer):
     """``reset_iter_state`` on the root makes the next iteration a clean one, from the first iteration on."""
-    module, reference = tree(), tree()
-    for part in (*module, module):
-        api.ours.fully_shard(part, mesh=mesh_of(world), reshard_after_forward=reshard)
+    module, reference = beside_one_process(tree, reshard_after_forward=reshard)
     if api.name == "fsdp2":
         module.set_transfer_sizes(**TRANSFERS[transfer])
     count = 8 // world
@@ -81,8 +79,7 @@ def test_training_goes_on_after_an_exception(rank, world, unit, where, reshard, 
         reference.zero_grad()
         module(rows).square().mean().backward()
         reference(data(step)).square().mean().backward()
-        for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+        assert_gradients(module, reference)
 
 
 @api.fsdp2_only  # torch's goes on
@@ -118,17 +115,15 @@ def test_a_backward_that_is_tried_again(rank, world):
 @on_ranks(2)
 def test_reset_drops_what_was_not_reduced(rank, world):
     """Gradients accumulated without sync do not survive a reset."""
-    module = build_sharded("mlp", world)
+    module, alone = beside_one_process(partial(mlp, 4, 8, 8, 4))
     module.set_requires_gradient_sync(False)
     module(torch.randn(2, 4)).sum().backward()
     module.reset_iter_state()
     module.set_requires_gradient_sync(True)
-    alone = build(CASES["mlp"])
     inputs = torch.ones(2, 4)
     module(inputs).square().mean().backward()
     alone(inputs).square().mean().backward()
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+    assert_gradients(module, alone)
 
 
 @on_ranks(1)
@@ -161,8 +156,7 @@ def test_submodule_after_the_root(rank, world):
             one[1](*inputs)
     module[0].reshard()
     module[1].reshard()
-    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+    assert_gradients(module, reference)
 
 
 @api.fsdp2_only

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.parity import Run, mesh_1d, shard_each, stack
+from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, stack
 from tests.support.report import agrees, check, full_grads, refused, report, same
 from tests.support.shapes import Box, ReturnsView
 
@@ -248,10 +248,7 @@ def test_functional_call(rank, world, fsdp):
 def test_functional_call_with_other_values(rank, world, fsdp):
     """Evaluating with averaged weights by ``functional_call(model, averaged, ...)`` computes with the values given, and
     with the model's own again afterwards."""
-    torch.manual_seed(0)
-    module, alone = stack(), stack()
-    alone.load_state_dict(module.state_dict())
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module, alone = beside_one_process(stack, fsdp=fsdp)
     data = torch.randn(4, 8)
     for factor in (1.0, 2.0, 0.5):
         with torch.no_grad():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from tests.support import api
-from tests.support.parity import assert_gradients, mesh_of
+from tests.support.parity import assert_gradients, beside_one_process
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -35,16 +33,6 @@ class Between(nn.Module):
 
     def fail(self, grad: torch.Tensor) -> None:
         raise Trouble
-
-
-def models(world: int, reshard: bool | None) -> tuple[Between, Between]:
-    """Return a sharded model, and the same in one process."""
-    torch.manual_seed(0)
-    alone = Between()
-    module = copy.deepcopy(alone)
-    for unit in (module.first, module.second, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
-    return module, alone
 
 
 def batch(step: int) -> torch.Tensor:
@@ -80,7 +68,7 @@ def interrupt_the_wait(module: Between, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_step_after_a_backward_that_did_not_end(rank, world, interrupt, trained, reshard):
     """Inside a unit an exception is noticed by the unit itself. Between two, ``zero_grad()`` and the next step without
     ``reset_iter_state()`` added the gradients of the failed iteration to those of the next, without a word."""
-    module, alone = models(world, reshard)
+    module, alone = beside_one_process(Between, reshard_after_forward=reshard)
     if trained:
         module(batch(0)).square().sum().backward()
     module.zero_grad()

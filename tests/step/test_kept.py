@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -20,20 +21,16 @@ from tests.ranks.apart import run_apart
 from tests.support import api
 from tests.support.counting import gathers
 from tests.support.models import children, mlp
-from tests.support.parity import assert_gradients, mesh_of
+from tests.support.parity import assert_gradients, beside_one_process
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
 
 
-def models(world: int, **options) -> tuple[nn.Module, nn.Module]:
+def models(**options) -> tuple[nn.Module, nn.Module]:
     """A model whose root has parameters of its own, and the same without sharding."""
-    torch.manual_seed(0)
-    module = mlp(3, 4, 3)  # 3 rows over 2 or 4 ranks: the last shard is smaller, or empty
-    alone = copy.deepcopy(module)
-    for unit in (*children(module)[:-1], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), **options)
-    return module, alone
+    # 3 rows over 2 or 4 ranks: the last shard is smaller, or empty
+    return beside_one_process(partial(mlp, 3, 4, 3), lambda module: module[:-1], **options)
 
 
 def inputs(step: int = 0) -> torch.Tensor:
@@ -107,7 +104,7 @@ def test_what_one_rank_does_alone(rank, world, act: Callable[..., None], reshard
     """After an evaluation rank 0 alone stepped a probe's optimizer, or called ``state_dict()`` to print its length.
     It then gathered anew what the others still had: "ranks do not do the same". The count of optimizer steps was one
     of the process, and ``state_dict`` freed what the evaluation had kept."""
-    module, alone = models(world, reshard_after_forward=reshard)
+    module, alone = models(reshard_after_forward=reshard)
     for _ in range(2):
         evaluate(module, alone)
         act(module, alone, rank)
@@ -122,7 +119,7 @@ def test_what_one_rank_does_alone(rank, world, act: Callable[..., None], reshard
 def test_shards_written_where_there_is_something_to_write(rank, world, reshard, explicit):
     """After an evaluation every rank that has elements wrote to them through ``to_local()``: those with an empty shard
     did not see a change, computed with what was kept, and left the others waiting."""
-    module, alone = models(world, reshard_after_forward=reshard)
+    module, alone = models(reshard_after_forward=reshard)
     evaluate(module, alone)
     halve(module, alone)
     if explicit:
@@ -133,7 +130,7 @@ def test_shards_written_where_there_is_something_to_write(rank, world, reshard, 
 
 def one_shard_written(rank: int, world: int) -> None:
     """Rank 0 writes to its shard while ``unshard()`` keeps the full parameters on all ranks."""
-    module, alone = models(world)
+    module, alone = models()
     module.unshard(recurse=True)
     evaluate(module, alone)
     if rank == 0:
@@ -153,7 +150,7 @@ def test_one_shard_written_while_full_parameters_are_held():
 def test_a_forward_that_one_rank_did_not_end(rank, world):
     """Rank 1's last unit raised, and rank 0 was told so: some units were kept on one rank and not on the other. The
     next forward gathers all of them."""
-    module, alone = models(world, reshard_after_forward=False)
+    module, alone = models(reshard_after_forward=False)
     failing = children(module)[0].register_forward_hook(lambda *unused: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), torch.no_grad():
@@ -171,7 +168,7 @@ def test_a_forward_that_one_rank_did_not_end(rank, world):
 @on_ranks(2)
 def test_how_often_is_gathered(rank, world):
     """A training step gathers the root and the unit that forward ends with once, an evaluation gathers each unit."""
-    module, alone = models(world)
+    module, alone = models()
     train(module, alone)
     units = len(module._get_fsdp_state().root.groups)
     again = units - 2  # for backward, which finds the root and the last unit
@@ -189,7 +186,7 @@ def test_a_teacher_that_follows_its_student(rank, world, how):
     """A mean teacher is never trained, so its root stays as its first evaluation left it. ``torch._foreach_lerp_`` on
     shards counts no version, nor does what goes through ``.data``, so it computed with its first weights for ever
     (torch's still does)."""
-    (student, teacher), (student_alone, teacher_alone) = zip(models(world), models(world))
+    (student, teacher), (student_alone, teacher_alone) = zip(models(), models())
     both = ((teacher, student), (teacher_alone, student_alone))
     pairs = [(list(one.parameters()), list(other.parameters())) for one, other in both]
     for _ in range(3):
@@ -213,7 +210,7 @@ def test_a_teacher_that_follows_its_student(rank, world, how):
 def test_weights_changed_after_an_evaluation(rank, world, then):
     """The root showed full weights then, and ``p.mul_(.5)`` over ``model.parameters()`` held for one forward and
     vanished (with torch's it still does)."""
-    module, alone = models(world)
+    module, alone = models()
     evaluate(module, alone)
     with torch.no_grad():
         for one in (module, alone):
@@ -240,7 +237,7 @@ def test_weights_changed_after_an_evaluation(rank, world, then):
 def test_data_assigned_to_shards(rank, world, trained):
     """``p.data = p.data - lr * p.grad``, or SAM's way back to where it was, is ignored by DTensors: training went on
     without it and without a word (torch's still does)."""
-    module, alone = models(world)
+    module, alone = models()
     if trained:
         train(module, alone)
     for parameter in module.parameters():
@@ -266,7 +263,7 @@ def test_data_assigned_to_shards(rank, world, trained):
 def test_zero_grad_after_an_evaluation(rank, world, to_none):
     """The root showed full weights then, whose gradients were cleared, and those of the shards went into the next step
     (with torch's they still do)."""
-    module, alone = models(world)
+    module, alone = models()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
     for _ in range(3):
         for one, optimizer in zip((module, alone), optimizers):
@@ -288,7 +285,7 @@ def test_shards_between_forward_and_backward(rank, world):
     """The unit that forward ended with showed full parameters from the second iteration on. ``zero_grad()`` of a module
     around the model left its gradients, weights written there were lost, and a teacher that follows its student got
     plain tensors among DTensors."""
-    module, alone = models(world, reshard_after_forward=True)
+    module, alone = models(reshard_after_forward=True)
     pairs = [(one, nn.Sequential(one), torch.optim.SGD(one.parameters(), lr=0.1)) for one in (module, alone)]
     for step in range(3):
         for one, parent, optimizer in pairs:
@@ -311,7 +308,7 @@ def test_shards_between_forward_and_backward(rank, world):
 def test_forwards_that_no_backward_follows_keep_no_unit(rank, world):
     """A frozen teacher that is run with gradients enabled kept the unit that its forward ended with, besides its root,
     through the student's whole step."""
-    module, alone = models(world)
+    module, alone = models()
     module.requires_grad_(False)
     for _ in range(3):
         torch.testing.assert_close(module(inputs()), alone(inputs()))
@@ -326,7 +323,7 @@ def test_forwards_that_no_backward_follows_keep_no_unit(rank, world):
 def test_what_stays_for_backward_alone_is_not_shown(rank, world, look):
     """After an evaluation, the unit that forward had ended with showed plain full parameters: an average of weights got
     these for one unit, and shards for the others."""
-    module, alone = models(world)
+    module, alone = models()
     for _ in range(2):
         train(module, alone)
     losses = [one(inputs(1)).square().mean() for one in (module, alone)]
@@ -348,7 +345,7 @@ def test_what_stays_for_backward_alone_is_not_shown(rank, world, look):
 def test_weights_used_without_gradients_are_freed(rank, world, before):
     """They stayed in memory for good, because the block took what it held itself for something the caller had asked
     for: every unit that a metric looked at was whole from then on."""
-    module, alone = models(world)
+    module, alone = models()
     if before == "a step":
         train(module, alone)
     elif before == "a forward":
@@ -366,10 +363,10 @@ def test_weights_used_without_gradients_are_freed(rank, world, before):
 def test_weights_of_two_models_of_which_one_has_run(rank, world):
     """They were gathered under the root of the first one, which from then on took the other's units for its own: its
     ``reset_iter_state()`` dropped the other's gradients."""
-    module, alone = models(world)
+    module, alone = models()
     train(module, alone)
     module(inputs(1)).sum().backward()
-    unused, _ = models(world)
+    unused, _ = models()
     with torch.no_grad(), fsdp2.use_weights(nn.ModuleList([unused, module])):
         pass
     unused.reset_iter_state()
@@ -381,8 +378,8 @@ def test_weights_of_two_models_of_which_one_has_run(rank, world):
 def test_a_teacher_in_a_recomputed_loss(rank, world, reentrant):
     """A loss in a checkpoint asks a teacher, which then runs inside the student's backward. No pass freed it:
     the whole teacher stayed in memory until its next forward."""
-    student, alone = models(world)
-    teacher, reference = models(world)
+    student, alone = models()
+    teacher, reference = models()
     for one in (teacher, reference):
         one.requires_grad_(False)
 

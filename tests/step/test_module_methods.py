@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,20 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support import api
-from tests.support.cases import CASES, Setup, assert_case, build, build_sharded, chunk
+from tests.support.cases import CASES, Setup, assert_case, build, build_sharded
 from tests.support.counting import Collectives, Operators
 from tests.support.models import mlp
-from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_of
+from tests.support.parity import WIDTH, Run, assert_gradients, assert_parity, batch, beside_one_process, mesh_of, stack
 from tests.support.pool import on_ranks
 
 
 def chain(world: int, layers: int = 3, **options: object) -> nn.Sequential:
     """Return linear units under a root without parameters of its own."""
-    torch.manual_seed(3)
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), **options)
-    return module
+    return beside_one_process(partial(stack, 4, layers), **options)[0]
 
 
 def data() -> torch.Tensor:
@@ -99,7 +96,7 @@ def test_unshard_once_serves_forward(rank, world):
 @on_ranks(2)
 def test_requires_gradient_sync(rank, world):
     """Without sync a backward communicates no gradient and leaves none on the shards."""
-    module = chain(world)
+    module, alone = beside_one_process(partial(stack, 4))
     module.set_requires_gradient_sync(False)
     with Collectives() as seen:
         module(data()).sum().backward()
@@ -109,13 +106,8 @@ def test_requires_gradient_sync(rank, world):
     with Collectives() as seen:
         module(data()).sum().backward()
     assert seen.reductions == 3
-    reference = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    torch.manual_seed(3)
-    for layer in reference:
-        layer.reset_parameters()
-    (2 * reference(data()).sum()).backward()
-    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+    (2 * alone(data()).sum()).backward()
+    assert_gradients(module, alone)
 
 
 @on_ranks(2)
@@ -201,11 +193,11 @@ def test_settings_keep_training_right(rank, world, case, program, reshard):
 @on_ranks(2)
 def test_is_last_backward_with_one_forward(rank, world):
     """Two backwards through parts of one forward, hooks of the shards firing in each."""
-    module, reference = build_sharded("mlp", world), build(CASES["mlp"])
+    module, alone = beside_one_process(partial(mlp, 4, 8, 8, 4))
     fired = []
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    for one in (module, reference):
+    for one in (module, alone):
         output = one(data())
         if one is module:
             module.set_is_last_backward(False)
@@ -213,9 +205,8 @@ def test_is_last_backward_with_one_forward(rank, world):
         if one is module:
             module.set_is_last_backward(True)
         output[1:].sum().backward()
-    assert sorted(fired) == sorted(2 * [name for name, _ in reference.named_parameters()])
-    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+    assert sorted(fired) == sorted(2 * [name for name, _ in alone.named_parameters()])
+    assert_gradients(module, alone)
 
 
 class Encoder(nn.Module):
@@ -235,26 +226,20 @@ class Encoder(nn.Module):
 @on_ranks(2)
 def test_registered_forward_method(rank, world):
     """A registered method gathers, frees and reduces as forward does; for a plain module it is left alone."""
-    torch.manual_seed(0)
-    reference = Encoder()
-    torch.manual_seed(0)
-    module = Encoder()
-    api.ours.register_fsdp_forward_method(module, "encode")
-    assert "encode" not in vars(module)
-    api.ours.fully_shard(module, mesh=mesh_of(world), reshard_after_forward=True)
+    module, alone = beside_one_process(Encoder, lambda module: (), reshard_after_forward=True)
+    api.ours.register_fsdp_forward_method(alone, "encode")
+    assert "encode" not in vars(alone)
     api.ours.register_fsdp_forward_method(module, "encode")
     with pytest.raises(ValueError, match="does not have a method missing"):
         api.ours.register_fsdp_forward_method(module, "missing")
     for _ in range(2):
         module.zero_grad()
-        reference.zero_grad()
+        alone.zero_grad()
         code = module.encode(data(), scale=2.0)
         assert is_sharded(module.inner)
         code.sum().backward()
-        reference.encode(data(), scale=2.0).sum().backward()
-        torch.testing.assert_close(
-            module.inner.weight.grad.to_local(), chunk(reference.inner.weight.grad, 0, rank, world)
-        )
+        alone.encode(data(), scale=2.0).sum().backward()
+        assert_gradients(module, alone)
         assert module.outer.weight.grad is None
 
 
@@ -400,11 +385,7 @@ def test_a_method_that_calls_forward_is_one_pass(rank, world):
                 ids = torch.cat([ids, self(self.embed(ids))[:, -1].argmax(-1, keepdim=True)], 1)
             return ids
 
-    torch.manual_seed(0)
-    alone = Speaker()
-    module = copy.deepcopy(alone)
-    for unit in (module.block, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module, alone = beside_one_process(Speaker, lambda module: (module.block,))
     api.ours.register_fsdp_forward_method(module, "generate")
     ids = torch.tensor([[1, 2]])
     for enabled in (False, True, False, True):

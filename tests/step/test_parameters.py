@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support import api
 from tests.support.cases import CASES, TRANSFERS, Setup, assert_case, build, build_sharded, chunk, parametrize_cases
 from tests.support.models import Tied
-from tests.support.parity import mesh_of
+from tests.support.parity import assert_gradients, beside_one_process, mesh_of, stack
 from tests.support.pool import on_ranks
 
 transfers = pytest.mark.parametrize("transfer", TRANSFERS)
@@ -170,11 +170,7 @@ def test_gradients_look_like_their_shards(rank, world):
 def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard, frozen, transfer):
     """PEFT freezes adapters while a reference model computes between a forward and its backward. Backward raised a
     KeyError about a weight that was frozen there: autograd calls its hooks, but makes no gradient."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    module = copy.deepcopy(alone)
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
+    module, alone = beside_one_process(partial(stack, 4), reshard_after_forward=reshard)
     module.set_transfer_sizes(**TRANSFERS[transfer])
     for step in range(6):
         for one in (module, alone):
@@ -188,12 +184,7 @@ def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard
                 layer.weight.requires_grad_(True)
             output.square().sum().backward()
             layer.weight.requires_grad_(True)
-        for (name, got), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
-            assert (got.grad is None) == (expected.grad is None), (step, name)
-            if expected.grad is not None:
-                torch.testing.assert_close(
-                    got.grad.full_tensor(), expected.grad, msg=lambda text, n=name: f"{n}: {text}"
-                )
+        assert_gradients(module, alone, step)
         for one in (module, alone):
             one.zero_grad()
 
@@ -202,9 +193,7 @@ def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard
 @on_ranks(2)
 def test_a_gradient_that_was_redistributed_is_not_added_to(rank, world):
     """A backward added pieces to what a metric had made whole: sizes did not match, or other elements were summed."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module, _ = beside_one_process(stack)
     module(torch.ones(2, 8)).sum().backward()
     parameter = module[0].weight
     parameter.grad = parameter.grad.redistribute(placements=[Replicate()])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import api
-from tests.support.parity import assert_gradients, mean_output, mesh_of, trains_like_one_process
+from tests.support.parity import assert_gradients, beside_one_process, mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -105,10 +105,7 @@ class Indexed(nn.Module):
 def test_a_loss_kept_on_a_module_whose_parameters_stay(rank, world, first):
     """``reshard_after_forward=False`` keeps them until the first backward, on another forward: the second one read
     freed memory, and wrote gradients made of whatever was there."""
-    torch.manual_seed(0)
-    alone, module = Indexed(), Indexed()
-    module.load_state_dict(alone.state_dict())
-    api.ours.fully_shard(module, mesh=mesh_of(world), reshard_after_forward=False)
+    module, alone = beside_one_process(Indexed, lambda module: (), reshard_after_forward=False)
     for one in (alone, module):
         losses = []
         for used in (True, False):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support import api
 from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk, parametrize_cases, shard
 from tests.support.models import linears
-from tests.support.parity import mesh_of, rows_of
+from tests.support.parity import assert_gradients, mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 
@@ -79,8 +79,7 @@ def test_state_dict_inside_forward_and_backward(rank, world):
         for name, parameter in reference.named_parameters():
             assert isinstance(state[name], DTensor), name
             assert torch.equal(state[name].to_local(), chunk(parameter.detach(), 0, rank, world))
-    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+    assert_gradients(module, reference)
 
 
 @on_ranks(2)

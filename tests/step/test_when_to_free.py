@@ -7,14 +7,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2._trace import listening
 from tests.support import api
 from tests.support.cases import Setup, assert_case
 from tests.support.models import Case, mlp, rows
-from tests.support.parity import mesh_of
+from tests.support.parity import assert_gradients, mesh_of
 from tests.support.pool import on_ranks
 
 
@@ -236,6 +235,4 @@ def test_a_group_stays_for_the_backward_of_others(rank, world, option):
     api.ours.fully_shard(module, mesh=mesh_of(world), **{option: set(module.inner.parameters())})
     for one in (module, alone):
         one(torch.ones(2, 6)).square().sum().backward()
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        gradient = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
-        torch.testing.assert_close(gradient, expected.grad)
+    assert_gradients(module, alone)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support import api
-from tests.support.parity import Run, assert_gradients, assert_parity, mesh_of, shard_each
+from tests.support.parity import Run, assert_gradients, assert_parity, beside_one_process, mesh_of, shard_each
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -30,10 +30,9 @@ class Scaled(nn.Module):
         return nn.functional.linear(x, self.linear.weight * scale, self.linear.bias)
 
 
-def sharded(world: int, **options) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    alone = Scaled()
-    return api.ours.fully_shard(copy.deepcopy(alone), mesh=mesh_of(world), **options), alone
+def sharded(**options) -> tuple[nn.Module, nn.Module]:
+    """Such a layer as one unit, and the same without sharding."""
+    return beside_one_process(Scaled, lambda module: (), **options)
 
 
 @on_ranks(1, 2, 4)
@@ -41,7 +40,7 @@ def sharded(world: int, **options) -> tuple[nn.Module, nn.Module]:
 def test_a_parameter_made_of_a_shard(rank, world, before):
     """``nn.Parameter(torch.ones_like(shard))`` lies on the unit's own mesh. It was taken for a tensor-parallel one:
     "Cannot concatenate overlapping meshes", or "Invariant encountered: value was None" in the forward."""
-    module, alone = sharded(world)
+    module, alone = sharded()
     inputs = torch.ones(2, 3)
     if not before:
         module(inputs).sum().backward()
@@ -64,7 +63,7 @@ def test_a_parameter_made_of_a_shard(rank, world, before):
 @on_ranks(2)
 def test_a_parameter_that_is_cut_in_another_way(rank, world):
     """What cannot be managed is refused by name."""
-    module, _ = sharded(world)
+    module, _ = sharded()
     whole = module.linear.weight.detach().redistribute(placements=[Replicate()])
     module.register_parameter("scale", nn.Parameter(whole))
     with pytest.raises(ValueError, match=r"scale: got a DTensor on .* Register it before fully_shard"):
@@ -75,7 +74,7 @@ def test_a_parameter_that_is_cut_in_another_way(rank, world):
 @pytest.mark.parametrize("when", ["first forward", "later"])
 def test_a_parameter_that_is_refused_is_refused_again(rank, world, when):
     """A loop that goes on after the error may not train with a parameter that each rank keeps for itself."""
-    module, _ = sharded(world)
+    module, _ = sharded()
     if when == "later":
         module(torch.ones(2, 3)).sum().backward()
     whole = module.linear.weight.detach().redistribute(placements=[Replicate()])
@@ -94,17 +93,14 @@ class Refused(ValueError):
 def test_a_parameter_that_one_rank_refuses(rank, world, error):
     """``shard_placement_fn`` raises on one rank for a parameter that was added before the first forward. The other
     rank waited until that process ended, and the first one went on with a root whose units were not prepared."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(Scaled(), nn.Linear(5, 5))
-    module = copy.deepcopy(alone)
     odd = True
 
     def placement(parameter):
         if odd and rank == 0 and parameter.shape == (1,):
             raise error("no place for scale")
 
-    for unit in (module[0], module[1], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), shard_placement_fn=placement)
+    build = lambda: nn.Sequential(Scaled(), nn.Linear(5, 5))
+    module, alone = beside_one_process(build, shard_placement_fn=placement)
     for one in (module, alone):
         one[0].register_parameter("scale", nn.Parameter(torch.full((1,), 2.0)))
     expected = (error, "no place for scale") if rank == 0 else (RuntimeError, f"rank 0: {error.__name__}: no place")
@@ -117,7 +113,7 @@ def test_a_parameter_that_one_rank_refuses(rank, world, error):
 @on_ranks(2)
 def test_weight_norm_after_sharding(rank, world):
     """It takes the sharded weight away and registers two others: refused by name, in place of an internal text."""
-    module, _ = sharded(world)
+    module, _ = sharded()
     weight_norm(module.linear)
     with pytest.raises((ValueError, RuntimeError), match="linear.*(Register it|replace parameters) before fully_shard"):
         module(torch.ones(2, 3))
@@ -140,11 +136,7 @@ class Untied(nn.Module):
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_tie_after_sharding(rank, world, when, units, turned):
     """``model.tie_weights()`` after ``fully_shard``: "replaced on its module between forward and backward"."""
-    torch.manual_seed(0)
-    alone = Untied()
-    module = copy.deepcopy(alone)
-    for unit in (*map(module.get_submodule, units), module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module, alone = beside_one_process(Untied, lambda module: map(module.get_submodule, units))
     tokens = torch.arange(6).view(2, 3)
 
     def train() -> None:
@@ -189,9 +181,7 @@ def test_two_ties_and_a_new_parameter_at_once(rank, world):
             out = self.one(tokens) + self.other(tokens)
             return out if scale is None else out * scale
 
-    alone = Both()
-    module = copy.deepcopy(alone)
-    api.ours.fully_shard(module, mesh=mesh_of(world))
+    module, alone = beside_one_process(Both, lambda module: ())
     tokens = torch.arange(6).view(2, 3)
     module(tokens).sum().backward()
     for one in (module, alone):
@@ -255,19 +245,14 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("trained", [False, True])
 def test_an_added_parameter_around_a_unit(rank, world, trained):
     """Backward needs it for the gradients of the unit below when its own gradient is finished: it was freed by then."""
-    torch.manual_seed(0)
-    alone = Shifted()
-    module = copy.deepcopy(alone)
-    for unit in (module.inner, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module, alone = beside_one_process(Shifted)
     for one in (module, alone) if trained else ():
         one(torch.ones(2, 3)).square().sum().backward()
     for one in (module, alone):
         one.zero_grad()
         one.register_parameter("shift", nn.Parameter(torch.full((5,), 3.0)))
         one(torch.ones(2, 3)).square().sum().backward()
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+    assert_gradients(module, alone)
 
 
 @on_ranks(2)
@@ -284,8 +269,7 @@ def test_a_unit_that_is_inserted_below_a_parameter(rank, world):
     module.inner, alone.inner = api.ours.fully_shard(copy.deepcopy(linear), mesh=mesh_of(world)), linear
     for one in (module, alone):
         one(torch.ones(2, 3)).square().sum().backward()
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+    assert_gradients(module, alone)
 
 
 @on_ranks(2)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests.support.counting import Collectives
-from tests.support.parity import Run, assert_gradients, mesh_1d, shard_each, stack
+from tests.support.parity import Run, beside_one_process, mesh_1d, mesh_2d, shard_each, stack
 from tests.support.pool import on_ranks
 from tests.support.report import agrees, check, refused, report
 
@@ -296,13 +293,9 @@ def test_a_weight_that_is_tied_after_sharding_in_low_precision(rank, world):
     """transformers ties the head to the embedding when both are sharded. It stays one parameter here, whose gradient is
     added up in bfloat16 as in one process. torch takes them for two and sums each over ranks, so the parts are added in
     the dtype of the reduction: no more than the rounding of that sum apart."""
-    torch.manual_seed(0)
-    alone = TiedLater()
-    alone.head.weight.data.copy_(alone.embed.weight.data)
-    module = copy.deepcopy(alone)
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in (module.embed, module):
-        fsdp2.fully_shard(unit, mesh=mesh_1d(), mp_policy=policy)
+    module, alone = beside_one_process(TiedLater, lambda module: (module.embed,), mp_policy=policy)
+    alone.head.weight.data.copy_(alone.embed.weight.data)
     module.head.weight = module.embed.weight
     batches = [torch.randint(24, (2, 8), generator=torch.Generator().manual_seed(index)) for index in range(world)]
     module(batches[rank]).backward()
@@ -394,10 +387,7 @@ class Two(nn.Module):
 @on_ranks(2, 4)
 def test_a_tie_between_micro_batches(rank, world):
     """Sums that waited for their all-reduce were lost, of all parameters of the unit in which two were tied."""
-    torch.manual_seed(0)
-    alone = Two()
-    model = copy.deepcopy(alone)
-    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    model, alone = beside_one_process(Two, lambda module: (), mesh=mesh_2d())
     batches = torch.randn(2, world, 4, 8, generator=torch.Generator().manual_seed(1))
     for part, batch in enumerate(batches):
         if part:

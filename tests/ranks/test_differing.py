@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.support.parity import mesh_1d, shard_each
+from tests.support.parity import beside_one_process, mesh_1d, shard_each, stack
 from tests.support.report import check, full_grads, refused, report, same
 
 ODD = 1
@@ -40,10 +40,7 @@ def data(rank: int, step: int) -> torch.Tensor:
 
 def train_with_some_images(rank, world, fsdp, reshard) -> None:
     """Train with images on some ranks, on none and on all; the gradients are those of the mean over ranks."""
-    torch.manual_seed(0)
-    module, alone = SeesOrNot(), SeesOrNot()
-    alone.load_state_dict(module.state_dict())
-    shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=reshard)
+    module, alone = beside_one_process(SeesOrNot, fsdp=fsdp, reshard_after_forward=reshard)
     module.set_reduce_scatter_unused_params(True)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
     have = [lambda r: r == 0, lambda r: r != 0, lambda r: True, lambda r: False, lambda r: r == 0]
@@ -206,13 +203,7 @@ def test_rank_raises(rank, world, fsdp):
 @report("Some ranks have an empty batch", 2, 4)
 def test_empty_batches(rank, world, fsdp):
     """The last batch of an epoch leaves nothing for some ranks, or all rows of a rank are filtered out."""
-    torch.manual_seed(0)
-    module, alone = (
-        nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
-        nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
-    )
-    alone.load_state_dict(module.state_dict())
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module, alone = beside_one_process(stack, fsdp=fsdp)
     for step in range(3):
         rows = data(0, step)[: 4 if rank == 0 else 0]
         module(rows).square().sum().backward()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp2
-from tests.support.parity import fulls
+from tests.support.parity import beside_one_process, fulls, mesh_2d
 from tests.support.pool import on_ranks
 
 
@@ -87,12 +84,8 @@ def reference(model: nn.Module, program: Callable[..., None], step: int, world: 
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_one_replica_evaluates(rank, world, program, reshard):
     """The losses it sees and the gradients of all are right, and nobody is taken for one that has parted."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Branches()
-    alone = copy.deepcopy(model)
-    for unit in (model.a, model.b, model.c, model):
-        fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    units = lambda model: (model.a, model.b, model.c)
+    model, alone = beside_one_process(Branches, units, mesh=mesh_2d(), reshard_after_forward=reshard)
     shards = dict(model.named_parameters())  # what a forward without backward keeps is shown in their place
     optimizers = [torch.optim.SGD(one, lr=0.1) for one in (shards.values(), alone.parameters())]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
-from tests.support.parity import mesh_of
+from tests.support.models import linears, mlp
+from tests.support.parity import beside_one_process, mesh_of
 from tests.support.pool import on_ranks
 
 STEPS = 4
+build = partial(mlp, 6, 5, 4)
 
 
 def micro_batches(rank: int, step: int) -> list[torch.Tensor]:
@@ -30,12 +32,9 @@ def test_ranks_with_different_numbers_of_micro_batches(rank, world, weights):
     """Token-balanced and reinforcement-learning batches differ in number, and only the last one of a step communicates.
     The rank checks compared every pass, also those that start no collective, and raised where DDP's ``no_sync`` trains.
     """
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-    module, theirs = copy.deepcopy(plain), DistributedDataParallel(plain)
     mesh = mesh_of(world) if weights == "kept" else mesh_of(world, 1, names=("replicate", "shard"))
-    for unit in (module[0], module[2], module):
-        fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    module, plain = beside_one_process(build, linears, mesh=mesh, reshard_after_forward=False)
+    theirs = DistributedDataParallel(plain)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, theirs)]
     for step in range(STEPS):
         batches = micro_batches(rank, step)
@@ -67,12 +66,8 @@ def test_different_numbers_of_forwards_before_the_last_backward(rank, world, end
     """Backwards were told apart by the number of forwards that they may be on, forwards that communicate nothing
     included. So where ranks had run different numbers of them (``set_is_last_backward(False)`` before all but the last
     micro-batch, or a loss that nobody went back from), one rank waited for a meeting that no other rank came to."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-    module = copy.deepcopy(plain)
     mesh = mesh_of(world) if ends == "tells that more follow" else mesh_of(world, 1, names=("replicate", "shard"))
-    for unit in (module[0], module[2], module):
-        fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    module, plain = beside_one_process(build, linears, mesh=mesh, reshard_after_forward=False)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]
     for step in range(STEPS):
         for unit in (module, module[0], module[2]):

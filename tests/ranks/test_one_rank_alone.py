@@ -5,17 +5,16 @@ DESIGN.md lists these facts; other rows have their tests in tests/step/test_kept
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from tests.ranks.apart import run_apart
+from tests.support.parity import assert_gradients, beside_one_process, mesh_2d
 from tests.support.pool import on_ranks
 
 LAST = 3
@@ -35,12 +34,7 @@ class Two(nn.Module):
 
 def models(**options) -> tuple[Two, Two]:
     """A sharded model, and the same in one process."""
-    torch.manual_seed(0)
-    module = Two()
-    alone = copy.deepcopy(module)
-    for unit in (module.a, module.b, module):
-        fsdp2.fully_shard(unit, **options)
-    return module, alone
+    return beside_one_process(Two, lambda module: (module.a, module.b), **options)
 
 
 def train(*both: nn.Module, x: torch.Tensor | None = None) -> None:
@@ -48,9 +42,7 @@ def train(*both: nn.Module, x: torch.Tensor | None = None) -> None:
     for module in both:
         module(torch.ones(2, 8) if x is None else x).square().sum().backward()
     if len(both) == 2:
-        for (name, got), expected in zip(both[0].named_parameters(), both[1].parameters(), strict=True):
-            if expected.grad is not None:
-                torch.testing.assert_close(got.grad.full_tensor(), expected.grad, msg=lambda t, n=name: f"{n}: {t}")
+        assert_gradients(*both)
     for module in both:
         torch.optim.SGD(module.parameters(), lr=0.01).step()
         module.zero_grad()
@@ -83,8 +75,7 @@ def test_a_weight_written_on_one_rank(rank, world):
 def test_a_shard_written_in_one_replica(rank, world):
     """What ``unshard()`` keeps is gathered anew where the shards of one replica were written: by that replica alone,
     which evaluates with the new values, while the other one does nothing."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    module, alone = models(mesh=mesh)
+    module, alone = models(mesh=mesh_2d())
     train(module, alone)
     module.unshard()  # kept for evaluations on all ranks
     x = torch.ones(2, 8)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp2
-from tests.support.parity import assert_gradients
+from tests.support.parity import assert_gradients, beside_one_process, mesh_2d
 from tests.support.pool import on_ranks
 
 
@@ -45,12 +41,9 @@ class Seeing(nn.Module):
         return self.head(x).square().mean()
 
 
-def shard(model: Seeing, **options) -> None:
+def parts(model: Seeing) -> list[nn.Module]:
     """Every part is a unit."""
-    for block in (model.tower.blocks[0], model.tower.blocks[2], model.tower, model.embed, *model.layers, model.head):
-        fsdp2.fully_shard(block, **options)
-    fsdp2.fully_shard(model, **options)
-    model.set_reduce_scatter_unused_params(True)
+    return [model.tower.blocks[0], model.tower.blocks[2], model.tower, model.embed, *model.layers, model.head]
 
 
 PLANS = {
@@ -64,10 +57,8 @@ PLANS = {
 @pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_without_an_image(rank, world, plan, reshard):
-    torch.manual_seed(0)
-    model = Seeing()
-    whole = copy.deepcopy(model)
-    shard(model, reshard_after_forward=reshard)
+    model, whole = beside_one_process(Seeing, parts, reshard_after_forward=reshard)
+    model.set_reduce_scatter_unused_params(True)
     model.set_transfer_sizes(direct_param_bytes=128, direct_group_bytes=0, chunk_bytes=64)  # stream what there is
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
     for step, seeing in enumerate(PLANS[plan]):
@@ -90,11 +81,8 @@ def test_ranks_without_an_image(rank, world, plan, reshard):
 
 @on_ranks(4)
 def test_replicas_without_an_image(rank, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    model = Seeing()
-    whole = copy.deepcopy(model)
-    shard(model, mesh=mesh)
+    model, whole = beside_one_process(Seeing, parts, mesh=mesh_2d())
+    model.set_reduce_scatter_unused_params(True)
     for step, seeing in enumerate([{0, 1}, {3}, {0, 1, 2, 3}]):
         batches = [(torch.tensor([r, 1]), torch.full((2, 8), r + 0.5) if r in seeing else None) for r in range(4)]
         model.zero_grad()
@@ -135,11 +123,7 @@ class Outer(nn.Module):
 def test_a_part_of_a_unit_that_one_rank_uses(rank, world):
     """One rank has sent the gradients of the part it used and is inside of the unit until its backward ends; there it
     has to send what is left as soon as the other one, which never entered, sends all of it."""
-    torch.manual_seed(0)
-    model = Outer()
-    whole = copy.deepcopy(model)
-    for unit in (model.choosing, model):
-        fsdp2.fully_shard(unit)
+    model, whole = beside_one_process(Outer, lambda model: (model.choosing,))
     model.set_reduce_scatter_unused_params(True)
     model.choosing.set_transfer_sizes(**STREAMED)
     for parts in ((1, None), (None, 0), (0, 1)):
@@ -151,9 +135,7 @@ def test_a_part_of_a_unit_that_one_rank_uses(rank, world):
 @on_ranks(2)
 def test_a_unit_that_nobody_has_used_yet(rank, world):
     """Its zeros are sent although it was never gathered; later its gradients leave like any other's."""
-    model = Outer()
-    for unit in (*model.choosing.parts, model):
-        fsdp2.fully_shard(unit)
+    model, _ = beside_one_process(Outer, lambda model: model.choosing.parts)
     model.set_reduce_scatter_unused_params(True)
     model.set_transfer_sizes(**STREAMED)
     for step, part in enumerate((0, 1, 1)):
@@ -180,11 +162,8 @@ class Often(nn.Module):
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_a_unit_that_others_use_several_times(rank, world, reshard):
     """They gather it again each time. A rank that skips it still held the first gather, and refused the second."""
-    torch.manual_seed(0)
-    model = Often()
-    whole = copy.deepcopy(model)
-    for unit in (model.first, model.frozen, model):
-        fsdp2.fully_shard(unit, reshard_after_forward=reshard)
+    units = lambda model: (model.first, model.frozen)
+    model, whole = beside_one_process(Often, units, reshard_after_forward=reshard)
     model.set_reduce_scatter_unused_params(True)
     times = (2, 0, 3, 1)[:world]
     sum(model(torch.ones(2, 8) + i, times[rank]).sum() for i in range(2)).backward()

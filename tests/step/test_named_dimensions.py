@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from fsdp2 import DataParallelMeshDims
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.parity import assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.parity import assert_gradients, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
 
 
@@ -155,5 +155,4 @@ def test_replicate_only_is_data_parallelism(rank, world):
         for mine, whole in zip(reference.parameters(), module.parameters(), strict=True):
             mine.copy_(whole.full_tensor())
     (reference(torch.zeros(2, 8)).sum() + reference(torch.ones(2, 8)).sum()).div(2).backward()
-    for mine, whole in zip(reference.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(whole.grad.full_tensor(), mine.grad)
+    assert_gradients(module, reference)

@@ -32,6 +32,7 @@ from tests.support.parity import (
     assert_parity,
     assert_same,
     batch,
+    beside_one_process,
     mesh_1d,
     mesh_2d,
     mesh_of,
@@ -54,6 +55,11 @@ def uneven() -> nn.Module:
 def prepare(module: Any, fsdp: Any, **options: Any) -> None:
     """Shard every layer and the rest over replicas too, unless ``options`` say otherwise."""
     shard_each(module, fsdp, **{"mesh": mesh_2d(), "shard_over_replicas": True, **options})
+
+
+def over_replicas(build: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
+    """Return such a model, and the same in one process."""
+    return beside_one_process(build, mesh=mesh_2d(), shard_over_replicas=True, **options)
 
 
 def accumulate(run: Run, batches: int = 2) -> None:
@@ -220,10 +226,7 @@ def test_beside_experts(rank, world):
 def test_no_two_ranks_keep_the_same(rank, world):
     """Parameters, gradients and optimizer state take exactly 1 / (replicas x shards) on every rank, and DTensor knows
     which part is where."""
-    whole = stack()
-    module = stack()
-    module.load_state_dict(whole.state_dict())
-    prepare(module, api.ours)
+    module, whole = over_replicas(stack)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
     fsdp2.use_local_shards(optimizer)
     module(torch.ones(2, 8)).sum().backward()
@@ -259,10 +262,7 @@ def _chunks(tensor: torch.Tensor) -> list[torch.Tensor]:
 @on_ranks(4)
 def test_uneven_parts_are_where_dtensor_says(rank, world):
     """The last parts are shorter or empty; the whole is the same."""
-    whole = uneven()
-    module = uneven()
-    module.load_state_dict(whole.state_dict())
-    prepare(module, api.ours)
+    module, whole = over_replicas(uneven)
     for name, parameter in module.named_parameters():
         full = whole.get_parameter(name).detach()
         assert torch.equal(parameter.full_tensor(), full)
@@ -375,9 +375,7 @@ def moved(module: Any) -> None:
 @pytest.mark.parametrize("reshard", [None, False])
 def test_the_next_forward_sees_new_shards(rank, world, change: Callable[[Any], None], reshard):
     """Whoever changes shards, the next forward, evaluation or ``unshard()`` computes with the new values."""
-    module, alone = uneven(), uneven()
-    alone.load_state_dict(module.state_dict())
-    prepare(module, api.ours, reshard_after_forward=reshard)
+    module, alone = over_replicas(uneven, reshard_after_forward=reshard)
     (rows,) = batch(0)
     for by_hand in (False, True):
         with torch.no_grad():
@@ -398,9 +396,7 @@ def test_a_synchronization_ends_the_iteration(rank, world, setter):
     """``synchronize_gradients`` reduces over the replicate axis, so shards change next. A rank without elements of a
     parameter does not see that another rank has written its shard, but must gather portions anew with it.
     """
-    module, alone = uneven(), uneven()
-    alone.load_state_dict(module.state_dict())
-    prepare(module, api.ours)
+    module, alone = over_replicas(uneven)
     getattr(module, setter)(False)
     (rows,) = batch(0)
     for _ in range(3):
@@ -417,9 +413,7 @@ def test_zeroing_goes_on_in_the_iteration(rank, world):
     """``zero_grad`` drops sums over the shard axis that wait for the replicate axis. The shards have not changed, so
     no portion is gathered again, and the gradients of the next micro-batch are right.
     """
-    module, alone = stack(), stack()
-    alone.load_state_dict(module.state_dict())
-    prepare(module, api.ours)
+    module, alone = over_replicas(stack)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.set_requires_all_reduce(False)
     module(batch(0)[0]).sum().backward()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -179,20 +175,6 @@ def assert_holds(module: nn.Module, expected: Mapping[str, Tensor]) -> None:
         assert not state[name].is_meta and not value.is_meta, name
         assert value.dtype == state[name].dtype and value.shape == expected[name].shape, name
         assert torch.equal(value, expected[name].to(value.dtype)), name
-
-
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """Give a new folder that all ranks see, until all have left."""
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    folder = Path(str(box[0]))
-    try:
-        yield folder
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
 
 
 def once(values):

@@ -15,7 +15,6 @@ from tests.weights.models import (
     assert_refused,
     plain,
     sharded,
-    shared_folder,
     values_of,
 )
 
@@ -125,20 +124,19 @@ def test_inside_a_forward(rank, world):
 
 
 @on_ranks(2)
-def test_while_full_parameters_are_shown(rank, world):
+def test_while_full_parameters_are_shown(rank, world, tmp_path):
     """Inside ``summon_full_params`` nothing is loaded, synchronised or saved behind its back, on one rank or all."""
     module, values = sharded("mlp", meta=False), values_of(plain("mlp"))
-    with shared_folder() as folder:
-        with fsdp2.summon_full_params(module, writeback=False):
-            for call in (
-                lambda: fsdp2.broadcast_from_rank0(module, values if rank == 0 else None),
-                lambda: fsdp2.sync_module_states(module),
-                lambda: fsdp2.save_safetensors(module, folder),
-                lambda: fsdp2.load_safetensors(module, folder),
-            ):
-                with pytest.raises(RuntimeError, match="summon_full_params shows its parameters"):
-                    call()
-        assert not list(folder.iterdir())
+    with fsdp2.summon_full_params(module, writeback=False):
+        for call in (
+            lambda: fsdp2.broadcast_from_rank0(module, values if rank == 0 else None),
+            lambda: fsdp2.sync_module_states(module),
+            lambda: fsdp2.save_safetensors(module, tmp_path),
+            lambda: fsdp2.load_safetensors(module, tmp_path),
+        ):
+            with pytest.raises(RuntimeError, match="summon_full_params shows its parameters"):
+                call()
+    assert not list(tmp_path.iterdir())
     fsdp2.broadcast_from_rank0(module, values if rank == 0 else None)
     assert_holds(module, values)
 

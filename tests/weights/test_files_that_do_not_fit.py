@@ -20,7 +20,6 @@ from tests.weights.models import (
     once,
     plain,
     sharded,
-    shared_folder,
     values_of,
     write,
 )
@@ -103,95 +102,86 @@ WRONG = [
 @on_ranks(1, 2)
 @pytest.mark.parametrize(("how", "kind", "text"), WRONG)
 @pytest.mark.parametrize("who", ["all", "last"])
-def test_every_rank_learns_what_is_wrong(rank, world, how, kind, text, who):
+def test_every_rank_learns_what_is_wrong(rank, world, tmp_path, how, kind, text, who):
     """Whoever sees it; and nothing is loaded anywhere."""
-
-    with shared_folder() as folder:
-        values = values_of(plain("mlp"))
-        spoiled = folder / "spoiled"
-        if rank == 0:
-            write_to = folder / "good"
-            write_to.mkdir()
-            spoiled.mkdir()
-            save_file(once(values), write_to / "model.safetensors")
-            path = spoil(spoiled, how, values)
-        box = [str(path) if rank == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        sees_it = who == "all" or rank == world - 1
-        for meta in (False, True):
-            module = sharded("mlp", meta=meta)
-            before = None if meta else {key: value.full_tensor() for key, value in module.state_dict().items()}
-            named = f"on rank {world - 1}: .*" if who == "last" and world > 1 else ""
-            with pytest.raises(kind, match=named + text):
-                fsdp2.load_safetensors(module, box[0] if sees_it else folder / "good")
-            for key, value in module.state_dict().items():
-                assert value.is_meta if meta else torch.equal(value.full_tensor(), before[key])
-        fsdp2.load_safetensors(module, folder / "good")
-        assert_holds(module, values)
+    values = values_of(plain("mlp"))
+    spoiled = tmp_path / "spoiled"
+    if rank == 0:
+        write_to = tmp_path / "good"
+        write_to.mkdir()
+        spoiled.mkdir()
+        save_file(once(values), write_to / "model.safetensors")
+        path = spoil(spoiled, how, values)
+    box = [str(path) if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    sees_it = who == "all" or rank == world - 1
+    for meta in (False, True):
+        module = sharded("mlp", meta=meta)
+        before = None if meta else {key: value.full_tensor() for key, value in module.state_dict().items()}
+        named = f"on rank {world - 1}: .*" if who == "last" and world > 1 else ""
+        with pytest.raises(kind, match=named + text):
+            fsdp2.load_safetensors(module, box[0] if sees_it else tmp_path / "good")
+        for key, value in module.state_dict().items():
+            assert value.is_meta if meta else torch.equal(value.full_tensor(), before[key])
+    fsdp2.load_safetensors(module, tmp_path / "good")
+    assert_holds(module, values)
 
 
 @on_ranks(2)
-def test_not_strict(rank, world):
+def test_not_strict(rank, world, tmp_path):
     """Missing keys stay what they are, unexpected ones are passed over, shapes must fit."""
-
-    with shared_folder() as folder:
-        values = values_of(plain("mlp"))
-        some = {key: value for key, value in values.items() if key != "2.weight"}
-        write(folder / "model.safetensors", {**some, "more": torch.zeros(1)}, rank)
-        module = sharded("mlp", meta=True)
-        loaded = fsdp2.load_safetensors(module, folder, strict=False)
-        assert (loaded.missing_keys, loaded.unexpected_keys) == (["2.weight"], ["more"])
-        assert [name for name, value in module.named_parameters() if value.is_meta] == ["2.weight"]
-        write(folder / "model.safetensors", {"2.weight": torch.zeros(3)}, rank)
-        with pytest.raises(RuntimeError, match="size mismatch for 2.weight"):
-            fsdp2.load_safetensors(module, folder, strict=False)
+    values = values_of(plain("mlp"))
+    some = {key: value for key, value in values.items() if key != "2.weight"}
+    write(tmp_path / "model.safetensors", {**some, "more": torch.zeros(1)}, rank)
+    module = sharded("mlp", meta=True)
+    loaded = fsdp2.load_safetensors(module, tmp_path, strict=False)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == (["2.weight"], ["more"])
+    assert [name for name, value in module.named_parameters() if value.is_meta] == ["2.weight"]
+    write(tmp_path / "model.safetensors", {"2.weight": torch.zeros(3)}, rank)
+    with pytest.raises(RuntimeError, match="size mismatch for 2.weight"):
+        fsdp2.load_safetensors(module, tmp_path, strict=False)
 
 
 @on_ranks(2)
-def test_ties_of_different_values(rank, world):
+def test_ties_of_different_values(rank, world, tmp_path):
     """A file with two values for one parameter is refused, one with the same twice is not."""
-
-    with shared_folder() as folder:
-        values = values_of(plain("transformer"))
-        values["head.weight"] = values["embed.weight"].clone()
-        write(folder / "model.safetensors", values, rank)
-        load_new("transformer", folder, values, meta=True)
-        values["head.weight"] += 1
-        write(folder / "model.safetensors", values, rank)
-        with pytest.raises(RuntimeError, match="embed.weight and head.weight are one parameter"):
-            fsdp2.load_safetensors(sharded("transformer", meta=True), folder)
+    values = values_of(plain("transformer"))
+    values["head.weight"] = values["embed.weight"].clone()
+    write(tmp_path / "model.safetensors", values, rank)
+    load_new("transformer", tmp_path, values, meta=True)
+    values["head.weight"] += 1
+    write(tmp_path / "model.safetensors", values, rank)
+    with pytest.raises(RuntimeError, match="embed.weight and head.weight are one parameter"):
+        fsdp2.load_safetensors(sharded("transformer", meta=True), tmp_path)
 
 
 @on_ranks(2)
-def test_the_library_is_missing(rank, world):
+def test_the_library_is_missing(rank, world, tmp_path):
     """Loading says what to install; saving does without."""
+    module = sharded("mlp", meta=False)
+    original = builtins.__import__
 
-    with shared_folder() as folder:
-        module = sharded("mlp", meta=False)
-        original = builtins.__import__
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == "safetensors":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return original(name, *args, **kwargs)
 
-        def without(name, *args, **kwargs):
-            if name.split(".")[0] == "safetensors":
-                raise ModuleNotFoundError(f"No module named {name!r}")
-            return original(name, *args, **kwargs)
-
-        with mock.patch.object(builtins, "__import__", without):
-            fsdp2.save_safetensors(module, folder)
-            with pytest.raises(ImportError, match=r"pip install safetensors"):
-                fsdp2.load_safetensors(module, folder)
-        fsdp2.load_safetensors(module, folder)
+    with mock.patch.object(builtins, "__import__", without):
+        fsdp2.save_safetensors(module, tmp_path)
+        with pytest.raises(ImportError, match=r"pip install safetensors"):
+            fsdp2.load_safetensors(module, tmp_path)
+    fsdp2.load_safetensors(module, tmp_path)
 
 
 @on_ranks(1)
-def test_links_are_followed(rank, world):
+def test_links_are_followed(rank, world, tmp_path):
     """The Hugging Face cache keeps files elsewhere, with links to them beside the index."""
-    with shared_folder() as folder:
-        values = values_of(plain("mlp"))
-        (folder / "snapshot").mkdir()
-        (folder / "blobs").mkdir()
-        save_file(once(values), folder / "blobs" / "abc")
-        (folder / "snapshot" / "model-00001-of-00001.safetensors").symlink_to("../blobs/abc")
-        names = dict.fromkeys(once(values), "model-00001-of-00001.safetensors")
-        (folder / "blobs" / "def").write_text(json.dumps({"weight_map": names}))
-        (folder / "snapshot" / "model.safetensors.index.json").symlink_to("../blobs/def")
-        load_new("mlp", folder / "snapshot", values, meta=True)
+    values = values_of(plain("mlp"))
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "blobs").mkdir()
+    save_file(once(values), tmp_path / "blobs" / "abc")
+    (tmp_path / "snapshot" / "model-00001-of-00001.safetensors").symlink_to("../blobs/abc")
+    names = dict.fromkeys(once(values), "model-00001-of-00001.safetensors")
+    (tmp_path / "blobs" / "def").write_text(json.dumps({"weight_map": names}))
+    (tmp_path / "snapshot" / "model.safetensors.index.json").symlink_to("../blobs/def")
+    load_new("mlp", tmp_path / "snapshot", values, meta=True)

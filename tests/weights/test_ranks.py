@@ -12,7 +12,7 @@ import fsdp2
 from fsdp2.weights.ranks import Ranks, device_of
 from tests.support.parity import mesh_1d, mesh_2d, mesh_of
 from tests.support.pool import on_ranks
-from tests.weights.models import assert_holds, each, linears, plain, shared_folder, values_of
+from tests.weights.models import assert_holds, each, linears, plain, values_of
 
 CPU = torch.device("cpu")
 
@@ -79,22 +79,22 @@ def test_which_ranks_of_several_meshes(rank, world):
 
 @on_ranks(4)
 @pytest.mark.parametrize("meta", [False, True])
-def test_models_over_the_dimensions_of_a_mesh(rank, world, meta):
+def test_models_over_the_dimensions_of_a_mesh(rank, world, tmp_path, meta):
     """What lies on some ranks has no process group of just these: dimension follows dimension."""
-    with mock.patch.object(Ranks, "world", lambda *_: by_dimension()), shared_folder() as folder:
+    with mock.patch.object(Ranks, "world", lambda *_: by_dimension()):
         values = values_of(plain("hybrid"))
         with torch.device("meta" if meta else "cpu"):
             module = linears(5, 3, 1, 8)()
         each(module, mesh=mesh_2d())
         fsdp2.broadcast_from_rank0(module, values if rank == 0 else None, bucket_mb=100 / 2**20)
         assert_holds(module, values)
-        fsdp2.save_safetensors(module, folder, bucket_mb=100 / 2**20)
+        fsdp2.save_safetensors(module, tmp_path, bucket_mb=100 / 2**20)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.to_local().zero_()
-        fsdp2.load_safetensors(module, folder)
+        fsdp2.load_safetensors(module, tmp_path)
         assert_holds(module, values)
         with pytest.raises(RuntimeError, match="on rank 3: .*Missing key.*extra.bias"):
             if rank == 3:
                 module.extra = nn.Linear(2, 2)
-            fsdp2.load_safetensors(module, folder)
+            fsdp2.load_safetensors(module, tmp_path)

@@ -28,7 +28,6 @@ from tests.weights.models import (
     once,
     plain,
     sharded,
-    shared_folder,
     values_of,
     whole,
 )
@@ -37,90 +36,83 @@ from tests.weights.models import (
 @on_ranks(1, 2)
 @pytest.mark.parametrize("size", [None, 200])
 @pytest.mark.parametrize("moment", ["header", "tensor", "late", "rename"])
-def test_interrupted_saves(rank, world, size, moment):
+def test_interrupted_saves(rank, world, tmp_path, size, moment):
     """Every rank learns of it, the earlier files are still there and complete, and nothing is left over."""
+    module, values = sharded("mlp", meta=False), values_of(plain("mlp"))
+    fsdp2.broadcast_from_rank0(module, values)
+    fsdp2.save_safetensors(module, tmp_path, size)
+    there = sorted(path.name for path in tmp_path.iterdir())
+    fsdp2.broadcast_from_rank0(module, values_of(plain("mlp"), seed=4))
+    calls = iter(range(1000))
+    name = {"header": "write_header", "rename": "os.replace"}.get(moment, "write_tensor")
+    original = {"header": save.write_header, "rename": save.os.replace}.get(moment, save.write_tensor)
 
-    with shared_folder() as folder:
-        module, values = sharded("mlp", meta=False), values_of(plain("mlp"))
-        fsdp2.broadcast_from_rank0(module, values)
-        fsdp2.save_safetensors(module, folder, size)
-        there = sorted(path.name for path in folder.iterdir())
-        fsdp2.broadcast_from_rank0(module, values_of(plain("mlp"), seed=4))
-        calls = iter(range(1000))
-        name = {"header": "write_header", "rename": "os.replace"}.get(moment, "write_tensor")
-        original = {"header": save.write_header, "rename": save.os.replace}.get(moment, save.write_tensor)
+    def fail(*args):
+        if next(calls) >= (0 if moment in ("header", "tensor") else 3 if moment == "late" else bool(size)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args)
 
-        def fail(*args):
-            if next(calls) >= (0 if moment in ("header", "tensor") else 3 if moment == "late" else bool(size)):
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return original(*args)
-
-        with mock.patch.object(save, name, fail) if moment != "rename" else mock.patch.object(save.os, "replace", fail):
-            with pytest.raises(OSError, match="No space left"):
-                fsdp2.save_safetensors(module, folder, size)
-        dist.barrier()
-        load_new("mlp", folder, values, meta=True)
-        assert sorted(path.name for path in folder.iterdir()) == there
-        fsdp2.save_safetensors(module, folder, size)
-        load_new("mlp", folder, values_of(plain("mlp"), seed=4), meta=True)
+    with mock.patch.object(save, name, fail) if moment != "rename" else mock.patch.object(save.os, "replace", fail):
+        with pytest.raises(OSError, match="No space left"):
+            fsdp2.save_safetensors(module, tmp_path, size)
+    dist.barrier()
+    load_new("mlp", tmp_path, values, meta=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    fsdp2.save_safetensors(module, tmp_path, size)
+    load_new("mlp", tmp_path, values_of(plain("mlp"), seed=4), meta=True)
 
 
 @on_ranks(1, 2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk(rank, world):
+def test_a_full_disk(rank, world, tmp_path):
     """What is only noticed when buffers are written out, at the last moment, is noticed on every rank."""
-    with shared_folder() as folder:
-        module = sharded("mlp", meta=False)
-        before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-        full = mock.patch.object(save, "open", lambda *_: open("/dev/full", "wb"), create=True)  # noqa: SIM115
-        for size in (None, 200):
-            with full, pytest.raises(OSError, match="No space left"):
-                fsdp2.save_safetensors(module, folder, size)
-        dist.barrier()  # rank 0 removes its temporary folder while the error leaves the call
-        assert not list(folder.iterdir())
-        assert not before or len(os.listdir("/proc/self/fd")) == before
-        fsdp2.save_safetensors(module, folder)
+    module = sharded("mlp", meta=False)
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    full = mock.patch.object(save, "open", lambda *_: open("/dev/full", "wb"), create=True)  # noqa: SIM115
+    for size in (None, 200):
+        with full, pytest.raises(OSError, match="No space left"):
+            fsdp2.save_safetensors(module, tmp_path, size)
+    dist.barrier()  # rank 0 removes its temporary folder while the error leaves the call
+    assert not list(tmp_path.iterdir())
+    assert not before or len(os.listdir("/proc/self/fd")) == before
+    fsdp2.save_safetensors(module, tmp_path)
 
 
 @on_ranks(2)
-def test_saves_replace_earlier_ones(rank, world):
+def test_saves_replace_earlier_ones(rank, world, tmp_path):
     """Whatever the number of files was: only the last save's are left, others' are not touched."""
-
-    with shared_folder() as folder:
-        module = sharded("mlp", meta=False)
-        if rank == 0:
-            (folder / "other.safetensors").write_bytes(b"mine")
-            (folder / "config.json").write_text("{}")
-        for seed, size in enumerate([None, 200, 200, 400, 200, None]):
-            values = values_of(plain("mlp"), seed)
-            fsdp2.broadcast_from_rank0(module, values)
-            fsdp2.save_safetensors(module, folder, size)
-            load_new("mlp", folder, values, meta=True)
-            names = {path.name for path in folder.iterdir()} - {"other.safetensors", "config.json"}
-            if size is None:
-                assert names == {"model.safetensors"}
-            else:
-                index = json.loads((folder / "model.safetensors.index.json").read_text())
-                assert names == {"model.safetensors.index.json", *index["weight_map"].values()}
-            dist.barrier()
-        assert (folder / "other.safetensors").read_bytes() == b"mine"
+    module = sharded("mlp", meta=False)
+    if rank == 0:
+        (tmp_path / "other.safetensors").write_bytes(b"mine")
+        (tmp_path / "config.json").write_text("{}")
+    for seed, size in enumerate([None, 200, 200, 400, 200, None]):
+        values = values_of(plain("mlp"), seed)
+        fsdp2.broadcast_from_rank0(module, values)
+        fsdp2.save_safetensors(module, tmp_path, size)
+        load_new("mlp", tmp_path, values, meta=True)
+        names = {path.name for path in tmp_path.iterdir()} - {"other.safetensors", "config.json"}
+        if size is None:
+            assert names == {"model.safetensors"}
+        else:
+            index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+            assert names == {"model.safetensors.index.json", *index["weight_map"].values()}
+        dist.barrier()
+    assert (tmp_path / "other.safetensors").read_bytes() == b"mine"
 
 
 @on_ranks(2)
-def test_names_of_files(rank, world):
+def test_names_of_files(rank, world, tmp_path):
     """A file of any name, split if asked for, in a folder that is made; the same path loads it."""
-
-    with shared_folder() as folder:
-        module, values = sharded("mlp", meta=False), values_of(plain("mlp"))
-        fsdp2.broadcast_from_rank0(module, values)
-        for size in (None, 300, None):
-            path = folder / "deep" / "er" / "best.safetensors"
-            fsdp2.save_safetensors(module, path, size)
-            load_new("mlp", path, values, meta=True)
-            assert path.exists() == (size is None)
-        fsdp2.save_safetensors(module, str(folder / "new"), max_shard_bytes=1)
-        count = len(once(values))
-        assert len(list((folder / "new").glob(f"model-*-of-{count:05d}.safetensors"))) == count
+    module, values = sharded("mlp", meta=False), values_of(plain("mlp"))
+    fsdp2.broadcast_from_rank0(module, values)
+    for size in (None, 300, None):
+        path = tmp_path / "deep" / "er" / "best.safetensors"
+        fsdp2.save_safetensors(module, path, size)
+        load_new("mlp", path, values, meta=True)
+        assert path.exists() == (size is None)
+    fsdp2.save_safetensors(module, str(tmp_path / "new"), max_shard_bytes=1)
+    count = len(once(values))
+    assert len(list((tmp_path / "new").glob(f"model-*-of-{count:05d}.safetensors"))) == count
 
 
 @on_ranks(1, 2)
@@ -134,13 +126,11 @@ def test_names_of_files(rank, world):
         ({"bucket_mb": 0}, ValueError, "bucket_mb"),
     ],
 )
-def test_wrong_arguments(rank, world, options, kind, text):
+def test_wrong_arguments(rank, world, tmp_path, options, kind, text):
     """Refused on every rank before a file is written."""
-
-    with shared_folder() as folder:
-        with pytest.raises(kind, match=text):
-            fsdp2.save_safetensors(sharded("mlp", meta=False), folder / "x", **options)
-        assert not (folder / "x").exists()
+    with pytest.raises(kind, match=text):
+        fsdp2.save_safetensors(sharded("mlp", meta=False), tmp_path / "x", **options)
+    assert not (tmp_path / "x").exists()
 
 
 class Scaled(nn.Linear):
@@ -156,60 +146,54 @@ class Scaled(nn.Linear):
 
 
 @on_ranks(1, 2)
-def test_what_files_cannot_hold(rank, world):
+def test_what_files_cannot_hold(rank, world, tmp_path):
     """Named, before anything is written: no values, a dtype, a state, a mesh."""
-
-    with shared_folder() as folder:
-        path = folder / "x"
-        with pytest.raises(RuntimeError, match="0.weight has no values; got the meta device"):
-            fsdp2.save_safetensors(sharded("mlp", meta=True), path)
-        module = nn.Linear(2, 2).to(torch.complex128)
-        fsdp2.fully_shard(module, mesh=mesh_1d())
-        with pytest.raises(NotImplementedError, match="weight has the dtype torch.complex128"):
-            fsdp2.save_safetensors(module, path)
-        module = nn.Sequential(Scaled(2, 2))
-        fsdp2.fully_shard(module, mesh=mesh_1d())
-        module[0].state = {"no": "tensor"}
-        with pytest.raises(NotImplementedError, match="0._extra_state is extra state of Scaled; got a dict"):
-            fsdp2.save_safetensors(module, path)
-        assert not path.exists()
-        module[0].state = torch.tensor([1.0, 2.0])
+    path = tmp_path / "x"
+    with pytest.raises(RuntimeError, match="0.weight has no values; got the meta device"):
+        fsdp2.save_safetensors(sharded("mlp", meta=True), path)
+    module = nn.Linear(2, 2).to(torch.complex128)
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    with pytest.raises(NotImplementedError, match="weight has the dtype torch.complex128"):
         fsdp2.save_safetensors(module, path)
-        module[0].state = None
-        fsdp2.load_safetensors(module, path)
-        assert module[0].state.tolist() == [1.0, 2.0]
+    module = nn.Sequential(Scaled(2, 2))
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    module[0].state = {"no": "tensor"}
+    with pytest.raises(NotImplementedError, match="0._extra_state is extra state of Scaled; got a dict"):
+        fsdp2.save_safetensors(module, path)
+    assert not path.exists()
+    module[0].state = torch.tensor([1.0, 2.0])
+    fsdp2.save_safetensors(module, path)
+    module[0].state = None
+    fsdp2.load_safetensors(module, path)
+    assert module[0].state.tolist() == [1.0, 2.0]
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["dp", "tp"])
-def test_a_parameter_on_some_ranks(rank, world, name):
+def test_a_parameter_on_some_ranks(rank, world, tmp_path, name):
     """The others hold copies of it: those of the first rank's mesh are written, and once."""
-
-    with shared_folder() as folder:
-        module = linears(4, 5, 4)()
-        fsdp2.fully_shard(module[0], mesh=mesh_2d("dp", "tp")[name])
-        fsdp2.fully_shard(module, mesh=mesh_1d())
-        values = values_of(linears(4, 5, 4)())
-        fsdp2.broadcast_from_rank0(module, values if rank == 0 else None)
-        assert_holds(module, values)
-        fsdp2.save_safetensors(module, folder)
-        assert all(torch.equal(value, values[key]) for key, value in load_file(folder / "model.safetensors").items())
+    module = linears(4, 5, 4)()
+    fsdp2.fully_shard(module[0], mesh=mesh_2d("dp", "tp")[name])
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    values = values_of(linears(4, 5, 4)())
+    fsdp2.broadcast_from_rank0(module, values if rank == 0 else None)
+    assert_holds(module, values)
+    fsdp2.save_safetensors(module, tmp_path)
+    assert all(torch.equal(value, values[key]) for key, value in load_file(tmp_path / "model.safetensors").items())
 
 
 @on_ranks(2)
-def test_a_plain_model(rank, world):
+def test_a_plain_model(rank, world, tmp_path):
     """Each process acts for itself; nobody else is waited for."""
-
-    with shared_folder() as folder:
-        if rank == 0:
-            module, values = plain("transformer"), values_of(plain("transformer"))
-            module.load_state_dict(values)
-            fsdp2.save_safetensors(module, folder / "mine", 100)
-            with torch.device("meta"):
-                other = plain("transformer")
-            fsdp2.load_safetensors(other, folder / "mine")
-            assert_holds(other, values)
-            assert other.head.weight is other.embed.weight
+    if rank == 0:
+        module, values = plain("transformer"), values_of(plain("transformer"))
+        module.load_state_dict(values)
+        fsdp2.save_safetensors(module, tmp_path / "mine", 100)
+        with torch.device("meta"):
+            other = plain("transformer")
+        fsdp2.load_safetensors(other, tmp_path / "mine")
+        assert_holds(other, values)
+        assert other.head.weight is other.embed.weight
 
 
 # ---- ranks that hold different tensors ----
@@ -232,94 +216,88 @@ def owned(rank: int, world: int) -> nn.Module:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("size", [None, 30])
-def test_ranks_with_experts_of_their_own(rank, world, size):
+def test_ranks_with_experts_of_their_own(rank, world, tmp_path, size):
     """Each rank has an expert under a name of its own. The files held rank 0's names alone, without an error, so that
     all other experts were lost."""
-    with shared_folder() as folder:
-        module = owned(rank, world)
-        before = {name: whole(value) for name, value in module.state_dict().items()}
-        fsdp2.save_safetensors(module, folder, size, bucket_mb=40 / 2**20)
-        written = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
-        experts = {f"expert{r}.{kind}" for r in range(world) for kind in ("weight", "bias")}
-        assert written.keys() == experts | {
-            f"{name}.{kind}" for name in ("dense", "all") for kind in ("weight", "bias")
-        }
-        for r in range(world):
-            assert written[f"expert{r}.weight"].flatten().tolist() == [100 * r + i for i in range(8)]
-        for parameter in module.parameters():
-            torch.nn.init.zeros_(parameter)
-        assert fsdp2.load_safetensors(module, folder, strict=False).missing_keys == []
-        for name, value in module.state_dict().items():
-            assert torch.equal(whole(value), before[name]), name
+    module = owned(rank, world)
+    before = {name: whole(value) for name, value in module.state_dict().items()}
+    fsdp2.save_safetensors(module, tmp_path, size, bucket_mb=40 / 2**20)
+    written = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
+    experts = {f"expert{r}.{kind}" for r in range(world) for kind in ("weight", "bias")}
+    assert written.keys() == experts | {f"{name}.{kind}" for name in ("dense", "all") for kind in ("weight", "bias")}
+    for r in range(world):
+        assert written[f"expert{r}.weight"].flatten().tolist() == [100 * r + i for i in range(8)]
+    for parameter in module.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert fsdp2.load_safetensors(module, tmp_path, strict=False).missing_keys == []
+    for name, value in module.state_dict().items():
+        assert torch.equal(whole(value), before[name]), name
 
 
 @on_ranks(4)
-def test_one_name_for_experts_of_several_ranks(rank, world):
+def test_one_name_for_experts_of_several_ranks(rank, world, tmp_path):
     """Each pair of ranks calls its own expert "expert". The file held that of rank 0's mesh, without an error. Copies
     under one name that only differ by roundings are written once, as before."""
-    with shared_folder() as folder:
-        for different in (True, False):
-            torch.manual_seed(rank // 2 if different else 0)
-            module = nn.ModuleDict({"expert": nn.Linear(8, 6), "dense": nn.Linear(3, 2)})
-            with torch.no_grad():
-                module["expert"].weight.mul_(1 + 1e-3 * (rank // 2))
-            fsdp2.fully_shard(module["expert"], mesh=mesh_of(2, 2, names=("owner", "shard"))["shard"])
-            fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
-            if different:
-                error = r"different tensors under the name expert.weight; got the mesh of rank 0 with .* rank 2"
-                with pytest.raises(RuntimeError, match=error):
-                    fsdp2.save_safetensors(module, folder / "x")
-            else:
-                fsdp2.save_safetensors(module, folder / "x")
-        written = load_file(folder / "x" / "model.safetensors")
-        assert torch.equal(written["expert.weight"], whole(module["expert"].weight)) == (rank < 2)
+    for different in (True, False):
+        torch.manual_seed(rank // 2 if different else 0)
+        module = nn.ModuleDict({"expert": nn.Linear(8, 6), "dense": nn.Linear(3, 2)})
+        with torch.no_grad():
+            module["expert"].weight.mul_(1 + 1e-3 * (rank // 2))
+        fsdp2.fully_shard(module["expert"], mesh=mesh_of(2, 2, names=("owner", "shard"))["shard"])
+        fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+        if different:
+            error = r"different tensors under the name expert.weight; got the mesh of rank 0 with .* rank 2"
+            with pytest.raises(RuntimeError, match=error):
+                fsdp2.save_safetensors(module, tmp_path / "x")
+        else:
+            fsdp2.save_safetensors(module, tmp_path / "x")
+    written = load_file(tmp_path / "x" / "model.safetensors")
+    assert torch.equal(written["expert.weight"], whole(module["expert"].weight)) == (rank < 2)
 
 
 @on_ranks(2)
-def test_ranks_that_disagree(rank, world):
+def test_ranks_that_disagree(rank, world, tmp_path):
     """One name with different shapes, or names in another order: ranks would add up each other's bytes."""
-    with shared_folder() as folder:
-        module = nn.ModuleDict({"dense": nn.Linear(3, 2), "extra": nn.Linear(2, 2 + rank)})
-        fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
-        with pytest.raises(RuntimeError, match=r"ranks differ in extra.weight; got .*\(3, 2\).* on rank 1"):
-            fsdp2.save_safetensors(module, folder / "x")
-        assert not (folder / "x").exists()
-        layers = {"dense": nn.Linear(3, 2), "other": nn.Linear(2, 5)}
-        module = nn.ModuleDict(dict(reversed(layers.items())) if rank else layers)
-        for layer in layers.values():
-            fsdp2.fully_shard(layer, mesh=mesh_1d())
-        fsdp2.save_safetensors(module, folder, bucket_mb=(1 + rank) * 32 / 2**20, max_shard_bytes=40 + 40 * rank)
-        written = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
-        for name, value in sorted(module.state_dict().items()):
-            assert torch.equal(whole(value), written[name]), name
+    module = nn.ModuleDict({"dense": nn.Linear(3, 2), "extra": nn.Linear(2, 2 + rank)})
+    fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+    with pytest.raises(RuntimeError, match=r"ranks differ in extra.weight; got .*\(3, 2\).* on rank 1"):
+        fsdp2.save_safetensors(module, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    layers = {"dense": nn.Linear(3, 2), "other": nn.Linear(2, 5)}
+    module = nn.ModuleDict(dict(reversed(layers.items())) if rank else layers)
+    for layer in layers.values():
+        fsdp2.fully_shard(layer, mesh=mesh_1d())
+    fsdp2.save_safetensors(module, tmp_path, bucket_mb=(1 + rank) * 32 / 2**20, max_shard_bytes=40 + 40 * rank)
+    written = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
+    for name, value in sorted(module.state_dict().items()):
+        assert torch.equal(whole(value), written[name]), name
 
 
 # ---- killed processes ----
 
 
 @on_ranks(1)
-def test_killed_while_old_files_are_removed(rank, world):
+def test_killed_while_old_files_are_removed(rank, world, tmp_path):
     """A split checkpoint was replaced by a single file, and the process was killed while the old files went, in any
     order: an index stayed, which is preferred, and named files that were gone. The folder could not be loaded."""
-    with shared_folder() as folder:
-        module, old, new = sharded("mlp", meta=False), values_of(plain("mlp")), values_of(plain("mlp"), seed=4)
-        unlink = Path.unlink
-        for allowed in range(8):
-            fsdp2.broadcast_from_rank0(module, old)
-            fsdp2.save_safetensors(module, folder, 200)
-            fsdp2.broadcast_from_rank0(module, new)
-            calls = iter(range(1000))
+    module, old, new = sharded("mlp", meta=False), values_of(plain("mlp")), values_of(plain("mlp"), seed=4)
+    unlink = Path.unlink
+    for allowed in range(8):
+        fsdp2.broadcast_from_rank0(module, old)
+        fsdp2.save_safetensors(module, tmp_path, 200)
+        fsdp2.broadcast_from_rank0(module, new)
+        calls = iter(range(1000))
 
-            def stop(path, *args, allowed=allowed, calls=calls, **kwargs):
-                if next(calls) == allowed:
-                    raise KeyboardInterrupt
-                unlink(path, *args, **kwargs)
+        def stop(path, *args, allowed=allowed, calls=calls, **kwargs):
+            if next(calls) == allowed:
+                raise KeyboardInterrupt
+            unlink(path, *args, **kwargs)
 
-            with mock.patch.object(Path, "unlink", stop), contextlib.suppress(KeyboardInterrupt):
-                fsdp2.save_safetensors(module, folder)
-            load_new("mlp", folder, old if allowed == 0 else new, meta=True)
-            for path in folder.iterdir():
-                unlink(path)
+        with mock.patch.object(Path, "unlink", stop), contextlib.suppress(KeyboardInterrupt):
+            fsdp2.save_safetensors(module, tmp_path)
+        load_new("mlp", tmp_path, old if allowed == 0 else new, meta=True)
+        for path in tmp_path.iterdir():
+            unlink(path)
 
 
 def killed_save(folder: str) -> None:

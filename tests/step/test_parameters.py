@@ -11,37 +11,27 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support import api
-from tests.support.cases import CASES, TRANSFERS, Setup, assert_case, build, build_sharded, chunk, parametrize_cases
+from tests.support.cases import (
+    CASES,
+    PARAMETERS,
+    TRANSFERS,
+    Setup,
+    assert_case,
+    build,
+    build_sharded,
+    chunk,
+    parametrize_cases,
+)
 from tests.support.models import Tied
 from tests.support.parity import assert_gradients, beside_one_process, mesh_of, stack
 from tests.support.pool import on_ranks
 
 transfers = pytest.mark.parametrize("transfer", TRANSFERS)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-KINDS = (
-    "uneven",
-    "smaller_than_world",
-    "no_parameters",
-    "scalars",
-    "three_dims",
-    "integer",
-    "channels_last",
-    "non_contiguous",
-    "mixed_frozen_dtypes",
-    "mixed_dtypes",
-    "tied",
-    "frozen",
-    "frozen_all",
-    "parameter_lists",
-    "returns_its_weights",  # with torch's they are freed by then: an error, or a segmentation fault
-    "lstm",
-    "buffers",
-    "batch_norm",
-)
 
 
 @on_ranks(1, 2, 4)
-@parametrize_cases(*KINDS)
+@parametrize_cases(*PARAMETERS)
 def test_training_is_right(rank, world, case):
     """Five steps equal a single process and torch's fully_shard."""
     assert_case(case, Setup())
@@ -62,7 +52,7 @@ def test_training_is_right_in_mixed_precision(rank, world, case):
 
 
 @on_ranks(1, 2, 4)
-@parametrize_cases(*(name for name in KINDS if name != "batch_norm"))
+@parametrize_cases(*(name for name in PARAMETERS if name != "batch_norm"))
 def test_shards_are_chunks_and_full_parameters_are_the_originals(rank, world, case):
     """A shard is a ``torch.chunk`` piece; unsharding gives back values, dtypes, strides and requires_grad."""
     original = dict(build(CASES[case]).named_parameters())

@@ -104,6 +104,28 @@ CASES: dict[str, Case] = {
 }
 
 
+PARAMETERS = (
+    "uneven",
+    "smaller_than_world",
+    "no_parameters",
+    "scalars",
+    "three_dims",
+    "integer",
+    "channels_last",
+    "non_contiguous",
+    "mixed_frozen_dtypes",
+    "mixed_dtypes",
+    "tied",
+    "frozen",
+    "frozen_all",
+    "parameter_lists",
+    "lstm",
+    "buffers",
+    "batch_norm",
+)
+"""The cases with parameters of a kind of their own."""
+
+
 def parametrize_cases(*names: str) -> Any:
     """Return the mark that runs a test for each named case; those that torch refuses are promised by fsdp2 only."""
     marks = {name: [] if CASES[name].torch_takes_it else [api.fsdp2_only] for name in names}

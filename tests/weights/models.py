@@ -16,32 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from tests.support.cases import CASES
+from tests.support.cases import CASES, PARAMETERS
 from tests.support.models import Transformer, mlp
 from tests.support.parity import mesh_1d, mesh_2d
 
 CASE_NAMES = (
-    "mlp",
-    "mlp_root_only",
-    "mlp_grouped",
-    "transformer",
-    "transformer_grouped",
-    "uneven",
-    "smaller_than_world",
-    "scalars",
-    "three_dims",
-    "integer",
-    "channels_last",
-    "non_contiguous",
-    "mixed_frozen_dtypes",
-    "mixed_dtypes",
-    "tied",
-    "used_several_times",
-    "frozen_all",
-    "lstm",
-    "buffers",
-    "batch_norm",
-    "parameter_lists",
+    *("mlp", "mlp_root_only", "mlp_grouped", "transformer", "transformer_grouped", "used_several_times"),
+    *(name for name in PARAMETERS if name not in ("no_parameters", "frozen")),
 )
 
 

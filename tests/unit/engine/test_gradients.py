@@ -99,14 +99,6 @@ def test_without_inputs_that_need_gradients_the_last_parameter_ends_the_unit(mes
     assert events[-1] == ("root_post_backward", "")
 
 
-def test_nothing_leaves_without_gradient_sync(mesh: DeviceMesh) -> None:
-    model = shard_units(Branch(), mesh)
-    model.set_requires_gradient_sync(False)
-    assert not [event for event, _ in backward_events(model) if event == "reduce"]
-    model.set_requires_gradient_sync(True)
-    assert [name for event, name in backward_events(model) if event == "reduce"] == ["branch", "trunk"]
-
-
 def test_a_unit_without_gradients_reduces_nothing(mesh: DeviceMesh) -> None:
     model = shard_units(Branch(), mesh)
     for _ in range(2):
@@ -188,16 +180,6 @@ def test_a_parameter_without_a_gradient_has_none_afterwards(mesh: DeviceMesh) ->
     model = fully_shard(Half(), mesh=mesh)
     model(torch.ones(2, 4)).sum().backward()
     assert model.used.weight.grad is not None and model.unused.weight.grad is None
-
-
-def test_an_optimizer_is_told_of_gradients_that_are_not_reduced(mesh: DeviceMesh) -> None:
-    """It would go on without them."""
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"got 2 parameters.*synchronize_gradients\(\)"):
-        optimizer.step()
 
 
 def test_earlier_sums_are_added_as_if_they_were_divided_alike(mesh: DeviceMesh) -> None:

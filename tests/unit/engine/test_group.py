@@ -16,7 +16,7 @@ from fsdp2._trace import listening
 from fsdp2.engine import residency as residencies
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.residency import Full, InFlight, Sharded
+from fsdp2.engine.residency import Full, Sharded
 from tests.support.api import torch_since
 from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
@@ -60,36 +60,6 @@ def test_after_forward_parameters_are_freed_or_kept_as_asked(mesh: DeviceMesh, r
     assert isinstance(module.weight.grad, DTensor) and full_bytes(module) == 0
 
 
-def test_unsharding_and_resharding_by_hand(mesh: DeviceMesh) -> None:
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    sharded = module.weight
-    handle = module.unshard(async_op=True)
-    assert state_of(module)[0] is InFlight and module.weight is sharded
-    handle.wait()
-    full = module.weight
-    assert state_of(module)[0] is Full and type(full) is nn.Parameter and full_bytes(module) > 0
-    module.reshard()
-    assert module.weight is sharded and full_bytes(module) == 0
-    module.unshard()
-    assert module.weight is full  # views that autograd saved stay valid
-
-
-def test_a_gather_that_nobody_waited_for_is_dropped(mesh: DeviceMesh) -> None:
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    module.unshard(async_op=True)
-    module.reshard()
-    assert state_of(module) == (Sharded, Phase.IDLE) and full_bytes(module) == 0
-
-
-def test_summoning_waits_for_a_gather_under_way(mesh: DeviceMesh) -> None:
-    """What ``unshard(async_op=True)`` began is there afterwards, as what was unsharded before is."""
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    module.unshard(async_op=True)
-    with summon_full_params(module):
-        assert type(module.weight) is nn.Parameter
-    assert state_of(module)[0] is Full
-
-
 def test_what_is_written_while_summoned_reaches_all_that_is_kept() -> None:
     """The shards, the full parameter that a forward kept or the pieces of a few ranks, and the gradients."""
     with fake_mesh(4, names=("dp",)) as mesh:
@@ -111,16 +81,6 @@ def test_what_is_written_while_summoned_reaches_all_that_is_kept() -> None:
                 assert pieces.size() == 0
 
 
-def test_what_is_loaded_replaces_what_is_held() -> None:
-    """The shards have it, and the next forward computes with it."""
-    with fake_mesh(1, names=("dp",)) as mesh, torch.no_grad():
-        module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
-        module.unshard()
-        module.load_state_dict({"weight": torch.full((4, 4), 3.0)})
-        assert bool((module.weight.to_local() == 3).all())
-        assert bool((module(torch.ones(2, 4)) == 12).all())
-
-
 def test_pieces_of_shards_that_changed_are_not_gathered_ahead() -> None:
     """The forward would have to gather once more, from the shards."""
     with fake_mesh(4, names=("dp",)) as mesh:
@@ -137,28 +97,6 @@ def test_pieces_of_shards_that_changed_are_not_gathered_ahead() -> None:
         with listening(lambda event, name: gathered.append(name) if event == "unshard" else None):
             module(torch.ones(2, 8))
         assert sorted(gathered) == ["0", "1"]
-
-
-def test_unsharding_by_hand_gathers_again_what_changed() -> None:
-    """Shards were written while what was unsharded before was still there."""
-    with fake_mesh(1, names=("dp",)) as mesh, torch.no_grad():
-        module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-        sharded = module.weight
-        for value in (1.0, 2.0):
-            sharded.fill_(value)
-            module.unshard()
-            assert module.weight is not sharded and bool((module.weight == value).all())
-
-
-def test_a_forward_computes_with_what_the_shards_are_now() -> None:
-    """They were written while the full parameters that ``unshard()`` asked for were still there."""
-    with fake_mesh(1, names=("dp",)) as mesh, torch.no_grad():
-        module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, reshard_after_forward=False)
-        sharded = module.weight
-        module.unshard()
-        for value in (1.0, 2.0):
-            sharded.fill_(value)
-            assert bool((module(torch.ones(2, 4)) == 4 * value).all())
 
 
 def test_a_parameter_put_in_the_place_of_a_shard_is_the_shard_from_then_on(mesh: DeviceMesh) -> None:
@@ -213,16 +151,6 @@ def test_gradients_in_flight_are_counted_as_they_are_summed(
     assert group_of(module).store.reduce_bytes == 20 * expected
 
 
-def test_gradients_that_stay_accumulate_in_the_reduce_dtype(mesh: DeviceMesh) -> None:
-    """As computed they would lose what is small beside their sum."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
-    module.set_requires_gradient_sync(False)
-    for _ in range(2):
-        module(torch.ones(2, 4)).sum().backward()
-        assert {param.full.grad.dtype for param in group_of(module).params} == {torch.float32}
-
-
 def test_a_chosen_gradient_dtype_widens_the_sums_of_weights_of_its_own_dtype_alone(mesh: DeviceMesh) -> None:
     module = nn.Linear(4, 4).to(torch.bfloat16)
     module.bias = nn.Parameter(module.bias.detach().float())
@@ -251,17 +179,6 @@ def test_pieces_are_freed_when_what_they_are_of_is_gathered() -> None:
         assert pieces.size() == 0 and full_bytes(module) > 0
 
 
-def test_parts_of_a_unit_are_summoned_one_inside_the_other(mesh: DeviceMesh) -> None:
-    """The second leaves what the first shows, and until the last ends nothing else is shown than before."""
-    module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
-    module.unshard()
-    with summon_full_params(module[0]):
-        shown = module[0].weight
-        assert type(shown) is nn.Parameter and isinstance(module[1].weight, DTensor)
-        with summon_full_params(module[1]):
-            assert module[0].weight is shown and type(module[1].weight) is nn.Parameter
-
-
 @pytest.mark.parametrize("trainable", [True, False])
 def test_what_becomes_trainable_while_summoned_has_gradients_from_then_on(mesh: DeviceMesh, trainable: bool) -> None:
     """Chunks of gradients were planned without it, or with it."""
@@ -281,23 +198,6 @@ def test_the_text_of_a_group_says_what_it_is_and_where(mesh: DeviceMesh) -> None
     assert text.startswith("FSDPParamGroup(root: sharded, shows sharded, idle, 2 parameters, ") and text.endswith(
         "2 ranks)"
     )
-
-
-def test_a_backward_that_raised_is_recovered_from(mesh: DeviceMesh) -> None:
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    hidden = module(torch.ones(2, 4, requires_grad=True))
-    handle = group_of(module).params[0].full.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        hidden.sum().backward()
-    handle.remove()
-    with pytest.raises(RuntimeError, match="reset_iter_state"):
-        module(torch.ones(2, 4))
-    module.reset_iter_state()
-    assert state_of(module) == (Sharded, Phase.IDLE) and full_bytes(module) == 0
-    with summon_full_params(module):  # not inside of a pass any more
-        assert module.weight.grad is None
-    module(torch.ones(2, 4)).sum().backward()
-    assert isinstance(module.weight.grad, DTensor)
 
 
 # ---- defects there were ----

@@ -75,30 +75,6 @@ def test_a_moved_shard_keeps_its_parameter(dp2: DataParallelMesh) -> None:
     assert torch.equal(local(before), piece)
 
 
-def test_attributes_and_hooks_of_the_original_are_those_of_the_shard(dp2: DataParallelMesh) -> None:
-    original, calls = weight(4, 3), []
-    original.tag = "kept"
-    original.register_hook(lambda grad: calls.append("gradient"))
-    original.register_post_accumulate_grad_hook(lambda p: calls.append(type(p.grad).__name__))
-    param = manage(original, dp2)
-    assert param.sharded.tag == param.full.tag == "kept"
-    accumulate_gradients([param], [torch.ones(2, 3)])
-    assert calls == ["gradient", "DTensor"]
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-def test_what_is_frozen_stays_frozen(dp2: DataParallelMesh, trainable: bool) -> None:
-    param = manage(weight(4, 3).requires_grad_(trainable), dp2)
-    assert param.sharded.requires_grad == param.full.requires_grad == param.requires_grad == trainable
-
-
-def test_hooks_on_a_gradient_are_not_carried_to_a_frozen_parameter(dp2: DataParallelMesh) -> None:
-    original = weight(4, 3)
-    original.register_hook(lambda grad: None)
-    original.requires_grad_(False)
-    assert not manage(original, dp2).sharded.requires_grad
-
-
 def test_the_full_parameter_is_the_place_in_the_buffer(dp2: DataParallelMesh) -> None:
     original = nn.Parameter(torch.arange(12.0).view(4, 3).t())
     param = FSDPParam(
@@ -126,15 +102,6 @@ def test_names_and_sizes_are_shown(dp2: DataParallelMesh) -> None:
 
 
 # ---- what the module shows ----
-
-
-@pytest.mark.parametrize("which", ["sharded", "full"])
-def test_every_place_of_a_tied_parameter_shows_the_same(dp2: DataParallelMesh, which: str) -> None:
-    first, second = nn.Module(), nn.Module()
-    param = manage(weight(4, 3), dp2, Site(first, "a"), Site(second, "b"))
-    assert not show([param], which)
-    assert first.a is second.b is getattr(param, which)
-    assert list(first._parameters) == ["a"]
 
 
 def test_a_module_that_watches_its_attributes_is_told(dp2: DataParallelMesh) -> None:
@@ -279,21 +246,6 @@ def test_a_hook_may_change_the_reduced_gradient(dp2: DataParallelMesh, hook: Cal
     accumulate_gradients([param], [torch.ones(2, 3)])
     assert all(torch.equal(grad, torch.ones(2, 3)) for grad in seen) and len(seen) == 2
     assert torch.equal(local(param.sharded.grad), torch.full((2, 3), 20.0))
-
-
-def test_an_optimizer_may_run_and_clear_the_gradient_in_a_hook(dp2: DataParallelMesh) -> None:
-    """Optimizer in backward: a step as soon as a gradient is there."""
-    param = manage(weight(4, 3), dp2)
-    optimizer = torch.optim.SGD([param.sharded], lr=1.0)
-
-    def step(parameter: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    param.sharded.register_post_accumulate_grad_hook(step)
-    before = param.local.clone()
-    accumulate_gradients([param], [torch.ones(2, 3)])
-    assert torch.equal(param.local, before - 1) and param.sharded.grad is None
 
 
 def test_a_gradient_that_tensor_parallelism_left_replicated_is_cut() -> None:

@@ -97,23 +97,6 @@ def test_an_evaluation_leaves_nothing_in_memory(mesh: DeviceMesh, reshard: bool 
     assert all(isinstance(param.grad, DTensor) for param in module.parameters())
 
 
-def test_unshard_asks_for_parameters_to_stay_over_many_evaluations(mesh: DeviceMesh) -> None:
-    """Until ``reshard()``: then a sequence can be generated token by token without a gather for each."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for unit in (module[0], module):
-        fully_shard(unit, mesh=mesh)
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            for _ in range(3):
-                module(ONES)
-
-    assert gathers(lambda: module.unshard(recurse=True)) == 2
-    assert gathers(evaluate) == 0 and memory(module) and memory(module[0])
-    module.reshard(recurse=True)
-    assert gathers(evaluate) == 6 and not memory(module)
-
-
 def test_a_prefetch_by_hand_inside_an_evaluation_is_freed_with_the_rest(mesh: DeviceMesh) -> None:
     """``unshard(async_op=True)`` on the next block is how torch's users overlap by hand."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -223,19 +206,6 @@ def test_the_unit_that_forward_ends_with_stays_for_backward(mesh: DeviceMesh) ->
         assert gathers(lambda: module(ONES)) == 1
     module.reshard(recurse=True)
     assert not memory(module[1])
-
-
-def test_an_evaluation_leaves_the_pieces_that_a_backward_needs(mesh: DeviceMesh) -> None:
-    """It gathers from them, and frees that at its end; the backward gathers from them again."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for unit in (*module, module):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=2)
-    loss = module(ONES).sum()
-    with torch.no_grad():
-        module(ONES)
-    assert type(residency(module[0]).state) is Pieces and memory(module[0]) == 0
-    loss.backward()
-    assert isinstance(module[0].weight.grad, DTensor) and memory(module[0]) == 0
 
 
 class Again(nn.Module):

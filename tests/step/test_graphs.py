@@ -11,30 +11,16 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.cases import CASES
 from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, stack
 from tests.support.report import agrees, check, full_grads, refused, report, same
-from tests.support.shapes import Box, ReturnsView
-
-
-class ChangesViews(nn.Module):
-    """Changes in place what its unit returns, which is a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(8, 8), ReturnsView(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.inner(torch.tanh(self.first(x)))
-        y += x
-        y.mul_(2)
-        return self.last(y)
 
 
 @report("What a unit returns, a view, is changed in place", 1, 2, 4)
 def test_view_changed_in_place(rank, world, fsdp):
     """A residual connection written ``y += x`` on a slice or reshape that a unit returns. Autograd then goes around the
     hook on the view, so backward never learns that it enters the unit."""
-    agrees(fsdp, build=ChangesViews)
+    agrees(fsdp, build=CASES["view_in_place"])
 
 
 class ThreeDimensional(nn.Module):
@@ -61,34 +47,11 @@ def test_no_warning_for_linear(rank, world, fsdp):
     check(not texts, f"warns: {texts[0].splitlines()[0] if texts else ''}")
 
 
-class Boxed(nn.Module):
-    """Returns its result as the attribute of a plain object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return Box(self.linear(x))
-
-
-class Unboxes(nn.Module):
-    """Opens the box that its unit returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.boxed, self.last = nn.Linear(8, 8), Boxed(), nn.Linear(8, 8)
-
-    def forward(self, x):
-        box = self.boxed(torch.tanh(self.first(x)))
-        return self.last(torch.tanh(box.value) + box.more["nested"][0])
-
-
 @report("A unit returns a plain object with tensors in it", 1, 2, 4)
 def test_plain_objects(rank, world, fsdp):
     """Model outputs of libraries are classes of their own. Backward through a tensor in one must gather the unit."""
     prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=True)
-    agrees(fsdp, prepare, Unboxes)
+    agrees(fsdp, prepare, CASES["wrapping_object"])
 
 
 def curved() -> nn.Sequential:

@@ -46,18 +46,6 @@ def test_hybrid_sharding_of_uneven_parameters_in_mixed_precision(rank, world):
     assert_parity(prepare, build=build, against=("torch",), tolerance=0.05)
 
 
-@on_ranks(4)
-def test_hybrid_sharding_communicates_over_both_axes(rank, world):
-    """Per unit and backward: one gather, one reduction over the shard axis, one over the replicate axis."""
-    module = stack()
-    shard_each(module, api.ours, mesh=mesh_2d(), reshard_after_forward=True)
-    with Collectives() as seen:
-        loss = module(torch.ones(2, 8)).sum()
-        assert seen.gathers == 3
-        loss.backward()
-    assert (seen.gathers, seen.reductions) == (6, 6)
-
-
 class Experts(nn.Module):
     """A weight for all ranks and two for smaller meshes."""
 
@@ -106,13 +94,6 @@ def test_a_placement_on_something_that_is_no_mesh(rank, world):
     place = lambda parameter: fsdp2.ShardPlacementResult(None, "mesh")
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
         fsdp2.fully_shard(nn.Linear(8, 8), mesh=mesh_1d(), shard_placement_fn=place)
-
-
-@on_ranks(4)
-def test_default_mesh(rank, world):
-    """Without ``mesh`` all ranks take part."""
-    run = assert_parity(lambda module, fsdp: shard_each(module, fsdp))
-    assert tuple(run.module[0].weight.device_mesh.shape) == (4,)
 
 
 @on_ranks(2)

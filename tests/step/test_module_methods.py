@@ -83,17 +83,6 @@ def test_unshard_without_parameters(rank, world):
 
 
 @on_ranks(2)
-def test_unshard_once_serves_forward(rank, world):
-    """What was gathered ahead is not gathered again."""
-    module = chain(world, layers=2)
-    module(data()).sum().backward()
-    module[0].unshard()
-    with Collectives() as seen, torch.no_grad():
-        module(data())
-    assert seen.gathers == 1
-
-
-@on_ranks(2)
 def test_requires_gradient_sync(rank, world):
     """Without sync a backward communicates no gradient and leaves none on the shards."""
     module, alone = beside_one_process(partial(stack, 4))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from fsdp2 import DataParallelMeshDims
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.parity import assert_gradients, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.parity import assert_parity, mesh_2d, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
 
 
@@ -138,21 +138,3 @@ def test_what_is_refused(rank, world):
         DataParallelMeshDims()
     attempt(api.ours, TypeError, "dp_mesh_dims must be a DataParallelMeshDims, got 'dp'", dims="dp")
     attempt(api.ours, ValueError, "At least one of shard or replicate", dims=DataParallelMeshDims(shard=()))
-
-
-@on_ranks(2)
-def test_replicate_only_is_data_parallelism(rank, world):
-    """Nothing is cut or gathered; gradients are the mean over ranks."""
-    mesh = mesh_1d()
-    module = OnMesh()
-    dims = DataParallelMeshDims(replicate="shard")
-    spread(module, mesh, dims)
-    api.ours.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
-    module(torch.full((2, 8), float(rank))).sum().backward()
-    assert module[0].weight.grad.to_local().shape == (8, 8)
-    reference = OnMesh()
-    with torch.no_grad():
-        for mine, whole in zip(reference.parameters(), module.parameters(), strict=True):
-            mine.copy_(whole.full_tensor())
-    (reference(torch.zeros(2, 8)).sum() + reference(torch.ones(2, 8)).sum()).div(2).backward()
-    assert_gradients(module, reference)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -80,23 +78,6 @@ def test_state_dict_inside_forward_and_backward(rank, world):
             assert isinstance(state[name], DTensor), name
             assert torch.equal(state[name].to_local(), chunk(parameter.detach(), 0, rank, world))
     assert_gradients(module, reference)
-
-
-@on_ranks(2)
-def test_state_dict_is_live(rank, world):
-    """A state dict shares memory with the parameters and stays true while training goes on."""
-    module = build_sharded("mlp", world)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    state = module.state_dict()
-    pointers = {name: value.to_local().data_ptr() for name, value in state.items()}
-    for index in range(3):
-        step(module, "mlp", rank, world, index)
-        optimizer.step()
-        optimizer.zero_grad()
-    module.load_state_dict({name: value.detach().clone() for name, value in module.state_dict().items()})
-    for name, value in module.state_dict().items():
-        assert value.to_local().data_ptr() == pointers[name]
-        assert torch.equal(state[name].to_local(), value.to_local())
 
 
 @on_ranks(2, 4)
@@ -230,20 +211,3 @@ def test_optimizer_built_before_sharding(rank, world, moment, kind):
     if api.name == "fsdp2":  # with torch's, nothing was trained
         for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(got.to_local(), chunk(expected.detach(), 0, rank, world), rtol=1e-4, atol=1e-5)
-
-
-@api.fsdp2_only
-@on_ranks(2)
-def test_optimizer_state_dict_of_one_built_before_sharding(rank, world):
-    """After its first step its state belongs to the shards."""
-    module = build(CASES["mlp"])
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    shard(module, CASES["mlp"], api.ours, mesh_of(world), Setup())
-    step(module, "mlp", rank, world)
-    optimizer.step()
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert all(mine is shown for mine, shown in zip(held, module.parameters(), strict=True))
-    state = copy.deepcopy(optimizer.state_dict())["state"]
-    assert all(isinstance(state[index]["exp_avg"], DTensor) for index in range(len(held)))
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in module.parameters())

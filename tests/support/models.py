@@ -309,10 +309,10 @@ class ViewInPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.last = shapes.ReturnsView(6), nn.Linear(6, 6)
+        self.first, self.inner, self.last = nn.Linear(6, 6), shapes.ReturnsView(6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
+        y = self.inner(torch.tanh(self.first(x)))
         y += x
         y.mul_(2)
         return self.last(y)

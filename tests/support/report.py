@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import ROOT, api
-from tests.support.parity import Prepare, Program, Run, fulls, mesh_1d, play, shard_each, stack, train
+from tests.support.parity import Build, Prepare, Program, Run, fulls, mesh_1d, play, shard_each, stack, train
 from tests.support.pool import Pool, on_ranks
 
 __all__ = [
@@ -174,7 +174,7 @@ def same(got: Tensor | None, expected: Tensor | None, what: str, tolerance: floa
 def agrees(
     fsdp: Any,
     prepare: Prepare | None = None,
-    build: Callable[[], nn.Module] = stack,
+    build: Build = stack,
     program: Program = train,
     tolerance: float = 1e-5,
 ) -> Run:

@@ -262,6 +262,8 @@ def test_checkpointing_in_mixed_precision(rank, world):
     assert_case("checkpoint_around", Setup(True, policy, units_cast_outputs=True), against=("torch",))
 
 
+@composes("recomputation")
+@composes("reentrant recomputation")
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_several_roots(rank, world, reentrant):

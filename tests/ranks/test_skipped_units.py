@@ -78,6 +78,7 @@ class Kind:
     dtype: torch.dtype | None = None
     batches: int = 1
     replicas: int = 1
+    streamed: bool = False
 
 
 KINDS = {
@@ -93,6 +94,7 @@ KINDS = {
     "three batches": Kind(batches=3),
     "three batches, kept": Kind(batches=3, reshard=False, mark="tower"),
     "replicas": Kind(replicas=2),
+    "streamed": Kind(streamed=True, reshard=True),
 }
 PLANS: dict[str, list[Uses]] = {
     "late, by one": [set(), {1}, set(), {0}],
@@ -129,6 +131,8 @@ def shard(model: Multimodal, kind: Kind, world: int) -> None:
             fsdp2.fully_shard(block, **options)
     for layer in (model.embed, *model.layers, model):
         fsdp2.fully_shard(layer, **options)
+    if kind.streamed:  # each gradient leaves when it is there
+        model.set_transfer_sizes(direct_param_bytes=128, direct_group_bytes=0, chunk_bytes=64)
     for marked in towers if kind.mark == "tower" else [model]:
         marked.set_reduce_scatter_unused_params(True)
 

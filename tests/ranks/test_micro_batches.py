@@ -6,9 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from tests.support.models import linears, mlp
@@ -16,7 +14,6 @@ from tests.support.parity import beside_one_process, mesh_of
 from tests.support.pool import on_ranks
 
 STEPS = 4
-build = partial(mlp, 6, 5, 4)
 
 
 def micro_batches(rank: int, step: int) -> list[torch.Tensor]:
@@ -27,59 +24,31 @@ def micro_batches(rank: int, step: int) -> list[torch.Tensor]:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("weights", ["kept", "whole on each rank"])
-def test_ranks_with_different_numbers_of_micro_batches(rank, world, weights):
+@pytest.mark.parametrize(
+    "way", ["kept", "whole on each rank", "kept, tells that more follow", "whole on each rank, had dropped a loss"]
+)
+def test_ranks_with_different_numbers_of_micro_batches(rank, world, way):
     """Token-balanced and reinforcement-learning batches differ in number, and only the last one of a step communicates.
     The rank checks compared every pass, also those that start no collective, and raised where DDP's ``no_sync`` trains.
-    """
-    mesh = mesh_of(world) if weights == "kept" else mesh_of(world, 1, names=("replicate", "shard"))
-    module, plain = beside_one_process(build, linears, mesh=mesh, reshard_after_forward=False)
-    theirs = DistributedDataParallel(plain)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, theirs)]
-    for step in range(STEPS):
-        batches = micro_batches(rank, step)
-        if weights == "kept":
-            module.unshard()
-            module[0].unshard()
-            module[2].unshard()
-        for i, batch in enumerate(batches):
-            ends = i + 1 == len(batches)
-            module.set_requires_gradient_sync(ends)
-            module.set_reshard_after_backward(ends)
-            module(batch).square().sum().backward()
-            if ends:
-                theirs(batch).square().sum().backward()
-            else:
-                with theirs.no_sync():
-                    theirs(batch).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    dist.barrier()
-    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got.full_tensor(), expected)
 
-
-@on_ranks(2)
-@pytest.mark.parametrize("ends", ["tells that more follow", "had dropped a loss"])
-def test_different_numbers_of_forwards_before_the_last_backward(rank, world, ends):
-    """Backwards were told apart by the number of forwards that they may be on, forwards that communicate nothing
+    Later, backwards were told apart by the number of forwards that they may be on, forwards that communicate nothing
     included. So where ranks had run different numbers of them (``set_is_last_backward(False)`` before all but the last
     micro-batch, or a loss that nobody went back from), one rank waited for a meeting that no other rank came to."""
-    mesh = mesh_of(world) if ends == "tells that more follow" else mesh_of(world, 1, names=("replicate", "shard"))
+    mesh = mesh_of(world) if "kept" in way else mesh_of(world, 1, names=("replicate", "shard"))
+    build = partial(mlp, 6, 5, 4)
     module, plain = beside_one_process(build, linears, mesh=mesh, reshard_after_forward=False)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]
     for step in range(STEPS):
-        for unit in (module, module[0], module[2]):
+        for unit in (module, module[0], module[2]) if way != "whole on each rank" else ():
             unit.unshard()
-        if ends == "had dropped a loss":
+        if "had dropped a loss" in way:
             module(torch.ones(3, 6))
         batches = micro_batches(rank, step)
         for i, batch in enumerate(batches):
             last = i + 1 == len(batches)
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)
-            if ends == "tells that more follow":
+            if "tells that more follow" in way:
                 module.set_is_last_backward(last)
             module(batch).square().sum().backward()
         for other in range(world):

@@ -122,18 +122,17 @@ def test_shards_that_were_replaced(rank, world, how):
 
 @on_ranks(2)
 def test_full_parameters_that_were_kept_are_gathered_anew(rank, world):
-    """The root keeps its parameters after an evaluation; a step makes them stale."""
+    """``unshard()`` keeps parameters over evaluations; a step makes them stale."""
     module = build()
     optimizer = fsdp2.use_local_shards(make("AdamW", "fused")(module.parameters()))
     module(batch(0)).square().mean().backward()
+    module.unshard(recurse=True)
     with torch.no_grad():
         before = module(batch(1))
-    optimizer.step()
-    with torch.no_grad():
+        optimizer.step()
         after = module(batch(1))
-    expected = build()
-    expected.load_state_dict(module.state_dict())
-    with torch.no_grad():
+        expected = build()
+        expected.load_state_dict(module.state_dict())
         assert torch.equal(after, expected(batch(1))) and not torch.equal(before, after)
 
 

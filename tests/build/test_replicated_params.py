@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from tests.build.models import Block, Net, nodes_mesh, whole
 from tests.step.test_named_dimensions import OnMesh, spread
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import Run, assert_parity, full, mesh_1d, mesh_2d, mesh_of, play, stack
+from tests.support.parity import Run, assert_parity, full, mesh_1d, mesh_of, play, stack
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -215,21 +214,6 @@ def test_clipping_local_steps_and_state_dicts(rank, world, name, two):
             torch.testing.assert_close(weights[key], expected[key])
             if rank == 0:
                 torch.testing.assert_close(state[key]["exp_avg"], moments[index]["exp_avg"])
-
-
-@on_ranks(4)
-def test_over_tensor_parallelism(rank, world):
-    """A DTensor that tensor parallelism made is whole along the data-parallel dimension and cut along the other."""
-    mesh = mesh_2d("dp", "tp")
-
-    def prepare(module, fsdp):
-        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        fsdp.fully_shard(module, mesh=mesh["dp"], replicated_params={module[0].weight, module[1].bias})
-
-    build = lambda: nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5), nn.Linear(5, 8))
-    run = assert_parity(prepare, build=build, part=(rank // 2, 2), against=("alone",))
-    weight = run.module[0].weight
-    assert weight.device_mesh.mesh_dim_names == ("dp", "tp") and weight.placements == (Replicate(), Shard(0))
 
 
 @on_ranks(4)

@@ -102,20 +102,6 @@ def test_mixed_in_one_model(rank, world, mixed):
 
 
 @on_ranks(2, 4)
-def test_mixed_by_the_answers_of_a_policy(rank, world):
-    """A function may answer with the strategy of each unit."""
-
-    def prepare(module, fsdp):
-        own = dict(zip(module.blocks, ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"], strict=True))
-        answer = lambda unit: {"strategy": ShardingStrategy[own[unit]]} if unit in own else False
-        fsdp.fully_shard(module, policy=answer, strategy=ShardingStrategy.FULL_SHARD, reshard_after_forward=True)
-
-    run = assert_parity(prepare, build=lambda: Net(tied=True), against=("alone",))
-    kept = [block.up.weight.placements for block in run.module.blocks]
-    assert kept == [(Replicate(),), (Shard(0),), (Shard(0),)]
-
-
-@on_ranks(2, 4)
 def test_ties_across_strategies(rank, world):
     """A weight that a sharded and a replicated unit share is one parameter with one gradient."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy
 from tests.support import api
-from tests.support.parity import mesh_1d, mesh_of, stack
+from tests.support.parity import full, mesh_of, on_one_axis, shard_each, stack
 
 pytest.importorskip("expecttest", reason="torch's test helpers need expecttest")
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
@@ -38,18 +38,6 @@ def rows(rank: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
 
 
-def shard(module: nn.Module, **options: Any) -> nn.Module:
-    """Shard the children and the module."""
-    for unit in (*module.children(), module):
-        fully_shard(unit, **options)
-    return module
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a parameter as it was before sharding."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 class TestThreads(MultiThreadedTestCase):
     """Four ranks, each a thread with a process group of its own."""
 
@@ -70,7 +58,8 @@ class TestThreads(MultiThreadedTestCase):
         """Each thread gathers, reduces and shows what a process would, whatever is kept between the passes."""
         for reshard in (True, False, 2, None):
             reference = same_on_all(stack())
-            module = shard(copy.deepcopy(reference), mesh=mesh_1d(), reshard_after_forward=reshard)
+            module = copy.deepcopy(reference)
+            on_one_axis(module, fsdp2, reshard_after_forward=reshard)
             for _ in range(2):
                 for one in (reference, module):
                     one.zero_grad()
@@ -78,21 +67,20 @@ class TestThreads(MultiThreadedTestCase):
                 kept = [not isinstance(unit.weight, DTensor) for unit in module if hasattr(unit, "weight")]
                 assert set(kept) == {reshard is False}, (reshard, kept)
                 for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(whole(mine), theirs.detach(), rtol=0, atol=0)
+                    torch.testing.assert_close(full(mine), theirs.detach(), rtol=0, atol=0)
                 output.sum().backward()
                 assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
                 torch.cat([reference(rows(rank)) for rank in range(4)]).sum().backward()
                 for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(whole(mine.grad), theirs.grad / 4)
+                    torch.testing.assert_close(full(mine.grad), theirs.grad / 4)
 
     def test_materialized_from_meta_in_mixed_precision(self) -> None:
         """Parameters get their memory after sharding, with pieces of unequal sizes and none."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for width in (8, 3, 1):
             with torch.device("meta"):
-                module = shard(
-                    nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)), mesh=mesh_1d(), mp_policy=policy
-                )
+                module = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+                on_one_axis(module, fsdp2, mp_policy=policy)
             module.to_empty(device="cpu")
             for part in module:
                 part.reset_parameters()
@@ -105,8 +93,9 @@ class TestThreads(MultiThreadedTestCase):
         """A hook that averages over the other half's group does what the replicate axis does."""
         mesh = mesh_of(2, 2, names=("replicate", "shard"))
         reference = same_on_all(stack())
-        hybrid = shard(copy.deepcopy(reference), mesh=mesh)
-        hooked = shard(copy.deepcopy(reference), mesh=mesh["shard"])
+        hybrid, hooked = copy.deepcopy(reference), copy.deepcopy(reference)
+        shard_each(hybrid, fsdp2, mesh=mesh)
+        shard_each(hooked, fsdp2, mesh=mesh["shard"])
         group = mesh.get_group("replicate")
         for unit in (*hooked, hooked):
             unit.set_all_reduce_hook(lambda output: dist.all_reduce(output.div_(2), group=group))

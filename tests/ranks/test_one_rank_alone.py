@@ -14,6 +14,7 @@ from torch import nn
 
 import fsdp2
 from tests.ranks.apart import run_apart
+from tests.support.models import Three
 from tests.support.parity import assert_gradients, beside_one_process, mesh_2d
 from tests.support.pool import on_ranks
 
@@ -21,20 +22,9 @@ LAST = 3
 """The step in which one rank differs: what the others do by then they do without a question."""
 
 
-class Two(nn.Module):
-    """Two units, and parameters of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-
-def models(**options) -> tuple[Two, Two]:
+def models(**options) -> tuple[Three, Three]:
     """A sharded model, and the same in one process."""
-    return beside_one_process(Two, lambda module: (module.a, module.b), **options)
+    return beside_one_process(Three, lambda module: (module.first, module.middle), **options)
 
 
 def train(*both: nn.Module, x: torch.Tensor | None = None) -> None:
@@ -65,8 +55,8 @@ def test_a_weight_written_on_one_rank(rank, world):
     with torch.no_grad():
         module(torch.ones(2, 8))
         if rank == 0:
-            module.head.weight.mul_(0.5)
-        alone.head.weight[:2].mul_(0.5)
+            module.last.weight.mul_(0.5)
+        alone.last.weight[:4].mul_(0.5)
     for _ in range(2):
         train(module, alone)
 
@@ -83,7 +73,7 @@ def test_a_shard_written_in_one_replica(rank, world):
         torch.testing.assert_close(module(x), alone(x))
         if rank < 2:
             module._get_fsdp_state().groups[0].params[0].sharded.to_local().detach().mul_(0.5)
-            alone.head.weight.mul_(0.5)
+            alone.last.weight.mul_(0.5)
             torch.testing.assert_close(module(x), alone(x))
 
 
@@ -92,7 +82,7 @@ def rarely(*case: object) -> object:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-def steps(rank: int, act: Callable[[Two], object], since: int = LAST) -> None:
+def steps(rank: int, act: Callable[[Three], object], since: int = LAST) -> None:
     """Five steps, before one of which a rank does something alone."""
     module, _ = models()
     for step in range(5):
@@ -103,12 +93,12 @@ def steps(rank: int, act: Callable[[Two], object], since: int = LAST) -> None:
 
 def freezes(rank: int, world: int) -> None:
     """One rank freezes a weight."""
-    steps(rank, lambda module: module.b.weight.requires_grad_(False))
+    steps(rank, lambda module: module.middle.weight.requires_grad_(False))
 
 
 def registers(rank: int, world: int) -> None:
     """One rank adds a parameter to a unit."""
-    steps(rank, lambda module: module.b.register_parameter("scale", nn.Parameter(torch.ones_like(module.b.bias))))
+    steps(rank, lambda module: module.middle.register_parameter("scale", nn.Parameter(torch.ones(8))))
 
 
 def prefetches(rank: int, world: int, *, since: int = LAST) -> None:
@@ -116,7 +106,7 @@ def prefetches(rank: int, world: int, *, since: int = LAST) -> None:
 
     It agreed anew on the steps of the next backward, which nobody else did, so it waited for the others without end.
     """
-    steps(rank, lambda module: module.a.set_modules_to_forward_prefetch([module.b]), since)
+    steps(rank, lambda module: module.first.set_modules_to_forward_prefetch([module.middle]), since)
 
 
 def prefetches_from_the_start(rank: int, world: int) -> None:
@@ -136,7 +126,7 @@ def takes_part(rank: int, world: int) -> None:
 
 def unshards(rank: int, world: int, *, since: int = LAST) -> None:
     """One rank gathers a unit between passes: the others paired that with another unit of this size."""
-    steps(rank, lambda module: module.b.unshard(), since)
+    steps(rank, lambda module: module.middle.unshard(), since)
 
 
 def unshards_at_the_start(rank: int, world: int) -> None:
@@ -147,8 +137,8 @@ def unshards_at_the_start(rank: int, world: int) -> None:
 def uses_weights(rank: int, world: int) -> None:
     """One rank uses weights outside of forward."""
 
-    def use(module: Two) -> None:
-        with fsdp2.use_weights(module.b):
+    def use(module: Three) -> None:
+        with fsdp2.use_weights(module.middle):
             pass
 
     steps(rank, use)
@@ -160,16 +150,20 @@ def uses_weights(rank: int, world: int) -> None:
         (prefetches, "rank 0: forward; rank 1: forward after set_modules_to_forward_prefetch"),
         rarely(
             prefetches_from_the_start,
-            "rank 1: the unit 'a' with 'b' gathered ahead in forward (set_modules_to_forward_prefetch), rank 0: the "
-            "unit 'a' with default options",
+            "rank 1: the unit 'first' with 'middle' gathered ahead in forward (set_modules_to_forward_prefetch), "
+            "rank 0: the unit 'first' with default options",
         ),
         (packs, "rank 0: forward; rank 1: forward after set_transfer_sizes"),
         rarely(takes_part, "rank 0: forward; rank 1: forward after set_reduce_scatter_unused_params"),
         (unshards, "rank 0: forward; rank 1: unshard()"),
         (unshards_at_the_start, "rank 1: its first pass is unshard(), rank 0: its first pass is forward"),
         rarely(uses_weights, "rank 0: forward; rank 1: use_weights"),
-        (freezes, "rank 0: reduce 'b' in backward (b.weight, b.bias); rank 1: reduce 'b' in backward (b.bias)"),
-        (registers, "rank 0: gather 'b' in forward; rank 1: gather 'b' in forward (b.scale)"),
+        (
+            freezes,
+            "rank 0: reduce 'middle' in backward (middle.weight, middle.bias); "
+            "rank 1: reduce 'middle' in backward (middle.bias)",
+        ),
+        (registers, "rank 0: gather 'middle' in forward; rank 1: gather 'middle' in forward (middle.scale)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -188,8 +182,8 @@ def test_a_parameter_replaced(rank, world):
     for step in range(5):
         if step == LAST:
             if rank == 1:
-                module.b.weight = nn.Parameter(torch.ones(8, 8))
-            alone.b.weight.data[4:] = 1
+                module.middle.weight = nn.Parameter(torch.ones(8, 8))
+            alone.middle.weight.data[4:] = 1
         train(module, alone)
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Collectives
+from tests.support.models import Three
 from tests.support.parity import Run, assert_parity, full, mesh_1d, mesh_2d, play, setting, shard_each, stack
 from tests.support.pool import on_ranks
 
@@ -53,40 +54,29 @@ def pinned(fsdp) -> dict[str, OffloadPolicy]:
     return {} if fsdp is api.ours else {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
-class Shared(nn.Module):
-    """Layers of which one, and one weight of another, are not to be sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.own, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.own(torch.tanh(self.first(x)))))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_ignored_params(rank, world, reshard):
     """They stay as they are, and their gradients are this rank's own."""
 
     def prepare(module, fsdp):
-        ignored = {*module.own.parameters(), module.last.bias}
+        ignored = {*module.middle.parameters(), module.last.bias}
         for unit in (module.last, module):
             fsdp.fully_shard(unit, mesh=mesh_1d(), ignored_params=ignored, reshard_after_forward=reshard)
 
-    run = assert_parity(prepare, build=Shared, program=lambda run: run.backward(0), against=("torch",))
+    run = assert_parity(prepare, build=Three, program=lambda run: run.backward(0), against=("torch",))
     names = {name for name, parameter in run.module.named_parameters() if not isinstance(parameter, DTensor)}
     run.module.reshard()
     ignored = {name for name, parameter in run.module.named_parameters() if not isinstance(parameter, DTensor)}
-    assert ignored == {"own.weight", "own.bias", "last.bias"} <= names
-    alone = play(None, prepare, build=Shared, program=lambda run: None)
+    assert ignored == {"middle.weight", "middle.bias", "last.bias"} <= names
+    alone = play(None, prepare, build=Three, program=lambda run: None)
     alone.module(Run(alone.module, None, (rank, world)).inputs(0)).square().mean().backward()
-    torch.testing.assert_close(run.module.own.weight.grad, alone.module.own.weight.grad)
+    torch.testing.assert_close(run.module.middle.weight.grad, alone.module.middle.weight.grad)
     mean = full(alone.module.first.weight.grad)
     torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.AVG)
     torch.testing.assert_close(full(run.module.first.weight.grad), mean)
     run.module.to(torch.float64)
-    assert run.module.own.weight.dtype == run.module.first.weight.dtype == torch.float64
+    assert run.module.middle.weight.dtype == run.module.first.weight.dtype == torch.float64
 
 
 @on_ranks(2)
@@ -104,9 +94,9 @@ def test_ignored_params_may_belong_to_ddp(rank, world):
             run.update()
 
     def prepare(module, fsdp):
-        fsdp.fully_shard(module, mesh=mesh_1d(), ignored_params=set(module.own.parameters()))
+        fsdp.fully_shard(module, mesh=mesh_1d(), ignored_params=set(module.middle.parameters()))
 
-    assert_parity(prepare, build=Shared, program=program)
+    assert_parity(prepare, build=Three, program=program)
 
 
 class Lookup(nn.Sequential):

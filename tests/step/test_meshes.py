@@ -18,6 +18,7 @@ import fsdp2
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Collectives
+from tests.support.models import Three
 from tests.support.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
 from tests.support.pool import on_ranks
 
@@ -46,17 +47,6 @@ def test_hybrid_sharding_of_uneven_parameters_in_mixed_precision(rank, world):
     assert_parity(prepare, build=build, against=("torch",), tolerance=0.05)
 
 
-class Experts(nn.Module):
-    """A weight for all ranks and two for smaller meshes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.expert, self.pair = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.pair(torch.tanh(self.expert(torch.tanh(self.shared(x)))))
-
-
 @composes("several meshes", "hybrid sharding", "shard dim")
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["ours", "torch's"] if PLACES else ["ours"])
@@ -69,16 +59,16 @@ def test_several_meshes_in_one_unit(rank, world, kind, reshard):
         ours = kind == "ours" and fsdp is api.ours
         make = fsdp2.ShardPlacementResult if ours else _fsdp_common.ShardPlacementResult
         there = hybrid if ours else HSDPMeshInfo(hybrid, 1, 0)
-        own = {module.expert.weight: make(Shard(1), there), module.expert.bias: make(None, there)}
-        place = lambda parameter: own.get(parameter, Shard(0) if parameter is module.shared.weight else None)
+        own = {module.middle.weight: make(Shard(1), there), module.middle.bias: make(None, there)}
+        place = lambda parameter: own.get(parameter, Shard(0) if parameter is module.first.weight else None)
 
         fsdp.fully_shard(module, mesh=line, shard_placement_fn=place, reshard_after_forward=reshard)
 
-    run = assert_parity(prepare, build=Experts, against=api.against("2.12"))
+    run = assert_parity(prepare, build=Three, against=api.against("2.12"))
     module = run.module
-    assert module.expert.weight.placements == (Replicate(), Shard(1))
-    assert module.expert.bias.placements == (Replicate(), Shard(0))
-    assert module.shared.weight.placements == (Shard(0),)
+    assert module.middle.weight.placements == (Replicate(), Shard(1))
+    assert module.middle.bias.placements == (Replicate(), Shard(0))
+    assert module.first.weight.placements == (Shard(0),)
     assert len(module._get_fsdp_state()._fsdp_param_groups) == 2
     with Collectives() as seen:
         module(torch.ones(2, 8)).sum().backward()

@@ -22,9 +22,9 @@ from fsdp2 import _trace
 from tests.ranks.apart import run_apart
 from tests.step.test_experts import Mixture, spread_experts
 from tests.step.test_extensions import Halves, of_halves
-from tests.step.test_meshes import Experts
 from tests.support import api
 from tests.support.composition import composes, refuses
+from tests.support.models import Three
 from tests.support.parity import (
     STEPS,
     Run,
@@ -194,12 +194,12 @@ def test_beside_parameters_on_another_mesh(rank, world):
 
     def shard(module: Any, fsdp: Any) -> None:
         there = fsdp2.ShardPlacementResult(Shard(1), mesh_1d())
-        place = lambda parameter: there if parameter is module.expert.weight else None
+        place = lambda parameter: there if parameter is module.middle.weight else None
         fsdp.fully_shard(module, mesh=mesh_2d(), shard_over_replicas=True, shard_placement_fn=place)
 
-    module = assert_parity(shard, build=Experts, against=("alone",)).module
-    assert module.expert.weight.placements == (Shard(1),)
-    assert module.expert.bias.placements == (Shard(0), Shard(0))
+    module = assert_parity(shard, build=Three, against=("alone",)).module
+    assert module.middle.weight.placements == (Shard(1),)
+    assert module.middle.bias.placements == (Shard(0), Shard(0))
 
 
 @composes("over replicas", "experts", "divide factor")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -42,10 +41,7 @@ def language(run: Run) -> None:
         with loss_context(run.fsdp is not None):
             loss = next_token_loss(run.module(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
-        total = full(loss).clone()
-        if run.fsdp is not None:
-            dist.all_reduce(total, dist.ReduceOp.AVG)
-        run.seen[f"loss {step}"] = total
+        run.note_loss(full(loss))
         run.update()
 
 

@@ -216,7 +216,7 @@ def test_averaged_model(rank, world, kind, exponential):
             run.update()
             average.update_parameters(run.module)
             with torch.no_grad():
-                run.seen[f"output {step}"] = total(run, average(run.inputs(step)).square().mean())
+                run.note_loss(average(run.inputs(step)).square().mean())
         again = AveragedModel(run.module, use_buffers=True, **how)
         again.load_state_dict(average.state_dict())
         for name, parameter in again.module.named_parameters():
@@ -234,10 +234,3 @@ def test_torchs_own_has_no_average(rank, world):
     shard_each(module, api.theirs, mesh=mesh_1d())
     with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
         AveragedModel(module)
-
-
-def total(run: Run, value: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a value over the ranks of a run."""
-    if run.fsdp is not None:
-        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.AVG)
-    return value

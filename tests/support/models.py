@@ -127,6 +127,17 @@ class Through(nn.Module):
         return self.last(shapes.first_tensor(self.middle(torch.tanh(self.first(x)))))
 
 
+class Three(nn.Module):
+    """Three layers of eight features with tanh between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
 class Counting(nn.Module):
     """A running buffer that only depends on the number of calls, and a non-persistent one."""
 

@@ -14,15 +14,14 @@ from torch import nn
 import fsdp2
 from fsdp2._torch.collectives import default_store
 from fsdp2.check.strict import LiveBytes
-from tests.support.parity import mesh_1d
+from tests.support.parity import mesh_1d, on_one_axis
 from tests.support.pool import on_ranks
 
 
 def trained() -> nn.Sequential:
     """A model that was trained, evaluated and gathered by hand."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    on_one_axis(model, fsdp2)
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
     model[0].unshard()

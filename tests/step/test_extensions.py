@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.observer import Answer, Collective, Unobserved
 from tests.support import api
-from tests.support.parity import SEED, STEPS, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.parity import SEED, STEPS, assert_parity, mesh_1d, mesh_2d, mesh_of, on_one_axis, shard_each, stack
 from tests.support.pool import on_ranks
 
 aten = torch.ops.aten
@@ -394,8 +394,7 @@ def test_a_prefetch_that_is_left_for_later(rank, world):
     """The tensors were encoded before the observer was asked: what they send stayed allocated until the gather that was
     needed, and that encoded them once more."""
     module = of_halves(8, 8, 8, 8)
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=mesh_1d())
+    on_one_axis(module, api.ours)
     x = torch.ones(2, 8)
     with torch.no_grad():
         expected = module(x)  # sizes and order are known from now on

@@ -14,7 +14,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
 from tests.support.fake import fake_mesh
 from tests.support.models import mlp
-from tests.support.parity import mesh_of
+from tests.support.parity import mesh_of, on_one_axis
 from tests.support.pool import on_ranks
 
 
@@ -110,8 +110,7 @@ def test_a_gather_for_the_next_of_several_backwards(rank, world):
     were never started ahead of time: each was another order than the last backward's."""
     torch.manual_seed(0)
     module = Branches()
-    for unit in (*module.children(), module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    on_one_axis(module, api.ours)
     inputs, events = torch.full((2, 4), rank + 1.0), []
 
     def backward(output: torch.Tensor, *, last: bool) -> list[tuple[str, str]]:
@@ -139,8 +138,7 @@ def test_a_gather_for_the_next_of_several_backwards(rank, world):
 def _units(world: int) -> nn.Sequential:
     torch.manual_seed(0)
     module = nn.Sequential(*[mlp(4, 4) for _ in range(5)])
-    for unit in (*module, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    on_one_axis(module, api.ours)
     return module
 
 
@@ -222,8 +220,7 @@ def test_all_groups_of_the_next_unit_are_gathered_ahead():
 def test_a_gather_that_backward_does_not_use_is_dropped(rank, world):
     """A list names a unit that backward is through with."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for unit in (*module, module):
-        fsdp2.fully_shard(unit, mesh=mesh_of(world))
+    on_one_axis(module, fsdp2)
     first, last = module
     first.set_modules_to_backward_prefetch([last])
     [group] = last._get_fsdp_state().groups

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from tests.support import api
-from tests.support.models import children
-from tests.support.parity import mesh_of, trains_like_one_process
+from tests.support.parity import on_one_axis, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -77,8 +76,7 @@ def test_an_interrupted_forward_is_no_outer_one(rank, world):
     def interrupt(*unused: object) -> None:
         raise KeyboardInterrupt
 
-    for unit in (*children(module), module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    on_one_axis(module, api.ours)
     expected = module(torch.ones(2, 8)).detach()
     for _ in range(2):
         handle = module[0].register_forward_hook(interrupt)

@@ -16,7 +16,7 @@ from tests.support import api
 from tests.support.cases import CASES, Setup, build, build_sharded
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.parity import assert_gradients, mesh_of, rows_of
+from tests.support.parity import assert_gradients, mesh_of, on_one_axis, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 from tests.weights.test_summon import BF16, assert_shards, assert_shows
@@ -164,8 +164,7 @@ def test_refused_in_forward_and_backward(rank, world, options):
             errors.append(str(error.value))
 
     module = nn.Sequential(nn.Linear(4, 4), Calling(summon), nn.Linear(4, 4))
-    for unit in (*module, module):
-        fsdp2.fully_shard(unit, mesh=mesh_of(world))
+    on_one_axis(module, fsdp2)
     module[1].register_full_backward_hook(summon)
     output = module(torch.ones(1, 4))
     output.register_hook(summon)

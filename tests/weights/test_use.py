@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from tests.support.parity import assert_gradients
+from tests.support.parity import assert_gradients, beside_one_process
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -55,11 +54,8 @@ def penalized(model: Speaker, hidden: torch.Tensor, targets: torch.Tensor) -> to
 def test_a_loss_that_uses_weights(rank, world, units):
     """A fused cross-entropy takes the head's weight, not its output. torch's fully_shard has the sharded weight there,
     and the product with a plain tensor is refused without a word about which weight it was."""
-    model = made()
-    whole = copy.deepcopy(model)
-    for unit in {"head": [model.head], "head and body": [model.head, model.body[2]], "root": []}[units]:
-        fsdp2.fully_shard(unit)
-    fsdp2.fully_shard(model)
+    parts = {"head": lambda m: [m.head], "head and body": lambda m: [m.head, m.body[2]], "root": lambda m: []}[units]
+    model, whole = beside_one_process(Speaker, parts)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, whole)]
     for step in range(3):
         x, targets = batch(step, rank)
@@ -115,10 +111,7 @@ def test_dtypes_by_name_are_checked(rank, world):
 def test_a_parameter_that_was_replaced_by_a_whole_one(rank, world, when):
     """``model.head.weight = nn.Parameter(...)`` after sharding: a new vocabulary, a reset layer. torch goes on with the
     whole parameter as if it were a shard and fails somewhere in the gather, or loses it at the next reshard."""
-    model = made()
-    whole = copy.deepcopy(model)
-    fsdp2.fully_shard(model.body[0])
-    fsdp2.fully_shard(model)
+    model, whole = beside_one_process(Speaker, lambda model: model.body[:1])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
     if when == "after a step":
         step_both(model, whole, optimizers, rank, world)
@@ -174,11 +167,7 @@ class Fused(Speaker):
 @on_ranks(1, 2, 4)
 def test_a_forward_that_uses_weights(rank, world):
     """A fused loss inside the model: a unit's weight is used within the forward of the root."""
-    torch.manual_seed(0)
-    model = Fused()
-    whole = copy.deepcopy(model)
-    for unit in (model.body, model.head, model):
-        fsdp2.fully_shard(unit)
+    model, whole = beside_one_process(Fused)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, whole)]
     for step in range(3):
         losses = []
@@ -200,9 +189,7 @@ def test_a_forward_that_uses_weights(rank, world):
 @on_ranks(1)
 def test_only_errors_about_shards_are_explained(rank, world):
     """Others, and those about tensors that nobody sharded here, keep their text; a local variable is recognised."""
-    model = made()
-    for unit in (model.body, model.head, model):
-        fsdp2.fully_shard(unit)
+    model, _ = beside_one_process(Speaker)
     alone = DTensor.from_local(torch.randn(8, 8), model.head.weight.device_mesh, [Replicate()])
 
     def of_nobody(x):

@@ -18,7 +18,7 @@ from tests.support import ROOT, api
 from tests.support.cases import CASES, PARAMETERS, Setup, build_sharded, parametrize_cases
 from tests.support.cases import build as build_case
 from tests.support.counting import Collectives
-from tests.support.parity import mesh_1d, mesh_2d, mesh_of, stack
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of, on_one_axis, stack
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import (
     FULL,
@@ -331,8 +331,7 @@ def test_tensors_that_say_what_travels(rank, world):
     module, plain = (nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 8)) for _ in range(2))
     module.load_state_dict(plain.state_dict())
     use_float8(module)
-    for unit in (*module, module):
-        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    on_one_axis(module, fsdp2)
     assert_equal(save(module, "full"), plain.state_dict())
     module.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
     assert_equal(save(module, "full"), {name: value * 2 for name, value in plain.state_dict().items()})

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import fsdp2
 from fsdp2.check.strict import LiveBytes
 from tests.support import api
-from tests.support.parity import mesh_1d
+from tests.support.parity import on_one_axis
 from tests.support.pool import on_ranks
 from tests.weights.state_dict.kinds import save, using
 
@@ -42,8 +42,7 @@ def sharded(rows: int = WIDTH) -> nn.Sequential:
     if rows != WIDTH:
         for layer in module:
             layer.up = nn.Linear(WIDTH, rows)
-    for unit in (*module, module):
-        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    on_one_axis(module, fsdp2)
     return module
 
 

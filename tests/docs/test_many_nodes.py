@@ -17,6 +17,7 @@ import torch
 from tests.ecosystem.launching import SETTINGS
 from tests.support import ROOT, api
 from tests.support.docs import snippets
+from tests.support.parity import losses_of_one_process
 from tests.support.processes import loopback
 
 pytestmark = api.fsdp2_only
@@ -159,16 +160,8 @@ class Replica:
 def train_alone(example: Any) -> list[float]:
     """Return the losses of a single process."""
     model = example.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        rows = example.batch(step)
-        loss = (model(rows) - rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    loss = lambda step: (model(example.batch(step)) - example.batch(step)).square().mean()
+    return losses_of_one_process(model, loss, STEPS, lr=0.01)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks.replicas import DIES, RANKS, REPLICAS, RETURNS, STEPS, batch, build, main
 from tests.support import api
+from tests.support.parity import losses_of_one_process
 from tests.support.processes import start
 
 pytestmark = api.fsdp2_only
@@ -22,16 +23,7 @@ LIMIT = 120.0
 def alone() -> list[float]:
     """Return the losses of a single process."""
     model = build(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        rows = batch(step)
-        loss = (model(rows) - rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses_of_one_process(model, lambda step: (model(batch(step)) - batch(step)).square().mean(), STEPS, lr=0.01)
 
 
 @pytest.mark.slow

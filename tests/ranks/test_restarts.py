@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.ranks.restarting import SAVED, STEPS, launch
 from tests.support import ROOT
+from tests.support.parity import losses_of_one_process
 from tests.support.processes import loopback, start
 
 
@@ -22,15 +23,8 @@ def alone() -> list[float]:
     """The losses of one process that is never interrupted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        loss = model(torch.randn(2, 4, generator=torch.Generator().manual_seed(step))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    rows = lambda step: torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+    return losses_of_one_process(model, lambda step: model(rows(step)).square().mean(), STEPS, lr=0.1)
 
 
 def torchrun(end: str, folder: Path) -> str:

@@ -504,6 +504,19 @@ def mean_output(module: nn.Module, inputs: Tensor) -> Tensor:
     return module(inputs).square().mean()
 
 
+def losses_of_one_process(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: float) -> list[float]:
+    """Train a model on the ``loss`` of each step by AdamW and return the losses, for programs of several processes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for step in range(steps):
+        value = loss(step)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
 def trains_like_one_process(
     build: Build,
     loss: Callable[[nn.Module, Tensor], Tensor] = mean_output,

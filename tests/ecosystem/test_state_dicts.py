@@ -46,10 +46,9 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tens
     return loss.detach()
 
 
-FULL = StateDictOptions(full_state_dict=True)
 OPTIONS = {
     "sharded": StateDictOptions(),
-    "full": FULL,
+    "full": StateDictOptions(full_state_dict=True),
     "full_on_cpu": StateDictOptions(full_state_dict=True, cpu_offload=True),
     "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
 }
@@ -104,25 +103,17 @@ def test_values(rank, world, how):
     assert isinstance(moment, DTensor) == (how == "sharded") and moment.shape == (8, 8)
 
 
-@on_ranks(2)
-def test_loading_between_iterations(rank, world):
-    """Loading into a trained model reaches its shards, and the next forward computes with what was loaded."""
-    source, _ = build(1)
-    whole = get_model_state_dict(source, options=FULL)
-    target, optimizer = build(2)
-    step(target, optimizer, 0)
-    set_model_state_dict(target, whole, options=FULL)
-    rows = torch.ones(2, 8)
-    torch.testing.assert_close(target(rows), source(rows))
-
-
 @on_ranks(2, 4)
-def test_loading_into_the_meta_device(rank, world):
-    """A model on the meta device is filled from rank 0's full state, and trains."""
+@pytest.mark.parametrize("meta", [False, True])
+def test_loading_between_iterations(rank, world, meta):
+    """Loading reaches the shards of a trained model, and gives one on the meta device rank 0's values: the next forward
+    computes with what was loaded, and training goes on."""
     source, _ = build(1)
-    whole = get_model_state_dict(source, options=OPTIONS["full_on_cpu"])
-    target, optimizer = build(2, meta=True)
-    set_model_state_dict(target, whole, options=OPTIONS["broadcast"])
+    whole = get_model_state_dict(source, options=OPTIONS["full_on_cpu" if meta else "full"])
+    target, optimizer = build(2, meta=meta)
+    if not meta:
+        step(target, optimizer, 0)
+    set_model_state_dict(target, whole, options=OPTIONS["broadcast" if meta else "full"])
     rows = torch.ones(2, 8)
     torch.testing.assert_close(target(rows), source(rows))
     assert step(target, optimizer, 0).isfinite()

@@ -41,31 +41,6 @@ def test_residencies_by_torchs_names(mesh: DeviceMesh) -> None:
     assert not group.is_unsharded and not group.is_sharded
 
 
-def test_phases_are_told_while_their_steps_run(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for unit in (*module, module):
-        fully_shard(unit, mesh=mesh)
-    told: list[tuple[str, str, TrainingState]] = []
-    for name in ("unshard", "reshard"):
-        original = getattr(FSDPParamGroup, name)
-
-        def noting(
-            group: FSDPParamGroup, *args: object, _name: str = name, _original: object = original, **options: object
-        ) -> None:
-            if _name == "reshard" or (group.is_sharded and group._all_gather_result is None):
-                told.append((_name, group._module_fqn, group._training_state))
-            _original(group, *args, **options)  # type: ignore[operator]
-
-        monkeypatch.setattr(FSDPParamGroup, name, noting)
-    loss = module(torch.ones(2, 4)).sum()
-    forward, before, after = TrainingState.FORWARD, TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
-    assert told == [(step, unit, forward) for unit in ("0", "1") for step in ("unshard", "reshard")]
-    told.clear()
-    loss.backward()
-    assert told[:3] == [("unshard", "1", before), ("unshard", "0", before), ("reshard", "1", after)]
-    assert told[3] == ("reshard", "0", after)
-
-
 def test_a_state_and_its_communication_by_torchs_names(mesh: DeviceMesh) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard([module[0], module[1]], mesh=mesh)

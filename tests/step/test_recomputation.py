@@ -20,9 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.step.test_autograd import two_forwards_one_backward
 from tests.support import api
-from tests.support.cases import Setup, assert_case
 from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
 from tests.support.models import mlp
@@ -36,7 +34,6 @@ from tests.support.parity import (
     mesh_1d,
     mesh_2d,
     play,
-    train,
 )
 from tests.support.pool import on_ranks
 
@@ -240,26 +237,26 @@ def test_over_tensor_parallelism(rank, world, how):
     assert_parity(prepare, build=lambda: Model(how, "around"), part=(mesh.get_local_rank("dp"), 2))
 
 
-# ---- by other models, and around parts of one ----
-
-
 @composes("recomputation", "SGD")
 @composes("reentrant recomputation", "SGD")
 @on_ranks(2)
-@pytest.mark.parametrize("program", [train, two_forwards_one_backward])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("case", ["checkpoint_inside", "checkpoint_inside_reentrant", "checkpoint_around"])
-def test_checkpointing(rank, world, case, reshard, program):
-    """Recomputation inside a unit, around units, and of the reentrant kind computes the same."""
-    assert_case(case, Setup(reshard), program)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize(
+    ("how", "where"), [("not reentrant", "inside"), ("reentrant", "inside"), ("not reentrant", "around")]
+)
+def test_parameters_that_stay_after_forward(rank, world, how, where, reshard):
+    """The root's, by default, or all of them."""
+    prepare = shard(where, reshard_after_forward=reshard)
+    assert_parity(prepare, build=lambda: Model(how, where), program=counted)
 
 
 @composes("recomputation", "mixed precision")
 @on_ranks(2)
-def test_checkpointing_in_mixed_precision(rank, world):
+def test_mixed_precision(rank, world):
     """Recomputation casts inputs and outputs as the first computation did."""
-    policy = replace(BF16, output_dtype=torch.bfloat16)
-    assert_case("checkpoint_around", Setup(True, policy, units_cast_outputs=True), against=("torch",))
+    prepare = shard("around", mp_policy=replace(BF16, output_dtype=torch.bfloat16))
+    build = lambda: Model("not reentrant", "around")
+    assert_parity(prepare, build=build, against=("torch",), tolerance=0.05)
 
 
 @composes("recomputation")

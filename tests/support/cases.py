@@ -87,16 +87,6 @@ CASES: dict[str, Case] = {
     "keywords": Case(models.Keywords, rows(6), children, keywords=lambda inputs: {"x": inputs[0], "twice": True}),
     "casts_its_inputs": Case(lambda: nn.Sequential(models.Casting(4, 6), models.Casting(6, 4)), rows(4), children),
     "parameter_lists": in_the_middle(models.Listed),
-    **{
-        f"checkpoint_{name}": Case(
-            lambda options=options: models.Recomputed(*options), rows(6), lambda model: list(model.layers)
-        )
-        for name, options in {
-            "inside": (False, False),
-            "inside_reentrant": (False, True),
-            "around": (True, False),
-        }.items()
-    },
     "lstm": Case(lambda: Through(nn.LSTM(6, 6, batch_first=True)), rows(3, 6), children),
     "buffers": in_the_middle(models.Counting),
     "batch_norm": in_the_middle(lambda: nn.BatchNorm1d(6), rows_couple=True),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.support import shapes
 
@@ -360,31 +359,3 @@ class Casting(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(self.weight.dtype))
-
-
-class Recomputed(nn.Module):
-    """Layers whose activations are dropped and computed again in backward: in a layer, or a layer as a whole."""
-
-    def __init__(self, around: bool, reentrant: bool) -> None:
-        super().__init__()
-        self.around, self.reentrant = around, reentrant
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(mlp(6, 8, 6) if around else Checkpointing(reentrant) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = x + (checkpoint(layer, x, use_reentrant=self.reentrant) if self.around else layer(x))
-        return x
-
-
-class Checkpointing(nn.Module):
-    """Checkpoints its own inside."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: self.down(torch.tanh(self.up(y))), x, use_reentrant=self.reentrant)

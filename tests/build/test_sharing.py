@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests.support.counting import Collectives
-from tests.support.parity import Run, beside_one_process, mesh_1d, mesh_2d, shard_each, stack
+from tests.support.parity import Run, assert_gradients, beside_one_process, mesh_1d, mesh_2d, shard_each, stack
 from tests.support.pool import on_ranks
 from tests.support.report import agrees, check, refused, report
 

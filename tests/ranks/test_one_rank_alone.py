@@ -190,12 +190,12 @@ def test_a_parameter_replaced(rank, world):
 @on_ranks(2)
 def test_a_root_that_is_refused(rank, world):
     """One rank's module cannot be a root. It raised alone, before it met the others, which waited for it."""
-    for grouped, error in ((True, "requires a single root"), (False, "must be called on the root.* called on a")):
-        module = Two()
+    for grouped, error in ((True, "requires a single root"), (False, "must be called on the root.* called on first")):
+        module = Three()
         if not grouped:
-            fsdp2.fully_shard(module.a)
-        fsdp2.fully_shard([module.a, module.b] if grouped and rank else module)
+            fsdp2.fully_shard(module.first)
+        fsdp2.fully_shard([module.first, module.middle] if grouped and rank else module)
         if not grouped and rank:
-            module.a.set_manual_backward_finalization(True)
+            module.first.set_manual_backward_finalization(True)
         with pytest.raises(RuntimeError, match=f"{'' if rank else 'rank 1: .*'}{error}"):
-            (module.a if grouped and rank else module)(torch.ones(2, 8))
+            (module.first if grouped and rank else module)(torch.ones(2, 8))

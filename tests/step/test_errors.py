@@ -87,9 +87,7 @@ def test_training_goes_on_after_an_exception(rank, world, unit, where, reshard, 
 def test_a_backward_that_is_tried_again(rank, world):
     """Nothing ended the second backward of a graph whose first one had raised: some units got no gradient, and a step
     used those of the others. Only the next forward raised."""
-    module, reference = tree(), tree()
-    for part in (*module, module):
-        api.ours.fully_shard(part, mesh=mesh_of(world))
+    module, reference = beside_one_process(tree)
     raises = [True]
 
     def fail(grad: torch.Tensor) -> None:
@@ -107,8 +105,7 @@ def test_a_backward_that_is_tried_again(rank, world):
     module.reset_iter_state()
     loss.backward()
     reference(data(0)).square().mean().backward()
-    for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got.grad.to_local(), chunk(expected.grad, 0, rank, world))
+    assert_gradients(module, reference)
 
 
 @api.fsdp2_only  # torch's says so and keeps them

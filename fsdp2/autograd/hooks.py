@@ -282,18 +282,29 @@ def _replaced(
 
 def _inputs_are_done(
     grads: Iterable[torch.Tensor | None], done: Callable[[], None], starting: Callable[[torch.Tensor], None] | None
-) -> None:
-    """Call ``done``, since backward has computed ``grads`` of all inputs, and watch them for a second backward."""
-    if starting is not None:
-        _watch_entry(grads, starting)
+) -> tuple[torch.Tensor | None, ...]:
+    """Call ``done``, since backward has computed ``grads`` of all inputs, and watch them for a second backward.
+
+    Return the gradients to go on with.
+    """
+    new = tuple(grads) if starting is None else tuple([_watch_entry(grad, starting) for grad in grads])
     done()
+    return new
 
 
-def _watch_entry(grads: Iterable[torch.Tensor | None], starting: Callable[[torch.Tensor], None]) -> None:
-    """Call ``starting`` before a backward of this backward enters through ``grads``, gradients that it has computed."""
-    for grad in grads if torch.is_grad_enabled() else ():
-        if grad is not None and grad.requires_grad and not grad.is_leaf:
-            grad.register_hook(starting)
+def _watch_entry(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
+    """Call ``starting`` before a backward of this backward enters through ``grad``, a gradient that it has computed.
+
+    Return ``grad``. Inside a transform of ``torch.func`` return the output of a node that calls ``starting``, because
+    hooks see no backward outside of the transform.
+    """
+    if grad is None or not torch.is_grad_enabled() or not grad.requires_grad or grad.is_leaf:
+        return grad
+    if functorch_active():
+        entered: torch.Tensor = _BackwardStarts.apply(starting, grad)
+        return entered
+    grad.register_hook(starting)
+    return grad
 
 
 def watch_exit(grad: torch.Tensor, starting: Callable[[torch.Tensor], None]) -> None:
@@ -302,7 +313,7 @@ def watch_exit(grad: torch.Tensor, starting: Callable[[torch.Tensor], None]) -> 
     ``grad`` is a gradient of a module's output, so a backward of this backward leaves the module there.
     """
     if grad.requires_grad and not grad.is_leaf:
-        grad.register_hook(lambda outgoing: _watch_entry([outgoing], starting))
+        grad.register_hook(lambda outgoing: _watch_entry(outgoing, starting))
 
 
 class _InputsDone(torch.autograd.Function):
@@ -325,8 +336,7 @@ class _InputsDone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
-        _inputs_are_done(grads, *ctx.watchers)
-        return (None, *grads)
+        return (None, *_inputs_are_done(grads, *ctx.watchers))
 
     @staticmethod
     def jvp(ctx: Any, watchers: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped

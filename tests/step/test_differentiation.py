@@ -67,6 +67,12 @@ def penalized_by_curvature(module: nn.Module, inputs: torch.Tensor) -> torch.Ten
     return product.square().mean() + module(inputs.detach()).square().mean()
 
 
+def penalized_with_func(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """WGAN-GP with ``torch.func.grad``, in which hooks on tensors see no backward outside."""
+    gradient = torch.func.grad(lambda x: module(x).tanh().sum())(inputs)
+    return gradient.square().mean() + module(inputs).square().mean()
+
+
 def deep() -> nn.Sequential:
     """Return units of several layers with curvature inside and between them."""
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in "123"])
@@ -74,7 +80,7 @@ def deep() -> nn.Sequential:
 
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("loss", [penalized, penalized_by_curvature])
+@pytest.mark.parametrize("loss", [penalized, penalized_by_curvature, penalized_with_func])
 def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, reshard):
     """A forward between a differentiable backward and the backward of it freed the weights that the latter reads, and
     nothing gathered them: the process died of a null pointer, or of "setStorage ... storage of size 0" (so does

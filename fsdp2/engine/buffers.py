@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.tensors import writes_to
+from fsdp2._torch.autograd import functorch_active
+from fsdp2._torch.tensors import storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
@@ -403,6 +404,13 @@ def _check_replacement(param: FSDPParam, shown: object) -> None:
     shape, placements = tuple(param.spec.layout.shape), param.spec.dtensor.placements
     if param.spec.dtensor.tensor_meta is not None:
         shape = tuple(param.spec.dtensor.tensor_meta.shape)
+    if isinstance(shown, torch.Tensor) and (not shown.is_leaf or functorch_active()):
+        raise RuntimeError(
+            f"{param.name}: replaced on its module by a {type(shown).__name__} that autograd or torch.func computes a "
+            "gradient of, which would not flow through the gather; expected the module's own parameter. Call "
+            "functional_call with detached values under torch.no_grad(), and differentiate with respect to other "
+            "values on a copy of the model that is not sharded"
+        )
     if isinstance(shown, DTensor):
         if tuple(shown.shape) == shape and shown.placements == placements:
             return

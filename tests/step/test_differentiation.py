@@ -88,6 +88,22 @@ def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, re
     trains_like_one_process(deep, loss, reshard_after_forward=reshard)
 
 
+@api.fsdp2_only
+@on_ranks(1)
+def test_differentiation_by_other_values_is_refused(rank, world):
+    """Meta-learning computes new weights from the model's own, per-sample gradients are those of ``torch.func.grad`` by
+    detached ones. The error was one about ``grad_dtype``, or advised ``load_state_dict``."""
+    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of(world))
+    call = lambda values: torch.func.functional_call(module, values, (torch.ones(2, 4),)).sum()
+    parameters = dict(module.named_parameters())
+    for differentiate in (call, torch.func.grad(call)):
+        values = {name: parameter * 2 for name, parameter in parameters.items()}
+        with pytest.raises(RuntimeError, match="weight: replaced .* expected the module's own parameter.*not sharded"):
+            differentiate(values)
+    module(torch.ones(2, 4)).sum().backward()
+    assert module.weight is parameters["weight"] and module.weight.grad is not None
+
+
 @on_ranks(2)
 def test_gradients_asked_of_autograd_itself(rank, world):
     """``torch.autograd.grad`` with respect to full parameters died inside a hook: the engine will not say of a leaf

@@ -31,7 +31,7 @@ from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way, is_called_by_method
 from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.side_outputs import SideOutputs
-from fsdp2.autograd.trees import find_tensors, map_tensors
+from fsdp2.autograd.trees import PLAIN, find_tensors, map_tensors
 from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
@@ -331,14 +331,14 @@ class FSDPState(ComposableState):
         """End the forward of all members, whether they ran or not: free, and put hooks on the ``output``."""
         if call.hidden is not None:
             call.hidden.open_if_unused(output)
-        in_backward = backward_runs()
-        self._release(call, in_backward)
+        in_backward, lost = backward_runs(), False
         if torch.is_grad_enabled() and self.groups:
-            output = self._watch_results(call, output, in_backward)
+            output, lost = self._watch_results(call, output, in_backward)
+        self._release(call, in_backward, stays=lost)
         return output
 
-    def _release(self, call: Call, in_backward: bool) -> None:
-        """Free what the call computed with, or keep it, as its pass decides."""
+    def _release(self, call: Call, in_backward: bool, *, stays: bool) -> None:
+        """Free what the call computed with, or keep it, as its pass decides; keep it for backward if it ``stays``."""
         # An exception may have ended the pass before the call. Then the groups are freed.
         run = None if call.run.entered.pop(self, None) is None else call.run
         # Inside another root's backward (a teacher in a checkpointed loss), a forward without gradients has no backward
@@ -349,14 +349,20 @@ class FSDPState(ComposableState):
             if group.shared and not call.run.leave_shared(group, self):
                 continue  # another unit computes with it
             after = True if forward is None else forward.decide_after(group)
+            if stays and forward is not None:
+                after = False
             group.post_forward()
             if unfreed or not in_backward:  # after a recomputation, backward computes with it next, and frees it
                 group.release(after)
             if forward is not None and self._stays_for_backward(forward, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
 
-    def _watch_results(self, call: Call, output: Any, in_backward: bool) -> Any:
-        """Put hooks on what the forward computed, by which backward enters the unit, and return the output."""
+    def _watch_results(self, call: Call, output: Any, in_backward: bool) -> tuple[Any, bool]:
+        """Put hooks on what the forward computed, by which backward enters the unit.
+
+        Return the output, and True if it is an object in which no result was found, such as a function or a generator:
+        backward may enter by what it hides, without a gather.
+        """
         since = call.first_node
         made = autograd_sequence_number() - since
         for group in self.groups:
@@ -371,7 +377,7 @@ class FSDPState(ComposableState):
             watched |= self._watch_side_outputs(call)
             if watched:
                 self.root.pending.record(self.groups)
-        return output
+        return output, made > 0 and not watched and not isinstance(output, (torch.Tensor, *PLAIN))
 
     def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:
         """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""
@@ -382,7 +388,7 @@ class FSDPState(ComposableState):
 
         Backward may enter by them, into this unit and into the units around it.
         """
-        units = [self, *call.run.entered]
+        units = dict.fromkeys([self, *call.run.entered])
         return self._side_outputs.watch(call.first_node, lambda: [unit.pre_backward for unit in units])
 
     def _check_summoned(self) -> None:

@@ -236,3 +236,30 @@ def test_what_a_block_wrote_is_in_the_dtype_of_computation(rank, world):
     model.forward = lambda x, given: given.append(x)
     model(torch.ones(2, 8), given)
     assert [one.dtype for one in (given[0], given[1][0], given[2])] == [torch.float32, torch.float32, torch.bfloat16]
+
+
+class Lazy(nn.Module):
+    """Returns a function or a generator of its result."""
+
+    def __init__(self, generator: bool) -> None:
+        super().__init__()
+        self.layer, self.scale, self.generator = nn.Linear(8, 8), nn.Parameter(torch.randn(8)), generator
+
+    def forward(self, x):
+        if not isinstance(x, Tensor):
+            x = next(x) if self.generator else x()
+        y = self.layer(x).tanh() * self.scale
+        return iter([y]) if self.generator else lambda: y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("generator", [False, True])
+def test_outputs_that_no_hook_can_reach(rank, world, generator):
+    """Backward entered such units without a gather: "storage of size 0", or a segmentation fault by ``* self.scale``.
+    They stay in memory for it."""
+
+    def loss(module: nn.Module, inputs: Tensor) -> Tensor:
+        result = module(inputs)
+        return (next(result) if generator else result()).square().mean()
+
+    trains_like_one_process(lambda: nn.Sequential(Lazy(generator), Lazy(generator)), loss, reshard_after_forward=True)

@@ -31,6 +31,10 @@ def dp4() -> Iterator[DataParallelMesh]:
         yield DataParallelMesh.from_mesh(mesh)
 
 
+class Quantized(Tensor):
+    """A tensor that can be split, but perhaps not narrowed."""
+
+
 def numbered(*shape: int) -> Tensor:
     """Return 0, 1, 2... in this shape."""
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
@@ -53,6 +57,7 @@ def test_every_rank_cuts_what_torch_chunk_gives_it(dp4: DataParallelMesh, layout
         spec = ShardedSpec.of(full, placement, as_rank(dp4, rank), "weight")
         expected = chunk(full, layout, rank)
         assert torch.equal(spec.cut(full), expected)
+        assert torch.equal(spec.cut(full.as_subclass(Quantized)), expected)
         assert spec.cut(full).untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
         assert (spec.layout.dim, spec.layout.ranks, spec.rank, spec.full) == (dim, 4, rank, None)
         assert spec.shard_shape == tuple(expected.shape) and spec.shard_numel == expected.numel()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fsdp2.comm import collectives
 from fsdp2.comm.collectives import (
@@ -172,15 +173,17 @@ def test_nccl_gathers_several_in_one_launch(count: int, calls: int) -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize(("average", "op"), [(False, dist.ReduceOp.SUM), (True, dist.ReduceOp.AVG)])
 def test_a_mean_is_the_backends(async_op: bool, average: bool, op: Any) -> None:
-    axis = Axis("group", 2, 0, "nccl")
+    """That of complex numbers too, which it gets as twice as many real ones."""
+    axis, two, four = Axis("group", 2, 0, "nccl"), *(torch.zeros(n, dtype=torch.complex64) for n in (2, 4))
     with (
         mock.patch.object(collectives, "group_reduce_scatter") as scatter,
         mock.patch.object(collectives, "group_all_reduce") as reduce,
     ):
-        works = reduce_scatter(torch.zeros(2), torch.zeros(4), axis, average=average, async_op=async_op)
-        works += all_reduce(torch.zeros(2), axis, average=average, async_op=async_op)
+        works = reduce_scatter(two, four, axis, average=average, async_op=async_op)
+        works += all_reduce(two, axis, average=average, async_op=async_op)
     for call in (scatter, reduce):
-        options = call.return_value.call_args.args[-1]
+        *tensors, options = call.return_value.call_args.args
+        assert [t.shape.numel() for t in pytree.tree_leaves(tensors)] == ([4, 8] if call is scatter else [4])
         assert call.call_args.args[0] == "group" and options.reduceOp == op and options.asyncOp == async_op
         assert call.return_value.return_value.wait.called == (not async_op)  # synchronous: waited for here
     started = [call.return_value.return_value for call in (scatter, reduce)]

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import functorch_active
-from fsdp2._torch.tensors import storages_of, versions_of
+from fsdp2._torch.tensors import writes_to
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype

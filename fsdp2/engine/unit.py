@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from fsdp2.autograd import hooks
 from fsdp2.autograd.nesting import calls_under_way, is_called_by_method
 from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.side_outputs import SideOutputs
-from fsdp2.autograd.trees import PLAIN, find_tensors, map_tensors
+from fsdp2.autograd.trees import find_tensors, map_tensors
 from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
@@ -331,10 +331,11 @@ class FSDPState(ComposableState):
         """End the forward of all members, whether they ran or not: free, and put hooks on the ``output``."""
         if call.hidden is not None:
             call.hidden.open_if_unused(output)
-        in_backward, lost = backward_runs(), False
-        if torch.is_grad_enabled() and self.groups:
-            output, lost = self._watch_results(call, output, in_backward)
-        self._release(call, in_backward, stays=lost)
+        in_backward, trains = backward_runs(), torch.is_grad_enabled()
+        # Nothing can look into a function or a generator, by whose tensors backward may enter without a gather.
+        self._release(call, in_backward, stays=trains and (callable(output) or isinstance(output, Iterator)))
+        if trains and self.groups:
+            output = self._watch_results(call, output, in_backward)
         return output
 
     def _release(self, call: Call, in_backward: bool, *, stays: bool) -> None:
@@ -357,12 +358,8 @@ class FSDPState(ComposableState):
             if forward is not None and self._stays_for_backward(forward, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
 
-    def _watch_results(self, call: Call, output: Any, in_backward: bool) -> tuple[Any, bool]:
-        """Put hooks on what the forward computed, by which backward enters the unit.
-
-        Return the output, and True if it is an object in which no result was found, such as a function or a generator:
-        backward may enter by what it hides, without a gather.
-        """
+    def _watch_results(self, call: Call, output: Any, in_backward: bool) -> Any:
+        """Put hooks on what the forward computed, by which backward enters the unit, and return the output."""
         since = call.first_node
         made = autograd_sequence_number() - since
         for group in self.groups:
@@ -377,7 +374,7 @@ class FSDPState(ComposableState):
             watched |= self._watch_side_outputs(call)
             if watched:
                 self.root.pending.record(self.groups)
-        return output, made > 0 and not watched and not isinstance(output, (torch.Tensor, *PLAIN))
+        return output
 
     def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:
         """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from tests.support import api
 from tests.support.models import Block, mlp
-from tests.support.parity import assert_gradients, beside_one_process, trains_like_one_process
+from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -93,7 +93,7 @@ def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, re
 def test_differentiation_by_other_values_is_refused(rank, world):
     """Meta-learning computes new weights from the model's own, per-sample gradients are those of ``torch.func.grad`` by
     detached ones. The error was one about ``grad_dtype``, or advised ``load_state_dict``."""
-    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of(world))
+    module = api.ours.fully_shard(nn.Linear(4, 4), mesh=mesh_1d())
     call = lambda values: torch.func.functional_call(module, values, (torch.ones(2, 4),)).sum()
     parameters = dict(module.named_parameters())
     for differentiate in (call, torch.func.grad(call)):

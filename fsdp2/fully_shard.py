@@ -95,7 +95,8 @@ def fully_shard(
             still has one gather. With ``policy``, names are those in ``module``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU. Or a policy for
             each parameter: a mapping from names or patterns as for ``mp_policy``, such as the result of
-            ``cpu_offload_by_budget``. Parameters of one policy make a group, with its own gathers and reductions.
+            ``cpu_offload_by_budget``, or a function of the name. Parameters of one policy make a group, with its own
+            gathers and reductions.
         ignored_params: Parameters to leave unchanged: they are not sharded or moved, and their gradients are not
             reduced.
         dp_mesh_dims: The data-parallel dimensions of ``mesh``. All parameters must then be DTensors on ``mesh``.

@@ -23,20 +23,15 @@ from tests.weights.models import (
     values_of,
     write,
 )
+from tests.weights.test_broadcast_refuses import broken
 
 
 def spoil(folder, how, values):
     """Write files with something wrong about them and return what to load."""
     path = folder / "model.safetensors"
     values = dict(once(values))
-    if how == "missing_key":
-        del values["2.weight"]
-    elif how == "unexpected_key":
-        values["3.weight"] = torch.zeros(3)
-    elif how == "shape":
-        values["2.weight"] = values["2.weight"][:, :3].contiguous()
-    elif how == "kind":
-        values["2.weight"] = values["2.weight"].to(torch.complex64)
+    if how in ("missing", "unexpected", "shape", "kind"):
+        values = {key: value.contiguous() for key, value in broken(values, how).items()}
     save_file(values, path)
     data = path.read_bytes()
     if how == "truncated":
@@ -77,9 +72,9 @@ def spoil(folder, how, values):
 
 
 WRONG = [
-    ("missing_key", RuntimeError, "Missing key.*'2.weight'"),
-    ("unexpected_key", RuntimeError, "Unexpected key.*'3.weight'"),
-    ("shape", RuntimeError, r"size mismatch for 2.weight: got \(8, 3\), expected \(8, 8\)"),
+    ("missing", RuntimeError, "Missing key.*'2.weight'"),
+    ("unexpected", RuntimeError, "Unexpected key.*'3.weight'"),
+    ("shape", RuntimeError, r"size mismatch for 2.weight: got \(3, 8\), expected \(8, 8\)"),
     ("kind", RuntimeError, "dtype of 2.weight: got torch.complex64"),
     ("truncated", ValueError, "model.safetensors is not a complete safetensors file"),
     ("header", ValueError, "model.safetensors is not a complete safetensors file"),

@@ -193,25 +193,31 @@ class GatherExtension:
         _free([*self.outputs, *self._inner])
 
 
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+"""Every dtype, in an order that is the same on all ranks."""
+
+
 class GroupExtensions:
     """The extensions of one group's parameters; what they send travels with the group's packed run."""
 
     def __init__(self, extensions: list[GatherExtension]) -> None:
         self._extensions = extensions
         self._counts: list[int] = []
-        self.sizes: tuple[int, ...] | None = None  # elements of what ``encode`` returned last
+        # For each tensor that ``encode`` returned last: its elements, and the place of its dtype in ``_DTYPES``.
+        self.sent: tuple[int, ...] | None = None
 
     @property
     def params(self) -> set[FSDPParam]:
         """The parameters that have an extension."""
         return {extension.param for extension in self._extensions}
 
-    def describe(self, sizes: Sequence[int]) -> str:
-        """Say which parameter sends how much; ``sizes`` are the elements of what ``encode`` returned last."""
-        parts, rest = [], list(sizes)
+    def describe(self, sent: Sequence[int]) -> str:
+        """Say which parameter sends how much of which dtype; ``sent`` is this rank's or another's."""
+        tensors = [f"{numel} elements of {_DTYPES[dtype]}" for numel, dtype in zip(sent[::2], sent[1::2])]
+        parts = []
         for extension, count in zip(self._extensions, self._counts):
-            parts.append(f"{extension.param.name} sends {' + '.join(map(str, rest[:count]))} elements")
-            rest = rest[count:]
+            parts.append(f"{extension.param.name} sends {' + '.join(tensors[:count])}")
+            tensors = tensors[count:]
         return ", ".join(parts)
 
     def encode(self, ranks: int, lane: Lane) -> list[torch.Tensor]:
@@ -224,7 +230,7 @@ class GroupExtensions:
                 extension.allocate(inputs, ranks)
                 self._counts.append(len(inputs))
                 sent += inputs
-        self.sizes = tuple(map(torch.numel, sent))
+        self.sent = tuple(number for tensor in sent for number in (tensor.numel(), _DTYPES.index(tensor.dtype)))
         return sent
 
     def decode(self, rows: list[torch.Tensor], lane: Lane, compute: ComputeLane) -> None:

@@ -369,26 +369,26 @@ class Residency:
     def _start_extended(self, launch: Launch, gather: Callable[..., None], axis: Axis, optional: bool) -> None:
         """Start a gather of tensors that decide by themselves what travels.
 
-        The ranks must agree on its sizes. They are known from the gather before; the first time, or where they are
-        others than last time, the observer sees them after the tensors were encoded.
+        The ranks must agree on its sizes and dtypes. They are known from the gather before; the first time, or where
+        they are others than last time, the observer sees them after the tensors were encoded.
         """
         store, extensions, lane = self.store, self.store.extensions, self.comm.lanes.gather
         assert extensions is not None
-        expected = extensions.sizes
+        expected = extensions.sent
 
         def encode_and_gather() -> None:
             extras = extensions.encode(axis.size, lane)
-            if axis.size == 1 or extensions.sizes == expected:
+            if axis.size == 1 or extensions.sent == expected:
                 gather(extras)
                 return
             try:
-                launch(collective(extensions.sizes), partial(gather, extras))
+                launch(collective(extensions.sent), partial(gather, extras))
             except BaseException:
                 extensions.free()  # what was encoded would stay in memory until the next gather
                 raise
 
-        def collective(sizes: tuple[int, ...] | None) -> Collective:
-            return Collective("gather", self._group, (*store.formats_digest, *(sizes or ())))
+        def collective(sent: tuple[int, ...] | None) -> Collective:
+            return Collective("gather", self._group, (*store.formats_digest, *(sent or ())))
 
         if axis.size == 1 or expected is None:
             encode_and_gather()

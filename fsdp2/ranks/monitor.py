@@ -355,16 +355,16 @@ class RankMonitor:
         if collective.kind == "stay":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
         if collective.kind == "reduce":
-            sent = [i for i in collective.part if i != AS_COMPUTED]
-            names = ", ".join(group.params[i].name for i in sent[:3])
-            names += ", ..." if len(sent) > 3 else ""
+            indices = [i for i in collective.part if i != AS_COMPUTED]
+            names = ", ".join(group.params[i].name for i in indices[:3])
+            names += ", ..." if len(indices) > 3 else ""
             return f"{text} ({names}{' as computed' if AS_COMPUTED in collective.part else ''})"
-        sizes = collective.part[len(group.store.formats_digest) :]
+        sent = collective.part[len(group.store.formats_digest) :]
         if group.store.formats_digest:
             encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}
             text += f" with {'; '.join(f'{name}: {formats}' for formats, name in encoded.items())}"
-        if sizes and group.store.extensions is not None:
-            return f"{text} ({group.store.extensions.describe(sizes)})"
+        if sent and group.store.extensions is not None:
+            return f"{text} ({group.store.extensions.describe(sent)})"
         several = sum(other.name == group.name for other in self._root.groups) > 1
         return f"{text} ({group.params[0].name}{', ...' if len(group.params) > 1 else ''})" if several else text
 

@@ -529,3 +529,16 @@ def test_wrong_views(rank, world):
         shard_each(model, api.ours, mesh=mesh_1d())
         with pytest.raises(error, match=text):
             model(inputs)
+
+
+@api.fsdp2_only  # with torch's, what arrives is read as the other dtype
+@on_ranks(2)
+def test_ranks_send_one_dtype(rank, world):
+    """Tensors of bfloat16 and float16 have as many bytes as elements of the other: only the dtype tells them apart."""
+    module = api.ours.fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh_1d())
+    local = module.weight._local_tensor
+    dtype = torch.float16 if rank else torch.bfloat16
+    local.fsdp_pre_all_gather = lambda mesh: ((local.detach().to(dtype),), None)
+    local.fsdp_post_all_gather = lambda outputs, metadata, dtype, *, out=None: pytest.fail("the gather was launched")
+    with pytest.raises(RuntimeError, match=r"32 elements of torch.bfloat16\).*32 elements of torch.float16\)"):
+        module(torch.ones(1, 8))

@@ -72,7 +72,7 @@ class GatherBuffers:
         """
         self.items, self.plan, self.full = items, plan, full
         self._ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
-        self.from_host = shards.device != device  # shards on the host are copied to the device first
+        self.from_host = _on_host(shards, device)
         self.wire = Buffer(plan.wire_bytes, device) if plan.casts or self.from_host else None
         self.fills: list[Planned] = []  # of the wire buffer, from the shards
         wire_bytes = shards if self.wire is None else self._plan_fills(self.wire, shards)
@@ -280,6 +280,11 @@ class HostCopies:
         """Keep the copy until ``gathered`` of the gather lane."""
         assert buffers.wire is not None
         self._sent.append((buffers.wire, gathered))
+
+
+def _on_host(shards: torch.Tensor, device: torch.device) -> bool:
+    """Return whether shards live elsewhere than where they are gathered; tests that simulate a device replace this."""
+    return shards.device != device
 
 
 def start_gather(

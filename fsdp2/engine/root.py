@@ -286,9 +286,9 @@ class RootContext(Generic[U]):
     def start_backward(self) -> BackwardPass:
         """Return the backward pass that runs, which ends when autograd's backward does."""
         run = self.enter_backward()
-        if run.broke_off:
-            self._check_last_backward_ended("a backward starts")
         if run.started:
+            if run.broke_off:
+                self._check_last_backward_ended("a backward starts")
             return run
         # With manual finalization the caller frees what was gathered ahead.
         run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)

@@ -404,23 +404,15 @@ class FSDPState(ComposableState):
             )
 
     def _prefetch_forward(self, run: ForwardPass) -> None:
-        for group in self._listed(self.forward_prefetch):
-            run.prefetch(group)
+        for unit in self.forward_prefetch:
+            if unit.root is self.root:  # gathers of another root belong to its own passes
+                for group in unit.groups:
+                    run.prefetch(group)
         for group in self.groups:
             following = run.order.visit(group)  # recorded also with a prefetch list: other units follow the order
             if not self.forward_prefetch and following is not None and following not in self.groups:
                 for other in following.gathered_with:
                     run.prefetch(other)
-
-    def _listed(self, units: Iterable[FSDPState], *, last_first: bool = False) -> list[FSDPParamGroup]:
-        """Return the groups of ``units``, a prefetch list; ``last_first`` reverses the groups of each unit.
-
-        Units under another root are left out: their gathers belong to its passes. They may be under this one later, if
-        the first forward is that of a part of the model.
-        """
-        root = self.root
-        order = -1 if last_first else 1
-        return [group for unit in units if unit.root is root for group in unit.groups[::order]]
 
     def notice_added(self) -> None:
         """Take in what somebody put on the modules, or below them, since this was last asked."""
@@ -491,8 +483,10 @@ class FSDPState(ComposableState):
                         comm.postpone_gather(partial(run.prefetch, other))
                     elif other.options.unshard_in_backward:
                         run.prefetch(other)
-        for group in self._listed(self.backward_prefetch, last_first=True):
-            run.prefetch(group)
+        for unit in self.backward_prefetch:
+            if unit.root is root:  # as in forward
+                for group in reversed(unit.groups):
+                    run.prefetch(group)
 
     def _enter_member(self, grad: torch.Tensor) -> None:
         """Enter backward by the output of one member of a grouped call.

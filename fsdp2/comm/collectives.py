@@ -219,7 +219,8 @@ def reduce_scatter(
         output.copy_(rows)
         return []
     assert axis.group is not None
-    output, rows = _real(output), _real(rows)
+    if rows.is_complex():
+        output, rows = _real(output), _real(rows)
     if custom is not None:
         work = custom(output_tensor=output, input_tensor=rows, group=axis.group, op=_op(average), async_op=async_op)
         return [] if work is None else [work]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -333,7 +333,8 @@ class FSDPState(ComposableState):
             call.hidden.open_if_unused(output)
         in_backward, trains = backward_runs(), torch.is_grad_enabled()
         # Nothing can look into a function or a generator, by whose tensors backward may enter without a gather.
-        self._release(call, in_backward, stays=trains and (callable(output) or isinstance(output, Iterator)))
+        hides = callable(output) or hasattr(output, "__next__")
+        self._release(call, in_backward, stays=trains and hides)
         if trains and self.groups:
             output = self._watch_results(call, output, in_backward)
         return output

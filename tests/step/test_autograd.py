@@ -10,7 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.support import api
 from tests.support.cases import Setup, assert_case, parametrize_cases
 from tests.support.counting import Operators
-from tests.support.parity import STEPS, WIDTH, Run, beside_one_process
+from tests.support.models import Three
+from tests.support.parity import STEPS, WIDTH, Run, assert_gradients, beside_one_process
 from tests.support.pool import on_ranks
 from tests.support.shapes import KINDS, loss_of
 
@@ -244,3 +245,25 @@ def test_gradient_of_inputs_only(rank, world):
 def test_part_of_the_output(rank, world, case):
     """Gradients flow from a part of an output only."""
     assert_case(case, Setup(True), train_on_half_the_width)
+
+
+@api.fsdp2_only  # torch's own gets other gradients
+@on_ranks(2)
+@reshards
+def test_autocast(rank, world, reshard):
+    """Autocast keeps the casts of full parameters until its block ends, which holds an evaluation and two forwards.
+
+    All ranks have the same batch, so that a mean over ranks is what one process computes in bfloat16."""
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    both = beside_one_process(Three, reshard_after_forward=reshard)
+    for step in range(3):
+        for model in both:
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    model(batch)
+                loss = model(batch).square().mean() + model(batch / 2).square().mean()
+            loss.backward()
+        assert_gradients(*both, step)
+        for model in both:
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()

@@ -447,7 +447,7 @@ Where it can be, that is one which a test above has run in the same setup.
 """
 
 ELSEWHERE = {
-    ("compute", "GroupExtensions.decode"),  # tests/step/test_extensions.py
+    ("compute", "GroupExtensions.decode"),  # tests/unit/engine/test_extension.py
     ("gather", "GroupExtensions.decode"),
     ("compute", "ComputeLane.event"),  # tests/unit/comm/test_streams.py: autograd's own streams are needed
     ("compute", "ComputeLane.here"),  # the same

@@ -48,6 +48,15 @@ class Slotted:
     value: Any
 
 
+class Private:
+    """Attributes in ``__slots__``. Python stores the private name under another one, and the dunder name as it is."""
+
+    __slots__ = ("__hidden", "__shown__", "plain")
+
+    def __init__(self, *values: Tensor) -> None:
+        self.__hidden, self.__shown__, self.plain = values
+
+
 @dataclass
 class OwnInit:
     """A dataclass that cannot be rebuilt from its fields: some are not arguments, an argument is no field."""
@@ -400,3 +409,8 @@ def test_items_that_are_no_fields_are_found() -> None:
     tree = Output(torch.ones(1))
     tree["extra"] = torch.ones(1)
     assert len(find_tensors(tree)) == 2
+
+
+def test_names_in_slots_are_those_under_which_python_stores_them() -> None:
+    tensors = [torch.ones(i) for i in range(3)]
+    assert sorted(tensor.numel() for tensor in find_tensors(Private(*tensors))) == [0, 1, 2]

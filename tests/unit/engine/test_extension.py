@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard, summon_full_params
+from fsdp2.engine.extension import GroupExtensions
 from tests.support.fake import fake_mesh
 
 
@@ -100,3 +103,27 @@ def test_what_is_written_to_all_of_it_is_gathered_anew(module: Any) -> None:
         with summon_full_params(module):
             module.weight.fill_(3)
         assert bool((module(torch.ones(2, 4)) == 12).all())
+
+
+def test_lanes_wait_before_an_extension_decodes_and_before_it_releases() -> None:
+    """What is sent is filled on the gather's lane, which takes the memory again that compute has decoded from."""
+    order: list[object] = []
+
+    class Recording:
+        releases = True
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *unused: (order.append(name), [])[1]
+
+    class Lane:
+        def after(self, before: object = None) -> Any:
+            order.append(("the gather's lane waits for", before))
+            return nullcontext(SimpleNamespace(event="filled"))
+
+    extensions, compute = GroupExtensions([Recording()]), SimpleNamespace()  # type: ignore[list-item]  # it stands for one
+    compute.wait = lambda event: order.append(("compute waits until", event))
+    extensions.encode(2, Lane())  # type: ignore[arg-type]  # the same
+    order.clear()
+    extensions.decode([], Lane(), compute)  # type: ignore[arg-type]  # the same
+    filling, releasing = (("the gather's lane waits for", before) for before in (None, compute))
+    assert order == [filling, "fill", ("compute waits until", "filled"), "decode", releasing, "release"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +120,24 @@ def test_a_grouped_call_is_through_when_all_its_members_are(mesh: DeviceMesh) ->
     assert events.count("post_backward") == 1 and model[0].weight.grad is not None
 
 
+class Given:
+    """An argument of a class of its own."""
+
+
+def test_a_grouped_call_without_one_of_its_members_keeps_no_arguments(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].forward = lambda x, given: x
+    fully_shard([*model], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    given = Given()
+    model.forward = lambda given: model[0](torch.ones(2, 4), given)
+    with torch.no_grad():
+        model(given)
+    reference = weakref.ref(given)
+    del given
+    assert reference() is None
+
+
 def test_pieces_are_cut_from_what_was_gathered_last() -> None:
     """Also where that has other memory than before, because the model was cast."""
     with fake_mesh(4, names=("dp",)) as mesh, torch.no_grad():
@@ -131,6 +150,30 @@ def test_pieces_are_cut_from_what_was_gathered_last() -> None:
                 module(torch.ones(2, 8, dtype=dtype))
             piece = module.weight.to_local()
             assert piece.dtype == dtype and bool((piece == 3).all())
+
+
+def test_a_forward_out_of_order_gathers_nothing(mesh: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    group_of(module).phases.phase = Phase.BACKWARD
+    with pytest.raises(RuntimeError, match="pre_forward out of order"):
+        group_of(module).pre_forward(lambda step, start, **options: start() or True, first=True)
+    assert state_of(module)[0] is Sharded
+
+
+def test_full_parameters_that_a_forward_has_made_anew_were_not_written_to(mesh: DeviceMesh) -> None:
+    """The ones before were, between two forwards."""
+    module = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    module.unshard()
+    with torch.no_grad():
+        module.weight.add_(1)
+
+    def cast(layer: Any, args: object) -> None:
+        layer.reshard()
+        layer.double()
+        layer.unshard()
+
+    module.register_forward_pre_hook(cast)
+    assert module(torch.ones(2, 4, dtype=torch.float64)).dtype is torch.float64
 
 
 def test_a_gather_that_is_left_for_later_takes_no_memory(mesh: DeviceMesh) -> None:

@@ -228,6 +228,8 @@ def test_a_transformer_block_streams_its_matrices_last_one_first() -> None:
     plan = plan_chunks(["bf16"] * 6, nbytes, TransferSizes())
     assert [[names[i] for i in chunk] for chunk in plan.streamed] == [["down"], ["up"], ["proj", "qkv"]]
     assert [[names[i] for i in chunk] for chunk in plan.rest] == [["norm1", "norm2"]]
+    plan = plan_chunks(["fp32"] * 3, [25, 24, 80], TransferSizes(chunk_bytes=100))
+    assert plan == ChunkPlan(streamed=((2, 0),), rest=((1,),))  # a quarter of a chunk is large
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(8, 5), (64, 5), (90, 4), (128, 2), (256, 1), (1024, 1), (4096, 1)])

@@ -259,11 +259,7 @@ class FSDPState(ComposableState):
         """
         call = self._leave(module)
         if call is not None:
-            try:
-                output = self._end(call, output)
-            except Exception:
-                self.break_off_forward()  # torch gives the hook for errors the forward's output, as if all was well
-                raise
+            output = self._end(call, output)
         return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
 
     def _end(self, call: Call, output: Any) -> Any:
@@ -386,7 +382,7 @@ class FSDPState(ComposableState):
 
         Backward may enter by them, into this unit and into the units around it.
         """
-        units = dict.fromkeys([self, *call.run.entered])
+        units = [self, *call.run.entered]
         return self._side_outputs.watch(call.first_node, lambda: [unit.pre_backward for unit in units])
 
     def _check_summoned(self) -> None:

@@ -48,7 +48,7 @@ class BackwardPass(Pass):
 
     @property
     def broke_off(self) -> bool:
-        """True if it started and will not end: it raised, so autograd has dropped what it would have called."""
+        """True if it started and will not end, because it raised: autograd has dropped the function to call then."""
         return self.started and (self._end is None or self._end() is None)
 
     def is_done_with(self, group: FSDPParamGroup) -> bool:

@@ -244,7 +244,8 @@ class GroupExtensions:
                 rows = rows[count:]
         compute.wait(done.event)
         trains = torch.is_grad_enabled()
-        # Not in inference mode: training computes with the tensors that an evaluation has made.
+        # Not in inference mode: training computes with the tensors that an evaluation has made. To leave that mode
+        # enables gradients, so they are set back to what they were.
         with torch.inference_mode(False), torch.set_grad_enabled(trains):
             for extension in self._extensions:
                 extension.decode()

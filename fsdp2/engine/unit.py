@@ -287,7 +287,7 @@ class FSDPState(ComposableState):
         return output
 
     def _without_own(self, output: Any) -> Any:
-        """Return ``output`` with copies in place of the unit's full parameters and views of them: their memory goes."""
+        """Return ``output`` with copies of the unit's full parameters and views of them, whose memory will be freed."""
         if functorch_active():  # its tensors have no storage to compare
             return output
         return map_tensors(self._outlasting, output, objects=True)
@@ -328,7 +328,7 @@ class FSDPState(ComposableState):
         if call.hidden is not None:
             call.hidden.open_if_unused(output)
         in_backward, trains = backward_runs(), torch.is_grad_enabled()
-        # Nothing can look into a function or a generator, by whose tensors backward may enter without a gather.
+        # No hook can be put on tensors inside a function or a generator, so backward may enter there without a gather.
         hides = callable(output) or hasattr(output, "__next__")
         self._release(call, in_backward, stays=trains and hides)
         if trains and self.groups:
@@ -442,7 +442,7 @@ class FSDPState(ComposableState):
     def _share_lanes(self) -> None:
         """Let roots that tie a parameter communicate on the same lanes, because a pass waits for its own lanes alone.
 
-        This root, which may be new, goes over to the lanes of another one, where something may be in flight.
+        This root, which may be new, switches to the lanes of another one, where something may be in flight.
         """
         tied = {group for group in self.root.groups if group.shared}
         users = [unit for unit in live_units() if not tied.isdisjoint(unit.groups)] if tied else []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.comm.formats import Noise, decode, decode_sum, encode, encoded_views
+from fsdp2.comm.formats import Noise, _pieces, decode, decode_sum, encode, encoded_views
 from fsdp2.sharding.packing import BlockFormat
 
 BLOCK = 32
@@ -173,6 +173,12 @@ def test_fewer_elements_than_whole_blocks_are_decoded_to_where_they_belong(kind:
         assert torch.equal(full[:, :numel], out[:, :numel].to(dtype)) and not full[:, numel:].any()
 
 
+def test_noise_reads_its_table_to_the_end(monkeypatch) -> None:
+    noise = Noise(1)
+    monkeypatch.setattr(noise._offsets, "randrange", lambda stop: stop - 1)
+    assert torch.equal(noise(torch.empty(64)), noise._table[-64:])
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_large_tensors_are_done_in_pieces_of_the_same_bits(kind: torch.dtype | str, monkeypatch) -> None:
     values, form = random_values(3, 8), BlockFormat(kind, BLOCK)
@@ -180,6 +186,7 @@ def test_large_tensors_are_done_in_pieces_of_the_same_bits(kind: torch.dtype | s
     monkeypatch.setattr("fsdp2.comm.formats._CPU_PIECE", 200)
     again, there = coded(values, form)
     assert torch.equal(sent, again) and torch.equal(out, there)
+    assert len([*_pieces(torch.empty(8, 1, 25))]) == 1  # no more than fill a cache
 
 
 def test_bytes() -> None:

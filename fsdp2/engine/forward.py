@@ -18,6 +18,8 @@ __all__ = ["ForwardPass"]
 class ForwardPass(Pass):
     """One forward. An unobserved one is an evaluation that one replica may run alone."""
 
+    in_forward = True
+
     def __init__(
         self,
         groups: list[FSDPParamGroup],
@@ -46,6 +48,8 @@ class ForwardPass(Pass):
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
+        if group.teaches and torch.is_grad_enabled():
+            return  # the forward may update it first, in a way that no version counter shows (``.data``, foreach)
         if group.residency.is_outdated():
             group.reshard()  # its pieces were made of other shards
         super().prefetch(group)

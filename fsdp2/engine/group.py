@@ -63,6 +63,7 @@ class FSDPParamGroup:
         self.phases = PhaseTracker()
         self.residency = Residency(self, store, comm)
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
+        self.teaches = False  # it last ran without gradients inside a forward with gradients, as momentum teachers do
         self._norms = [param for param in params if param.has_statistics]
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
         self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
@@ -214,17 +215,23 @@ class FSDPParamGroup:
         if self.residency.in_memory and (self.residency.held is None or aborted):
             self.reshard()
 
-    def pre_forward(self, launch: Launch, *, first: bool) -> None:
+    def pre_forward(self, launch: Launch, *, first: bool, teaches: bool = False) -> None:
         """Show full parameters for a forward; stages 3 to 5 of the life of a parameter.
 
-        ``first``: no other forward of the group is under way, so that held memory may be replaced.
+        ``first``: no other forward of the group is under way, so that held memory may be replaced. ``teaches``: the
+        forward around has gradients, and this one has not.
         """
         if first and self.residency.is_outdated():
             self.reshard()
+        if teaches:
+            self.teaches = True
+            if self.residency.needs_gather:
+                self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
         self.phases.enter("pre_forward")
         self._unshard_for_compute(launch, in_backward=False)
         self._versions = []
         if torch.is_grad_enabled():
+            self.teaches = False
             self._versions = self.store.full_versions()
             self._generation = self.store.generation
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way

@@ -25,7 +25,6 @@ from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
     dtensor_spec,
     local_tensor,
-    local_tensors,
     python_attributes,
     set_local_tensor,
     storages_of,
@@ -141,7 +140,7 @@ def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
 def writes_to_shards(params: Iterable[FSDPParam]) -> int:
     """Return a number that changes when a shard is written in place, also through its local tensor."""
     shards = [param.sharded for param in params]
-    return sum(versions_of([*shards, *local_tensors(shards)]))
+    return sum(versions_of([*shards, *map(local_tensor, shards)]))
 
 
 def shows(params: Iterable[FSDPParam], which: Shown) -> bool:

@@ -76,6 +76,7 @@ class Pass:
     """One pass under a root: a forward, a backward, or a part of one that the caller asks for."""
 
     in_backward = False
+    in_forward = False  # it is a forward, or lies inside one, which may write to shards
     outermost: Any = None  # the unit that a forward entered first
 
     def __init__(self, groups: list[FSDPParamGroup], observer: Observer) -> None:
@@ -115,6 +116,8 @@ class Pass:
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
         group.unshard(False, self.launch, self.in_backward, True)
+        if self.in_forward:
+            group.residency.note_read()
 
     def end(self) -> None:
         """End the pass. The observer may first have this rank join collectives that other ranks wait for."""

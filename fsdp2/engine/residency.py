@@ -32,7 +32,7 @@ from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.observer import Collective, Launch, ObservedGroup
-from fsdp2.engine.param import FSDPParam, Shown, lie_in, show, shows
+from fsdp2.engine.param import FSDPParam, Shown, is_managed_tensor, lie_in, show, shows, writes_to_shards
 from fsdp2.engine.registry import Registry
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
@@ -70,6 +70,7 @@ class InFlight:
     keeps_pieces: bool = False
     adopted: bool = False
     held: Held | None = None
+    read: tuple[int, int] | None = None  # by a gather ahead of its use in a forward: what ``Residency._written`` was
 
 
 @dataclass(eq=False)
@@ -105,6 +106,8 @@ _SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Ful
 # ---- what is held ----
 
 _alive: Registry[Held] = Registry()
+_steps = 0
+"""How often optimizers that hold shards have stepped."""
 
 
 class Held:
@@ -140,13 +143,18 @@ class Held:
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Tell held memory that ``optimizer`` has stepped, since version counters need not show that.
+    """Tell held memory and gathers in flight that ``optimizer`` has stepped, since version counters need not show that.
 
     DTensor's operators that change several tensors at once (``foreach``) run below autograd, where no counter grows.
     """
+    global _steps
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(map(is_managed_tensor, params)):
+        return  # one rank alone may step it
+    _steps += 1
     if not len(_alive):
         return
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    stepped = set(map(id, params))
     for held in _alive:
         held.note_step(stepped)
 
@@ -224,16 +232,19 @@ class Residency:
         return self.state.held
 
     def is_outdated(self) -> bool:
-        """Return whether memory is held that must not be used any more, because the shards changed.
+        """Return whether memory is held, or gathered ahead, that must not be used any more: the shards changed.
 
         All ranks that compute with the group ask this at the same places, so they gather anew alike.
 
         Raises:
             RuntimeError: somebody put others in the place of full parameters.
         """
-        held = self.state.held
-        if held is None or self.summoned:
+        state = self.state
+        held = state.held
+        if self.summoned:
             return False
+        if held is None:
+            return type(state) is InFlight and state.read is not None and state.read != self._written()
         if shows(self.store.params, self.shown):
             return held.changed
         if self.shown != "sharded":
@@ -274,6 +285,18 @@ class Residency:
             if in_backward:
                 self.store.replaced(in_backward=True)  # refuses that; a forward has asked is_outdated()
             self.show("full")
+
+    def note_read(self) -> None:
+        """Remember of a gather that a forward started ahead which shards it reads: until its use they may be written.
+
+        A forward may update a teacher, or step an optimizer, before it comes to the group.
+        """
+        if type(self.state) is InFlight and self.state.held is None and self.state.read is None:
+            self.state.read = self._written()
+
+    def _written(self) -> tuple[int, int]:
+        """Return what changes when the shards are written, alike on all ranks (see ``Held``)."""
+        return _steps, writes_to_shards(self.store.params)
 
     @_trace.profiled("all_gather")
     def _start_gather(self, launch: Launch, optional: bool, in_backward: bool) -> None:

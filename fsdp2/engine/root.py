@@ -281,6 +281,7 @@ class RootContext(Generic[U]):
             # Inside an evaluation that one replica runs alone, its backward is its own business as well.
             observer = self.observer if self.forward is None else self.forward.observer
             self.backward = BackwardPass(self.groups, observer)
+            self.backward.in_forward = self.forward is not None
         return self.backward
 
     def start_backward(self) -> BackwardPass:

@@ -182,10 +182,11 @@ class FSDPState(ComposableState):
         if call.kind is not CallKind.NORMAL:
             call.note_arguments(given, args, kwargs)
             return args, kwargs
+        teaches = not torch.is_grad_enabled() and isinstance(run, ForwardPass) and run.trains
         entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
         for group in self.groups:
             only_user = first and (not group.shared or run.enter_shared(group, self))
-            group.pre_forward(run.launch, first=only_user)
+            group.pre_forward(run.launch, first=only_user, teaches=teaches)
             if only_user:
                 entering.append(group)
         if torch.is_grad_enabled():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
 from tests.support.fake import fake_mesh
 from tests.support.models import mlp
-from tests.support.parity import mesh_of, on_one_axis
+from tests.support.parity import beside_one_process, mesh_of, on_one_axis
 from tests.support.pool import on_ranks
 
 
@@ -244,3 +246,85 @@ def test_a_list_names_units_of_another_root(rank, world):
     _iteration(parts)
     events = _iteration(parts)
     assert events.index(("unshard", "1.0")) < events.index(("post_forward", "0.4"))
+
+
+def by_method(teacher: list[nn.Parameter], student: list[nn.Parameter]) -> None:
+    for held, trained in zip(teacher, student):
+        held.lerp_(trained, 0.5)
+
+
+def by_data(teacher: list[nn.Parameter], student: list[nn.Parameter]) -> None:
+    for held, trained in zip(teacher, student):
+        held.data.mul_(0.5).add_(trained.data, alpha=0.5)
+
+
+def by_foreach(teacher: list[nn.Parameter], student: list[nn.Parameter]) -> None:
+    torch._foreach_lerp_(teacher, student, 0.5)
+
+
+class Momentum(nn.Module):
+    """A student, and a teacher that the forward updates by ``write`` before it runs; ``graph``: with gradients."""
+
+    def __init__(self, write: Callable[..., None], *, graph: bool) -> None:
+        super().__init__()
+        self.write, self.graph = write, graph
+        self.student, self.teacher = (nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]) for _ in range(2))
+        self.teacher.requires_grad_(graph)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = self.student(x)
+        with torch.no_grad():
+            self.write([*self.teacher.parameters()], [*self.student.parameters()])
+        with torch.set_grad_enabled(self.graph):
+            target = self.teacher(x)
+        return (wanted - target).square()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("write, graph", [(by_method, True), (by_method, False), (by_data, False), (by_foreach, False)])
+def test_a_forward_that_writes_to_units_it_comes_to_later(rank, world, write, graph):
+    """A momentum teacher (MoCo, BYOL) that the forward updates. From the second step on its first unit had been
+    gathered before that, so it computed with the old weights."""
+    units = lambda module: [*module.student, *module.teacher]
+    both = beside_one_process(partial(Momentum, write, graph=graph), units)
+    for _ in range(4):
+        losses = [model(torch.ones(2, 4)).mean() for model in both]
+        torch.testing.assert_close(*losses)
+        for loss, model in zip(losses, both):
+            loss.backward()
+            torch.optim.SGD(model.student.parameters(), 0.5).step()
+            model.zero_grad()
+
+
+class Manual(nn.Module):
+    """Steps its optimizer inside its forward: after a unit, or after a backward that ends there, and clips weights."""
+
+    def __init__(self, *, backward: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.backward, self.optimizer = backward, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.backward:
+            self.second(hidden.detach()).square().mean().backward()
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.clamp_(-0.4, 0.4)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.second(self.first(x) if self.backward else hidden)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_optimizer_steps_inside_a_forward(rank, world, backward):
+    """What the forward, or the backward inside it, had gathered ahead was used after the step: the old weights."""
+    both = beside_one_process(partial(Manual, backward=backward))
+    for _ in range(4):
+        outputs = [model(torch.ones(2, 4)) for model in both]
+        torch.testing.assert_close(*outputs)
+        for output, model in zip(outputs, both):
+            output.square().mean().backward()
+            model.optimizer = torch.optim.SGD(model.parameters(), 0.5, foreach=True)

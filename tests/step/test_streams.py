@@ -205,6 +205,22 @@ def replaced_in_forward(run: Training) -> None:
     run.backward()
 
 
+def taught(run: Training) -> None:
+    """A forward that updates two units, behind another one, and runs them without gradients."""
+    layers, teacher = run.model.blocks[:1], run.model.blocks[1:]
+    run.model.blocks, run.model.teacher = layers, teacher
+
+    def teach(*unused: object) -> None:
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter.mul_(0.5)
+            for unit in teacher:
+                unit(torch.randn(2, 5, 32))
+
+    layers[0].register_forward_hook(teach)
+    run.step(3)
+
+
 def states(run: Training) -> None:
     """Full parameters, state dicts and copies between steps."""
     run.step()
@@ -333,7 +349,7 @@ def captured(run: Training) -> None:
 PROGRAMS: list[Callable[[Training], None]] = [
     *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
     *(outside, recomputed, unused, raising, hook_raises, finalized, ahead_of_the_step, skipping, captured),
-    *(synchronization, allocated_by_the_group),
+    *(synchronization, allocated_by_the_group, taught),
 ]
 
 
@@ -397,6 +413,12 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], 
     ("gather", "Residency._take_in_replaced"): (
         ("wait", "gather_after_compute", "_take_in_replaced"),
         replaced_in_forward,
+        "hybrid",
+        "direct",
+    ),
+    ("gather", "FSDPParamGroup.pre_forward"): (
+        ("wait", "gather_after_compute", "pre_forward"),
+        taught,
         "hybrid",
         "direct",
     ),

@@ -62,7 +62,11 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._
 
 def versions_of(tensors: Iterable[Any]) -> list[int]:
     """Return each tensor's count of in-place changes, or -1 for inference tensors, which have none."""
-    return [-1 if t.is_inference() else t._version for t in tensors]
+    tensors = [*tensors]
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # some are inference tensors; to ask each one first would cost more than the rest
+        return [-1 if t.is_inference() else t._version for t in tensors]
 
 
 def writes_to(tensors: Iterable[Any]) -> list[int]:

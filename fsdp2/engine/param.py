@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -60,6 +60,8 @@ __all__ = [
 
 Shown = Literal["sharded", "full", "subgroup"]
 """The tensors of its parameters that a group's modules show: shards, full ones, or the pieces kept after forward."""
+
+_sharded = attrgetter("sharded")
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
 
 def writes_to_shards(params: Iterable[FSDPParam]) -> int:
     """Return a number that changes when a shard is written in place, also through its local tensor."""
-    shards = [param.sharded for param in params]
+    shards = [*map(_sharded, params)]  # a forward asks this of each unit that it gathers ahead
     return sum(versions_of([*shards, *map(local_tensor, shards)]))
 
 

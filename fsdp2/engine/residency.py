@@ -70,7 +70,7 @@ class InFlight:
     keeps_pieces: bool = False
     adopted: bool = False
     held: Held | None = None
-    read: tuple[int, int] | None = None  # by a gather ahead of its use in a forward: what ``Residency._written`` was
+    read: tuple[int, int] | None = None  # by a gather ahead of its use in a forward: steps of optimizers, and writes
 
 
 @dataclass(eq=False)
@@ -244,7 +244,8 @@ class Residency:
         if self.summoned:
             return False
         if held is None:
-            return type(state) is InFlight and state.read is not None and state.read != self._written()
+            read = state.read if type(state) is InFlight else None
+            return read is not None and read != (_steps, writes_to_shards(self.store.params))
         if shows(self.store.params, self.shown):
             return held.changed
         if self.shown != "sharded":
@@ -292,11 +293,7 @@ class Residency:
         A forward may update a teacher, or step an optimizer, before it comes to the group.
         """
         if type(self.state) is InFlight and self.state.held is None and self.state.read is None:
-            self.state.read = self._written()
-
-    def _written(self) -> tuple[int, int]:
-        """Return what changes when the shards are written, alike on all ranks (see ``Held``)."""
-        return _steps, writes_to_shards(self.store.params)
+            self.state.read = _steps, writes_to_shards(self.store.params)
 
     @_trace.profiled("all_gather")
     def _start_gather(self, launch: Launch, optional: bool, in_backward: bool) -> None:

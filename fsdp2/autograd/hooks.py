@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import autograd_sequence_number, functorch_active, view_base
+from fsdp2._torch.autograd import autograd_sequence_number, functorch_active, gradient_hook_tables, view_base
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor
@@ -362,7 +362,7 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
         watched = True
         if tensor.is_leaf:  # not computed by the module, so backward does not enter it here
             continue
-        tensor.register_hook(starting)
+        _hook_before_others(tensor, starting)
         base = view_base(tensor)
         node: Any = None if base is None else base.grad_fn
         if is_made_since(node, since):
@@ -374,6 +374,25 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
             objects=True,
         )
     return watched, output
+
+
+def _hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have ``hook`` run before hooks on ``tensor`` that are not ours, which may compute with weights.
+
+    Hooks of a tensor run in the order of their table, that of their registration, and the prehooks of its node after
+    them. Ours keep their order: a unit may return the output of another.
+    """
+    table, _ = gradient_hook_tables(tensor)
+    others = {} if table is None else {key: one for key, one in table.items() if not _is_ours(one)}
+    for key in others:
+        del table[key]  # type: ignore[union-attr]  # it has entries
+    tensor.register_hook(hook)
+    if table is not None:
+        table.update(others)
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 class _BackwardStarts(torch.autograd.Function):

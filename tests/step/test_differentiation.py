@@ -160,3 +160,46 @@ def test_the_embedding_before_a_compiled_block(rank, world):
         torch._dynamo.reset()
     assert grads[0].count_nonzero() == 24
     torch.testing.assert_close(grads[1], grads[0])
+
+
+class Equilibrium(nn.Module):
+    """A fixed point, whose gradient a hook on the output solves for with the weights (deep equilibrium models)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            point = x
+            for _ in range(8):
+                point = self.inner(point).tanh() * 0.3 + x
+        point = self.inner(point).tanh() * 0.3 + x
+        before = point.detach().requires_grad_()
+        after = self.inner(before).tanh() * 0.3 + x
+
+        def solve(grad: torch.Tensor) -> torch.Tensor:
+            found = grad
+            for _ in range(8):
+                found = torch.autograd.grad(after, before, found, retain_graph=True)[0] + grad
+            return found
+
+        point.register_hook(solve)
+        return point
+
+
+@api.fsdp2_only  # torch's own gathers after the hook as well
+@on_ranks(1, 2)
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_hook_on_the_output_computes_with_weights(rank, world, inner):
+    """Hooks run in the order in which they were registered, and the one that gathers came after the module's own: the
+    weights were sharded. ``inner``: the layer that the hook differentiates is a unit of its own."""
+    units = lambda model: [*([model[0].inner, model[1].inner] if inner else []), *model]
+    both = beside_one_process(lambda: nn.Sequential(Equilibrium(), Equilibrium()), units)
+    for step in range(3):
+        for model in both:
+            model(torch.full((2, 4), 0.5)).square().sum().backward()
+        assert_gradients(*both, step)
+        for model in both:
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()

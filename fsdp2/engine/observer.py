@@ -139,6 +139,9 @@ class Observer(Protocol):
     def forget(self, setter: str) -> None:
         """Expect other collectives of the same passes from now on: ``setter`` changed options, on every rank alike."""
 
+    def forget_units(self) -> None:
+        """Do the same because units were inserted or removed, and refer to none of those that were removed."""
+
 
 class Unobserved:
     """The observer of passes that are not compared: with one process, or with rank checks off."""
@@ -164,6 +167,9 @@ class Unobserved:
         """Do nothing."""
 
     def forget(self, setter: str) -> None:
+        """Do nothing."""
+
+    def forget_units(self) -> None:
         """Do nothing."""
 
 

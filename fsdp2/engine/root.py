@@ -92,6 +92,12 @@ class RootContext(Generic[U]):
         if self._children is not None:
             self._children.look()
 
+    def forget_units(self) -> None:
+        """Forget the order of groups, in which some may be that are no longer below the root."""
+        self._ended_with = self._needed_first = None
+        self.known, self._known_in_method = [], []
+        self.observer.forget_units()
+
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on."""
         self.comm = comm

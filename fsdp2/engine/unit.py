@@ -209,6 +209,9 @@ class FSDPState(ComposableState):
         root = self.root
         if not in_backward:
             self._look_for_changes(root)
+            if self._root is None:  # it was removed from below that root, and is run by itself
+                self.init_root()
+                root = self.root
         return self._classify(root, module, in_backward)
 
     def _look_for_changes(self, root: RootContext[FSDPState]) -> None:
@@ -216,6 +219,8 @@ class FSDPState(ComposableState):
         if root.forward is None:
             root.notice_inserted()
         if self._registrations != hooks.registrations:
+            if root.forward is None:
+                root.all_states[0].follow_units(root)
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for unit in root.all_states if root.forward is None else [self]:
                 unit.notice_added()
@@ -533,11 +538,7 @@ class FSDPState(ComposableState):
                 parameters are still on the meta device.
             Exception: a parameter that was added since ``fully_shard`` cannot be managed.
         """
-        names: dict[FSDPState, str] = {}
-        for name, module in self.modules[0].named_modules():
-            unit = get_state(module)
-            if unit is not None:
-                names[unit] = f"{names[unit]}, {name}" if unit in names else name
+        names = self._units_below()
         root, error = self._own_root, self._why_no_root(names)
         for unit, name in names.items():
             unit._run_under(root, name)
@@ -559,6 +560,39 @@ class FSDPState(ComposableState):
             for unit in names:
                 unit._root = None  # the next forward looks again
             raise
+
+    def _units_below(self) -> dict[FSDPState, str]:
+        """Return the units of the module and of those below it, in their order, with their names in it."""
+        names: dict[FSDPState, str] = {}
+        for name, module in self.modules[0].named_modules():
+            unit = get_state(module)
+            if unit is not None:
+                names[unit] = f"{names[unit]}, {name}" if unit in names else name
+        return names
+
+    def follow_units(self, root: RootContext[FSDPState]) -> None:
+        """Take in units that were inserted below this one, that of ``root``, and let go of those that were removed.
+
+        Raises:
+            RuntimeError: backwards of an inserted unit are ended by the caller.
+        """
+        names = self._units_below()
+        before = root.all_states
+        if list(names) == before:
+            return
+        if (error := self._why_no_root(names)) is not None:
+            raise error
+        for unit in before:
+            if unit not in names and unit.root is root:
+                unit._root = None  # its next forward looks for a root
+        for unit, name in names.items():
+            unit._run_under(root, name)
+        root.take_over(list(names), self.modules[0])
+        root.forget_units()
+        self._share_lanes()
+        for unit in names:
+            if unit not in before:
+                unit._prepare(in_root=self)
 
     def _run_under(self, root: RootContext[FSDPState], name: str) -> None:
         """Run under ``root`` from now on, whose module calls this unit's modules ``name``."""

@@ -79,6 +79,9 @@ class _Others:
     def forget(self, setter: str) -> None:
         """Do nothing."""
 
+    def forget_units(self) -> None:
+        """Do nothing."""
+
     def _next(self, kinds: list[CollectiveKind], groups: list[Any], can_join: CanJoin) -> Collective | None:
         for group in groups:
             for kind in kinds if group.options.reduce_unused else ():

@@ -147,6 +147,10 @@ class PassLog:
         self._known.clear()
         self._schedules.clear()
 
+    def forget_past(self) -> None:
+        """Forget the passes that are over: their groups have other numbers now, or are gone."""
+        self._past.clear()
+
     # ---- collectives ----
 
     @property

@@ -165,6 +165,13 @@ class RankMonitor:
         self._setters[setter] = None
         self.log.forget()
 
+    def forget_units(self) -> None:
+        """Do the same because units were inserted or removed, and refer to none of those that were removed."""
+        self.forget("units were inserted or removed")
+        self.log.forget_past()
+        self._forward_positions = {}
+        self._needed_in_backward.intersection_update(self._root.groups)
+
     # ---- collectives ----
 
     def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:

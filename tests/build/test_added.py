@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.parametrizations import weight_norm
 
+from fsdp2._trace import listening
 from tests.support import api
-from tests.support.parity import Run, assert_gradients, assert_parity, beside_one_process, mesh_of, shard_each
+from tests.support.parity import Run, assert_gradients, assert_parity, beside_one_process, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -216,6 +221,59 @@ def test_modules_added_without_a_registration(rank, world, changes):
     build = lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
     run = assert_parity(partial(shard_each, mesh=mesh_of(world)), build=build, program=program, against=("alone",))
     assert all(isinstance(parameter, DTensor) for parameter in run.module.parameters())
+
+
+@on_ranks(1, 2)
+def test_units_inserted_and_removed(rank, world):
+    """An inserted unit was a root of its own: it did not follow what the model's root was told, and nothing of it was
+    gathered ahead. The shards of a removed one stayed alive."""
+    module, alone = beside_one_process(partial(stack, 4))
+
+    def train() -> list[str]:
+        seen: list[str] = []
+        for one in (module, alone):
+            one.zero_grad()
+            loss = one(torch.ones(2, 4)).square().mean() + one(torch.full((2, 4), 0.5)).square().mean()
+            with listening(lambda event, name: seen.append(f"{event} {name}")):
+                loss.backward()
+        assert_gradients(module, alone)
+        return seen
+
+    for _ in range(2):
+        train()
+    expected = train()
+    block, removed = nn.Linear(4, 4), weakref.ref(module[0].weight)
+    alone.append(copy.deepcopy(block))
+    module.append(block)
+    api.ours.fully_shard(block, mesh=mesh_of(world))
+    del module[0], alone[0]
+    for _ in range(2):
+        train()
+    assert train() == expected
+    gc.collect()
+    assert removed() is None
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_removed_unit_runs_by_itself_and_comes_back(rank, world, reshard):
+    """It finds in its own forward that it was removed, and is a root from then on, until it is inserted again."""
+    both = beside_one_process(partial(stack, 4), reshard_after_forward=reshard)
+    taken: list[Any] = [model[1] for model in both]
+    changes: list[Callable[[Any, Any], object]] = [
+        lambda model, part: None,
+        lambda model, part: model.pop(1),
+        lambda model, part: model.insert(0, part),
+    ]
+    for number, change in enumerate(changes):
+        for model, part in zip(both, taken):
+            change(model, part)
+        for models in (taken, both, taken) if number == 1 else (both, both):
+            for one in models:
+                one.zero_grad()
+                one(torch.ones(2, 4)).square().mean().backward()
+            assert_gradients(*models)
+    assert taken[0]._get_fsdp_state().root is both[0]._get_fsdp_state().root
 
 
 class Shifted(nn.Module):

@@ -144,6 +144,11 @@ def uses_weights(rank: int, world: int) -> None:
     steps(rank, use)
 
 
+def replaces_a_unit(rank: int, world: int) -> None:
+    """One rank puts a new unit in the place of another."""
+    steps(rank, lambda module: setattr(module, "middle", fsdp2.fully_shard(nn.Linear(8, 8))))
+
+
 @pytest.mark.parametrize(
     ("program", "difference"),
     [
@@ -163,6 +168,7 @@ def uses_weights(rank: int, world: int) -> None:
             "rank 0: reduce 'middle' in backward (middle.weight, middle.bias); "
             "rank 1: reduce 'middle' in backward (middle.bias)",
         ),
+        (replaces_a_unit, "rank 0: forward; rank 1: forward after units were inserted or removed"),
         (registers, "rank 0: gather 'middle' in forward; rank 1: gather 'middle' in forward (middle.scale)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

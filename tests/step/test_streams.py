@@ -316,7 +316,8 @@ def ahead_of_the_step(run: Training) -> None:
 def skipping(run: Training) -> None:
     """Evaluations that do without the last units, the shards of which are written meanwhile."""
     run.step()
-    blocks, run.model.blocks = run.model.blocks, run.model.blocks[:1]
+    run.model.skipped = blocks = run.model.blocks  # they stay below the root
+    run.model.blocks = blocks[:1]
     for _ in range(3):
         with torch.no_grad():
             run.forward()

@@ -48,8 +48,6 @@ class ForwardPass(Pass):
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
-        if group.teaches and torch.is_grad_enabled():
-            return  # the forward may update it first, in a way that no version counter shows (``.data``, foreach)
         if group.residency.is_outdated():
             group.reshard()  # its pieces were made of other shards
         super().prefetch(group)

@@ -225,8 +225,8 @@ class FSDPParamGroup:
             self.reshard()
         if teaches:
             self.teaches = True
-            if self.residency.needs_gather:
-                self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
+        if self.teaches and self.residency.needs_gather:
+            self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
         self.phases.enter("pre_forward")
         self._unshard_for_compute(launch, in_backward=False)
         self._versions = []

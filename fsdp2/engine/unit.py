@@ -415,7 +415,9 @@ class FSDPState(ComposableState):
             following = run.order.visit(group)  # recorded also with a prefetch list: other units follow the order
             if not self.forward_prefetch and following is not None and following not in self.groups:
                 for other in following.gathered_with:
-                    run.prefetch(other)
+                    # The forward may update a teacher first, in a way that no version counter shows.
+                    if group.teaches or not other.teaches:
+                        run.prefetch(other)
 
     def notice_added(self) -> None:
         """Take in what somebody put on the modules, or below them, since this was last asked."""

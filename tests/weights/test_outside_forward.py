@@ -220,5 +220,5 @@ def test_a_registered_method_of_a_copy(rank, world):
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.fill_(2.0)
-        module(torch.ones(1, 4))  # as the root it keeps its weights
+        module.unshard()  # the original's own weights are there as well
     assert copied.score(torch.ones(1, 4)).tolist() == [[10.0 * 32.0] * 4]

@@ -24,7 +24,17 @@ from fsdp2.check.place import Outcome, Place
 from fsdp2.check.trial import MIXED, Trial, loss_of, shard
 from fsdp2.forecasting.cost import tensors_in
 
-__all__ = ["STRICT", "LiveBytes", "allocated", "filled_memory", "freed_memory", "kept_memory", "streams", "watched"]
+__all__ = [
+    "STRICT",
+    "LiveBytes",
+    "allocated",
+    "filled_memory",
+    "freed_memory",
+    "kept_memory",
+    "settled",
+    "streams",
+    "watched",
+]
 
 POLICIES = {"float32": MixedPrecisionPolicy(), "mixed": MIXED}
 NOT_A_NUMBER = 0xFF
@@ -125,12 +135,20 @@ def kept_memory(place: Place) -> Outcome:
         place.doing("the step that must leave nothing behind")
         step()
         place.wait()
-        deadline = time.monotonic() + FREED_SECONDS
-        while bytes_now() > before and time.monotonic() < deadline and not place.cuda:
-            time.sleep(0.01)  # a thread of gloo frees a sent tensor some time later, without an event to wait for
-        left = bytes_now() - before
+        left = settled(bytes_now, before) - before
     text = f"{left:,} bytes more are allocated after a step than before it" if left > 0 else ""
     return Outcome("wrong" if left > 0 else "right", text, figures={"bytes left by a step": left})
+
+
+def settled(bytes_now: Callable[[], int], at_most: int) -> int:
+    """Return the bytes that are allocated once they are ``at_most``, or those after ``FREED_SECONDS``.
+
+    A thread of gloo frees a tensor that it sent some time later, without an event to wait for.
+    """
+    deadline = time.monotonic() + FREED_SECONDS
+    while (now := bytes_now()) > at_most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return now
 
 
 @contextmanager

@@ -214,6 +214,11 @@ def _function(name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{name}: {error}; expected a module that can be imported from {os.getcwd()}") from error
+    except Exception as error:
+        raise ValueError(
+            f"{name}: importing {module} raised {type(error).__name__}: {error}. A forecast imports the module and "
+            'calls its functions; put the rest of a script under if __name__ == "__main__"'
+        ) from error
     if not callable(found):
         raise ValueError(f"{name}: the module has no function {attribute!r}; expected MODULE:FUNCTION")
     return found  # type: ignore[no-any-return]

@@ -354,9 +354,18 @@ def default_mesh() -> DeviceMesh:
     """Return a 1D mesh over all ranks, the same object for each default process group.
 
     Initialize the default process group if there is none, as torch does.
+
+    Raises:
+        ValueError: There is none, and the environment does not say which ranks it should have.
     """
     if not dist.is_initialized():
-        dist.init_process_group()
+        try:
+            dist.init_process_group()
+        except ValueError as error:
+            raise ValueError(
+                f"fully_shard: no mesh was passed, there is no process group, and torch cannot start one ({error}); "
+                "start the program with torchrun --nproc-per-node N, or call init_process_group first"
+            ) from error
     world = dist.group.WORLD
     if world not in _default_meshes:
         accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

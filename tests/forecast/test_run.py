@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import count, repeat
@@ -261,6 +262,19 @@ def test_command_lines_that_are_wrong(capsys, arguments, text):
     with pytest.raises(SystemExit):
         main(["forecast", *arguments])
     assert text in capsys.readouterr().err
+
+
+def test_a_script_that_trains_where_it_is_imported(capsys, tmp_path, monkeypatch):
+    """README's ``train.py`` has no ``build``, and trains where it is imported. The error was torch's, about RANK."""
+    (tmp_path / "trains.py").write_text("import fsdp2, torch\nfsdp2.fully_shard(torch.nn.Linear(2, 2))")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        main(["forecast", "trains:build", "--mesh", "shard=8"])
+    said = capsys.readouterr().err
+    assert "importing trains raised ValueError: fully_shard: no mesh was passed" in said and "torchrun" in said
+    assert "__main__" in said
 
 
 @torch.library.custom_op("fsdp2_tests::twice", mutates_args=())

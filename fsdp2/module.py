@@ -73,7 +73,8 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self, *, recurse: bool = False) -> None:
         """Free this module's own full parameters, with ``recurse`` those of all units below too, and show the shards.
 
-        Values that you wrote to the full parameters are lost.
+        Values that you wrote to the full parameters since ``unshard()`` are lost, and a warning names these parameters
+        (not those that were written through ``.data``).
 
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the module.

@@ -59,7 +59,7 @@ def _gather_between_passes(
             raise
     for group in groups:
         group.residency.end_portions(keep=False)
-        group.residency.hold()
+        group.residency.hold(by_hand=True)
 
 
 def _start(groups: list[FSDPParamGroup], launch: Launch, *, in_backward: bool = False) -> None:

@@ -19,6 +19,7 @@ suspends all of it for ``summon_full_params``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,8 +121,10 @@ class Held:
     writes so, it alone gathers, and the observer makes all ranks raise.
     """
 
-    def __init__(self, params: Sequence[FSDPParam]) -> None:
+    def __init__(self, params: Sequence[FSDPParam], full_versions: list[int] | None = None) -> None:
+        """``full_versions``: those of the full parameters when the caller asked for them by hand."""
         self._params = params
+        self.full_versions = full_versions
         self._pieces = local_tensors([param.sharded for param in params])
         self._versions = self._current_versions()
         self._stepped = False
@@ -475,11 +478,22 @@ class Residency:
         if self.shown != "sharded" or type(state) is InFlight:
             self.show("sharded")
         if state.held is not None:
+            self._warn_of_writes(state.held)
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
         if state.pieces is not None:
             state.pieces.free()
         self._move(Sharded())
+
+    def _warn_of_writes(self, held: Held) -> None:
+        written = [] if held.full_versions is None else self.store.changed_since(held.full_versions)
+        if written:
+            warnings.warn(
+                f"{', '.join(written)}: values were written to the full parameters that unshard() or use_weights "
+                "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
+                "summon_full_params, which copies new values to the shards",
+                stacklevel=2,
+            )
 
     def follow_options(self) -> None:
         """Free storage that ``set_keep_unsharded_storage(True)`` has kept, if that was taken back."""
@@ -519,14 +533,17 @@ class Residency:
         self.show("subgroup")
         self._free_full()
 
-    def hold(self) -> None:
-        """Let what is in memory or in flight outlive the pass, as long as the shards do not change."""
+    def hold(self, *, by_hand: bool = False) -> None:
+        """Let what is in memory or in flight outlive the pass, as long as the shards do not change.
+
+        The caller who asked for it ``by_hand`` may write to it, which is lost when it is freed.
+        """
         if isinstance(self.state, InFlight):
             self.state.keeps_pieces = False  # what is gathered stays instead
         if isinstance(self.state, Full):
             self._forget_pieces(self.state)
         if not isinstance(self.state, Sharded):
-            self.state.held = Held(self.store.params)
+            self.state.held = Held(self.store.params, self.store.full_versions() if by_hand else None)
 
     def unhold(self) -> None:
         """Let the next forward free what is held."""
@@ -575,7 +592,7 @@ class Residency:
             if state.pieces is not None:
                 state.pieces.write(values)
             if current and values:
-                self.hold()
+                self.hold(by_hand=state.held is not None and state.held.full_versions is not None)
         finally:
             for param in params:
                 self.summoned.pop(param, None)

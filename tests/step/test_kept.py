@@ -7,6 +7,7 @@ part ways, or, where nobody compares them, wait for each other for ever. An eval
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +22,7 @@ from tests.ranks.apart import run_apart
 from tests.support import api
 from tests.support.counting import gathers
 from tests.support.models import children, mlp
-from tests.support.parity import assert_gradients, beside_one_process
+from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, shard_each
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -178,6 +179,30 @@ def test_how_often_is_gathered(rank, world):
     assert gathers(lambda: train(module, alone)) == units + again
     two = lambda: (module(inputs()).sum() + module(inputs(1)).sum()).backward()
     assert gathers(two) <= 2 * (units + again) - 2  # the second forward finds both
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("freed_by", ["reshard", "training"])
+def test_values_written_to_full_parameters_are_lost_with_a_warning(rank, world, freed_by):
+    """``unshard()``, ``nn.init``, ``reshard()``: the model kept its old values without a word, as with torch."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shard_each(model, fsdp2, mesh=mesh_1d())
+    model(torch.ones(1, 8))  # names are known from now on
+    model.unshard(recurse=True)
+    with fsdp2.summon_full_params(model):
+        nn.init.ones_(model[0].weight)  # not lost
+    with pytest.warns(UserWarning, match=r"1\.bias: values were written.*Write inside summon_full_params"):
+        nn.init.ones_(model[1].bias)
+        if freed_by == "reshard":
+            model.reshard(recurse=True)
+        else:
+            model(torch.ones(1, 8)).sum().backward()
+    model.unshard(recurse=True)
+    assert (model[0].weight == 1).all() and not (model[1].bias == 1).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1, 8)).sum().backward()
+        model.reshard(recurse=True)
 
 
 @on_ranks(2)

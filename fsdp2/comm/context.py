@@ -28,7 +28,7 @@ class CommContext:
         self.largest_bytes = 0  # of the full parameters of any group that communicates here
         self._limits: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for
-        self._postponed: list[Callable[[], None]] = []
+        self._postponed: dict[object, Callable[[], None]] = {}
 
     def set_limits(self, root: object, chunks: int, units: int, largest: int) -> None:
         """Let ``chunks`` of gradients be in flight, and as many bytes as ``units`` groups of ``largest`` bytes have.
@@ -40,25 +40,29 @@ class CommContext:
         operations, nbytes, self.largest_bytes = (max(some) for some in zip(*self._limits.values()))
         self.reductions.set_limits(operations, nbytes)
 
-    def postpone_gather(self, start: Callable[[], None]) -> None:
-        """Postpone ``start`` until ``start_postponed``: the gather of the unit that backward needs next.
+    def postpone_gather(self, group: object, start: Callable[[], None]) -> None:
+        """Postpone ``start`` until ``start_postponed``: the gather of ``group``, which backward needs next.
 
         On streams the host is far ahead of the device, and a communicator takes that gather behind the reduction of
         the unit before in any case. Started when the unit has its gradients, it finds that what the reduction reads
         has been given back, so the two are never in memory together, and no time is lost.
         """
-        self._postponed.append(start)
+        self._postponed[group] = start
 
-    def drop_postponed(self) -> None:
-        """Drop postponed gathers: backward has reached those units already, or has ended."""
+    def drop_postponed(self, group: object) -> None:
+        """Drop the postponed gather of ``group``: backward has come to it."""
+        self._postponed.pop(group, None)
+
+    def drop_all_postponed(self) -> None:
+        """Drop postponed gathers: backward has ended."""
         self._postponed.clear()
 
     def start_postponed(self) -> None:
         """Start postponed gathers. Compute waits for reductions first, and gives back what they read."""
         if self._postponed:
-            starts, self._postponed = self._postponed, []
+            starts, self._postponed = self._postponed, {}
             self.reductions.memory.drop()
-            for start in starts:
+            for start in starts.values():
                 start()
 
     @cached_property

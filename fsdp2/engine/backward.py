@@ -88,6 +88,8 @@ class BackwardPass(Pass):
         """Reduce the gradients of ``group``, which backward is done with, and free it unless more backwards need it."""
         # Where ranks may skip the group, all drop the gather after each backward: some have freed the parameters by
         # then.
+        if self.over:
+            group.gradients.note_end()
         ahead = self._more_follow and group.residency.is_gathering and not group.options.reduce_unused
         group.post_backward(self.launch, stays=self.creates_graph or ahead)
 

@@ -212,6 +212,11 @@ class GroupGradients:
                 backward.end_waits = None
                 backward.end()
 
+    def note_end(self) -> None:
+        """Note that backward has ended: no unit follows beside which gradients could be copied."""
+        if self._backward is not None:
+            self._backward.final = True
+
     def reduce_rest(self, launch: Launch) -> None:
         """Reduce every gradient that is there and has not left; that ends the backward through the group."""
         backward, self._backward = self._backward, None

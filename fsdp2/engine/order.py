@@ -46,6 +46,10 @@ class BackwardOrder(Generic[T]):
         self._positions.setdefault(id(group), []).append(len(self._calls))
         self._calls.append((group, forward))
 
+    def expects(self, group: T) -> bool:
+        """Return whether there are calls of ``group`` to which no backward has come."""
+        return bool(self._positions.get(id(group)))
+
     def visit(self, group: T) -> T | None:
         """Note that the backward of ``group``'s latest call starts; return the group expected next, or None."""
         positions = self._positions.get(id(group))

@@ -28,6 +28,10 @@ __all__ = ["GradientReduction", "RootContext", "are_copied", "kind_of_forward", 
 
 U = TypeVar("U", bound=Unit)
 
+_WIDE = 4
+"""The number of outputs for each input from which on a model ends wide: its loss takes more memory than a unit, and the
+time in which a unit can be gathered."""
+
 
 class RootContext(Generic[U]):
     """One per root. ``all_states`` (torch's name) are the units under it in ``named_modules`` order, its own first."""
@@ -48,6 +52,7 @@ class RootContext(Generic[U]):
         # first.
         self._ended_with: FSDPParamGroup | None = None
         self._needed_first: FSDPParamGroup | None = None
+        self._ends_wide = False  # with a projection to a vocabulary, say; known from the first forward on
         self._compared = False  # whether the ranks have compared their units
         self._children: ChildCount | None = None  # below the root's module, known from the first forward on
 
@@ -84,8 +89,16 @@ class RootContext(Generic[U]):
         # By place, not by parameter: somebody may have put others there (functional_call does).
         sites = [(Site(inner, name), prefix) for prefix, inner in module.named_modules() for name in inner._parameters]
         names = {site: (i, f"{prefix}.{site.name}".lstrip(".")) for i, (site, prefix) in enumerate(sites)}
+        self._ends_wide = self._last_matrix_widens([site for site, _ in sites])
         for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
             group.set_names(unit.name, names)
+
+    def _last_matrix_widens(self, sites: list[Site]) -> bool:
+        """Return whether the last matrix at ``sites`` has far more outputs than inputs, like that of a vocabulary."""
+        params = {site: param for group in self.groups for param in group.params for site in param.sites}
+        shapes = [params[site].spec.dtensor.shape for site in reversed(sites) if site in params]
+        rows, columns = next((shape for shape in shapes if len(shape) == 2), (0, 1))
+        return rows >= _WIDE * columns
 
     def notice_inserted(self) -> None:
         """Count a registration if modules were inserted below the root since it was last asked."""
@@ -299,7 +312,8 @@ class RootContext(Generic[U]):
             return run
         # With manual finalization the caller frees what was gathered ahead.
         run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)
-        self._needed_first = self._ended_with  # not at the end of forward: no backward follows a frozen teacher's
+        # Not at the end of forward: no backward follows a frozen teacher's.
+        self._needed_first = None if self._ends_wide else self._ended_with
         _trace.refresh()
         if self.forward is None:  # another backward will come on a forward that still runs
             self.pending.manual = self.finalizes_manually
@@ -333,7 +347,7 @@ class RootContext(Generic[U]):
             groups = [group for group in groups if not self._forward_uses(group)]
         ended = set(groups)
         run.over = True
-        self.comm.drop_postponed()  # backward never came to it
+        self.comm.drop_all_postponed()  # backward never came to them
         with _trace.span("root_post_backward", ""):
             run.join_before_end()
             # In the order of forward: a rank that has skipped units may be here while others are still in their
@@ -408,7 +422,7 @@ class RootContext(Generic[U]):
                 "it, or reset that root first"
             )
         self.comm.finalizing = None
-        self.comm.drop_postponed()
+        self.comm.drop_all_postponed()
         self.comm.reductions.abandon(self.groups)
         self.comm.lanes.compute.leave_backward()
         self.observer.abandon()

@@ -91,6 +91,11 @@ def register_as_managed(module: nn.Module, apis: dict[str, Any]) -> None:
     module.__dict__[REGISTRY_KEY] = apis
 
 
+def _has_unmanaged(module: nn.Module) -> bool:
+    """Return whether no unit manages one of the module's own parameters (it is ignored)."""
+    return not all([param is None or is_managed_tensor(param) for param in module._parameters.values()])
+
+
 class Adopting(Protocol):
     """The options of the ``fully_shard`` call (``build.grouping.CallOptions``), by which parameters are added later."""
 
@@ -134,6 +139,7 @@ class FSDPState(ComposableState):
         self._side_outputs = SideOutputs(
             modules, lambda module: get_state(module) is not None, {STATE_KEY, REGISTRY_KEY}
         )
+        self._has_units_below = False  # known from the first forward on
         self._notices_errors = False  # whether a hook tells when an exception leaves its forward
         # Asked only when the process has counted registrations that this unit has not seen.
         self.made_by = made_by
@@ -425,19 +431,12 @@ class FSDPState(ComposableState):
         if self._registrations != seen:
             if self.made_by is not None:
                 self.made_by.adopt_added(self)
-            others = len(self.groups) > 1 or self._has_others_below()
+            modules = [module for top in self.modules for module in top.modules()]
+            self._has_units_below = any(get_state(module) not in (None, self) for module in modules)
+            others = len(self.groups) > 1 or self._has_units_below or any(map(_has_unmanaged, modules))
             for group in self.groups:
                 group.has_others_below = others
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
-
-    def _has_others_below(self) -> bool:
-        """Return whether there are other units below, or parameters that no unit manages (ignored ones)."""
-        for module in [module for top in self.modules for module in top.modules()]:
-            if get_state(module) not in (None, self):
-                return True
-            if not all([param is None or is_managed_tensor(param) for param in module._parameters.values()]):
-                return True
-        return False
 
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
@@ -473,19 +472,22 @@ class FSDPState(ComposableState):
         run.creates_graph = torch.is_grad_enabled()
         if run.creates_graph:  # the backward of this backward enters here by a way that has no hook yet
             hooks.watch_exit(grad, self.pre_backward)
-        comm.drop_postponed()  # backward has come to what was to be gathered
         entered = []
         for group in self.groups:  # all of this unit's gathers go ahead of those for later
             if group.pre_backward(run.launch, recorded=pending.expects(group)):
                 entered.append(group)
         for group in entered:
+            comm.drop_postponed(group)
             following = pending.calls.visit(group)  # recorded also with a prefetch list, as in forward
             end, final = partial(run.post_backward, group), following is None
             group.gradients.begin_backward(run.launch, end, count=pending.ends_by_gradients(group), final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
+                # Not where the gradients are finished later: after units below, or after an earlier call of this one.
+                last = not self._has_units_below and not pending.calls.expects(group)
+                later = last and group.gradients.gathers_later
                 for other in reversed(following.gathered_with):
-                    if other.options.unshard_in_backward and group.gradients.gathers_later:
-                        comm.postpone_gather(partial(run.prefetch, other))
+                    if other.options.unshard_in_backward and later:
+                        comm.postpone_gather(other, partial(run.prefetch, other))
                     elif other.options.unshard_in_backward:
                         run.prefetch(other)
         for unit in self.backward_prefetch:

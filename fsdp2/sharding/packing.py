@@ -57,6 +57,8 @@ _CHUNKS, _CHUNKED_RANKS = 8, 64
 # one chunk.
 _STREAMED_RANKS, _AT_ONCE_RANKS = 64, 256
 _LEAST_BYTES_PER_RANK, _BYTES_PER_RANK = 2, 12
+_SMALL_PART = 16
+"""What is less than this part of a unit does not leave by itself."""
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,9 @@ def plan_chunks(
             streamed.append(tuple(filling))
             filling = []
     rest = sorted(rest + filling)
+    if streams and len(streamed) == 1 and sum(nbytes[i] for i in rest) * _SMALL_PART <= sum(nbytes):
+        # An output layer and its norm, say: sent early, it would be packed before the unit's parameters are freed.
+        streamed, rest = [], list(range(len(keys)))
     by_key = [tuple(i for i in rest if keys[i] == key) for key in dict.fromkeys(keys[i] for i in rest)]
     return ChunkPlan(tuple(streamed), tuple(by_key))
 

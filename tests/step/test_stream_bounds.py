@@ -399,3 +399,83 @@ def test_with_prefetch_lists_one_layers_gradients_are_in_flight():
     memory are the bytes of what is in flight, as many as torch's. It held inputs of chunks without counting them."""
     ours, theirs = (measure(which, 8, "bf16", lists=True) for which in (fsdp2, torchs))
     assert ours.peak <= theirs.peak and ours.pools <= theirs.pools
+
+
+# ---- whole models, beside torch's ----
+
+VOCABULARY = 1 << 16
+
+
+class Language(nn.Module):
+    """Layers between an embedding and a projection to a vocabulary, whose loss takes more memory than a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm, self.output = nn.LayerNorm(WIDTH, bias=False), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the loss, computed outside of the model, so that units enter backward by its output."""
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, -2), tokens.flatten())
+
+
+WRAPS: dict[str, Callable[[Language], list[Any]]] = {
+    "layers alone": lambda model: [],
+    "the ends too": lambda model: [model.embedding, model.output],
+    "the end and its norm": lambda model: [model.embedding, [model.norm, model.output]],
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step takes beside shards, at most and in all pools, its seconds, and those in which compute waits."""
+
+    peak: int
+    pools: int
+    seconds: float
+    exposed: float
+
+
+@cache
+def step_of_language(which: ModuleType, ranks: int, wrap: str, tokens: int, forwards: int = 1) -> Step:
+    """Return what the second step takes, of one backward on so many forwards."""
+    policy = which.MixedPrecisionPolicy(**POLICIES[FP32_REDUCE])
+    with simulated(ranks) as (mesh, clock, memory):
+        model = Language()
+        for unit in [*model.layers, *WRAPS[wrap](model)]:
+            ends = {"reshard_after_forward": False} if isinstance(unit, list) else {}
+            which.fully_shard(unit, mesh=mesh, mp_policy=policy, **ends)
+        which.fully_shard(model, mesh=mesh, mp_policy=policy)
+        shards = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
+        for _ in range(2):
+            begin = clock.begin()
+            memory.begin()
+            losses = [loss_of(model, torch.zeros(1, tokens, dtype=torch.int64)) for _ in range(forwards)]
+            torch.stack(losses).sum().backward()
+            seconds, peak, pools = clock.now - begin, memory.peak().nbytes, memory.reserved
+            model.zero_grad()
+        busy = sum(span.seconds for span in clock.spans if span.lane == COMPUTE and not span.group)
+    return Step(peak - shards, pools - shards, seconds, seconds - busy)
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize(("ranks", "tokens"), [(8, 1024), (64, 8192), (256, 8192)])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_language_model_takes_no_more_than_torchs(wrap, ranks, tokens, forwards):
+    """Only stacks of layers had been measured. With a vocabulary, the last unit stayed in memory beside the loss.
+    Gathers ahead were forgotten where two units enter backward by one tensor, or came with the last gradients of a unit
+    around them. An output layer was packed before its parameters were freed. With two forwards (preferences), no
+    gradient is finished in the first half of backward, so nothing was gathered ahead there."""
+    ours, theirs = (step_of_language(which, ranks, wrap, tokens, forwards) for which in (fsdp2, torchs))
+    assert ours.peak <= theirs.peak and ours.seconds <= theirs.seconds
+    assert ours.pools <= theirs.pools or forwards == 2  # the gathers' own pool has the output layer twice for a moment
+    if wrap == "layers alone" and forwards == 1:
+        assert ours.exposed <= theirs.exposed + 1e-6  # the copies behind the last unit are compute

@@ -84,7 +84,7 @@ def test_recovery_forgets_what_backward_wanted_to_gather(mesh: DeviceMesh) -> No
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     module(torch.ones(1, 4)).sum().backward()
     comm, started = module._get_fsdp_state().root.comm, []
-    comm.postpone_gather(lambda: started.append("gather"))
+    comm.postpone_gather(None, lambda: started.append("gather"))
     module.reset_iter_state()
     comm.start_postponed()
     assert not started

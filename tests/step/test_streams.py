@@ -68,8 +68,7 @@ class Training:
         self.model: Any = Transformer(layers=3, width=32)
         for unit in (*self.model.blocks, self.model):
             fsdp2.fully_shard(unit, mesh=mesh, **options)
-        if TRANSFERS[transfer]:
-            self.model.set_transfer_sizes(**TRANSFERS[transfer])
+        self.model.set_transfer_sizes(**TRANSFERS[transfer])
         self.device = device
         self.optimizer: torch.optim.Optimizer = LocalSGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
@@ -398,73 +397,38 @@ def test_programs(program, setup, transfer):
     assert not mistakes(program, setup, transfer)
 
 
-WAITS: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Training], None], str, str]] = {
-    ("gather", "RootContext.begin_forward"): (
-        ("wait", "gather_after_compute", "begin_forward"),
-        training,
-        "fp32",
-        "packed",
-    ),
-    ("gather", "by_hand._start"): (
-        ("wait", "gather_after_compute", "_start"),
-        changed_by_hand,
-        "hybrid",
-        "direct",
-    ),
+WAITS: dict[tuple[str, str], tuple[tuple[str, str], Callable[[Training], None], str, str]] = {
+    ("gather", "RootContext.begin_forward"): (("gather_after_compute", "begin_forward"), training, "fp32", "packed"),
+    ("gather", "by_hand._start"): (("gather_after_compute", "_start"), changed_by_hand, "hybrid", "direct"),
     ("gather", "Residency._take_in_replaced"): (
-        ("wait", "gather_after_compute", "_take_in_replaced"),
+        ("gather_after_compute", "_take_in_replaced"),
         replaced_in_forward,
         "hybrid",
         "direct",
     ),
-    ("gather", "FSDPParamGroup.pre_forward"): (
-        ("wait", "gather_after_compute", "pre_forward"),
-        taught,
-        "hybrid",
-        "direct",
-    ),
-    ("replicate", "Portions.start"): (
-        ("wait", "start", "_launch_portions"),
-        training,
-        "over replicas",
-        "direct",
-    ),
-    ("gather", "Portions.let_read"): (
-        ("wait", "finish_gather", "let_read"),
-        training,
-        "over replicas",
-        "direct",
-    ),
-    ("compute", "Portions.end_pass"): (
-        ("wait", "end_pass", "end_portions"),
-        skipping,
-        "over replicas",
-        "packed",
-    ),
-    ("gather", "Residency._free_full"): (("wait", "_free_full", "_free"), training, "fp32", "packed"),
-    ("copy", "HostCopies.start"): (("wait", "after", "start"), training, "copied from the host", "direct"),
-    ("gather", "gather.start_gather"): (("wait", "after", "start_gather"), training, "copied from the host", "direct"),
-    ("copy", "HostCopies._drop_oldest"): (
-        ("wait", "_drop_oldest", "start"),
-        training,
-        "copied from the host",
-        "direct",
-    ),
-    ("compute", "gather.finish_gather"): (("wait", "finish_gather", "_ready"), training, "fp32", "packed"),
-    ("pack", "reduce._inputs"): (("wait", "after", "_inputs"), training, "mixed", "direct"),
-    ("reduce", "_CustomReduceScatter.start"): (("wait", "after", "start"), allocated_by_the_group, "mixed", "packed"),
-    ("pack, reduce", "_EncodedExchange.start"): (("wait", "after", "start"), training, "compressed", "packed"),
-    ("reduce", "_OverShards.start"): (("wait", "after", "start"), training, "mixed", "direct"),
-    ("compute", "Retained.make_room"): (("wait", "_drop_oldest", "make_room"), training, "mixed", "direct"),
-    ("compute", "Retained.drop"): (("wait", "_drop_oldest", "drop"), training, "hybrid, bfloat16", "direct"),
-    ("compute", "Retained.drop_packed"): (("wait", "_drop_oldest", "drop_packed"), training, "mixed", "direct"),
-    ("replicate", "_OverCopies.run"): (("wait", "after", "run"), training, "hybrid", "packed"),
-    ("replicate, hook", "reduce.reduce_chunk"): (("wait", "after", "reduce_chunk"), hooks, "mixed", "packed"),
-    ("reduce", "Retained.drop_sums"): (("wait", "_drop_oldest", "drop_sums"), training, "hybrid, bfloat16", "direct"),
-    ("compute", "Reductions.finish"): (("wait", "drop_all", "finish"), training, "bfloat16", "packed"),
-    ("compute", "Reductions.abandon"): (("wait", "drop_all", "abandon"), hook_raises, "hybrid", "direct"),
+    ("gather", "FSDPParamGroup.pre_forward"): (("gather_after_compute", "pre_forward"), taught, "hybrid", "direct"),
+    ("replicate", "Portions.start"): (("start", "_launch_portions"), training, "over replicas", "direct"),
+    ("gather", "Portions.let_read"): (("finish_gather", "let_read"), training, "over replicas", "direct"),
+    ("compute", "Portions.end_pass"): (("end_pass", "end_portions"), skipping, "over replicas", "packed"),
+    ("gather", "Residency._free_full"): (("_free_full", "_free"), training, "fp32", "packed"),
+    ("copy", "HostCopies.start"): (("after", "start"), training, "copied from the host", "direct"),
+    ("gather", "gather.start_gather"): (("after", "start_gather"), training, "copied from the host", "direct"),
+    ("copy", "HostCopies._drop_oldest"): (("_drop_oldest", "start"), training, "copied from the host", "direct"),
+    ("compute", "gather.finish_gather"): (("finish_gather", "_ready"), training, "fp32", "packed"),
+    ("pack", "reduce._inputs"): (("after", "_inputs"), training, "mixed", "direct"),
+    ("reduce", "_CustomReduceScatter.start"): (("after", "start"), allocated_by_the_group, "mixed", "packed"),
+    ("pack, reduce", "_EncodedExchange.start"): (("after", "start"), training, "compressed", "packed"),
+    ("reduce", "_OverShards.start"): (("after", "start"), training, "mixed", "direct"),
+    ("compute", "Retained.make_room"): (("_drop_oldest", "make_room"), training, "mixed", "direct"),
+    ("compute", "Retained.drop"): (("_drop_oldest", "drop"), training, "hybrid, bfloat16", "direct"),
+    ("compute", "Retained.drop_packed"): (("_drop_oldest", "drop_packed"), training, "mixed", "direct"),
+    ("replicate", "_OverCopies.run"): (("after", "run"), training, "hybrid", "packed"),
+    ("replicate, hook", "reduce.reduce_chunk"): (("after", "reduce_chunk"), hooks, "mixed", "packed"),
+    ("reduce", "Retained.drop_sums"): (("_drop_oldest", "drop_sums"), training, "hybrid, bfloat16", "direct"),
+    ("compute", "Reductions.finish"): (("drop_all", "finish"), training, "bfloat16", "packed"),
+    ("compute", "Reductions.abandon"): (("drop_all", "abandon"), hook_raises, "hybrid", "direct"),
 }
-"""For each wait of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it.
+"""For each ``wait`` of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it.
 
 Where it can be, that is one which a test above has run in the same setup.
 """
@@ -483,9 +447,9 @@ ELSEWHERE = {
 @pytest.mark.parametrize("wait", WAITS, ids=" ".join)
 def test_no_wait_can_be_left_out(wait):
     """Without any one of them something goes wrong, and is noticed."""
-    ignored, program, setup, transfer = WAITS[wait]
+    callers, program, setup, transfer = WAITS[wait]
     assert not mistakes(program, setup, transfer)
-    assert mistakes(program, setup, transfer, ignored)
+    assert mistakes(program, setup, transfer, ("wait", *callers))
 
 
 def test_the_host_is_read_while_the_gather_before_is_on_its_way():

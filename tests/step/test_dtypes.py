@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support.counting import Collectives
+from tests.support.models import Layers
 from tests.support.parity import Run, mesh_1d, mesh_2d, shard_each
 from tests.support.report import Absent, agrees, check, report, thrifty
 
@@ -107,19 +108,6 @@ def test_policy_by_name(rank, world, fsdp):
     check_routed(agrees(fsdp, routed(policy), Routed, tolerance=LOW))
 
 
-class Sometimes(nn.Module):
-    """Uses its second layer when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.both = False
-
-    def forward(self, x):
-        x = self.one(x)
-        return self.two(torch.tanh(x)) if self.both else x
-
-
 @report("A parameter gets its first gradient late in an accumulation, in mixed precision", 1, 2, 4)
 def test_late_first_gradient(rank, world, fsdp):
     """Micro-batches accumulate in float32 without communication, and a layer that most of them leave out gets its
@@ -129,12 +117,12 @@ def test_late_first_gradient(rank, world, fsdp):
         for step in range(2):
             for part in range(3):
                 run.configure(lambda module, fsdp, part=part: module.set_requires_gradient_sync(part == 2))
-                run.module.both = part == 2
+                run.module.used = (0, 1) if part == 2 else (0,)
                 (run.loss(3 * step + part).float() * 10).backward()
             run.record()
             run.module.zero_grad()
 
-    agrees(fsdp, whole_in_bf16, Sometimes, program, LOW)
+    agrees(fsdp, whole_in_bf16, lambda: Layers(2), program, LOW)
 
 
 class Normed(nn.Module):

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import CASES
+from tests.support.models import Layers
 from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, stack
 from tests.support.report import agrees, check, full_grads, refused, report, same
 
@@ -103,19 +104,6 @@ def test_detached_weights(rank, world, fsdp):
     agrees(fsdp, build=lambda: nn.Sequential(Detached(), nn.Linear(8, 8), Detached()))
 
 
-class Skips(nn.Module):
-    """Leaves its middle unit out when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.skip = False
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        return self.last(x if self.skip else torch.tanh(self.middle(x)))
-
-
 @report("A unit is skipped by the micro-batch that reduces", 1, 2, 4)
 def test_skipped_while_accumulating(rank, world, fsdp):
     """The first micro-batches use a unit without communicating; the last one, which communicates, leaves it out. What
@@ -125,11 +113,11 @@ def test_skipped_while_accumulating(rank, world, fsdp):
         for step in range(2):
             for part in range(3):
                 run.configure(lambda module, fsdp, part=part: module.set_requires_gradient_sync(part == 2))
-                run.module.skip = part == 2
+                run.module.used = (0, 2) if part == 2 else (0, 1, 2)
                 run.backward(3 * step + part)
             run.update()
 
-    agrees(fsdp, build=Skips, program=program)
+    agrees(fsdp, build=Layers, program=program)
 
 
 class Reentrant(nn.Module):

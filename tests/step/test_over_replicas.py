@@ -24,7 +24,7 @@ from tests.step.test_experts import Mixture, spread_experts
 from tests.step.test_extensions import Halves, of_halves
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.models import Three
+from tests.support.models import Layers, Three
 from tests.support.parity import (
     STEPS,
     Run,
@@ -495,27 +495,18 @@ def test_one_rank_without_the_option():
         assert "2 x 2 ranks, sharded over both axes" in ended.error, ended
 
 
-class Skips(nn.Sequential):
-    """Three layers, of which the second may be left out."""
-
-    def forward(self, x: torch.Tensor, *, skips: bool) -> torch.Tensor:
-        """Run them."""
-        x = torch.tanh(self[0](x))
-        return self[2](x if skips else torch.tanh(self[1](x)))
-
-
 @on_ranks(4)
 def test_units_that_some_ranks_skip(rank, world):
     """A rank that skips a unit gathers its portions with the others, and sends zeros."""
     losses = []
     for over in (True, False):
         torch.manual_seed(0)
-        module = Skips(*stack())
+        module = Layers()
         prepare(module, api.ours, shard_over_replicas=over)
         module.set_reduce_scatter_unused_params(True)
         run = Run(module, api.ours, (rank, world))
         for step in range(3):
-            loss = module(run.inputs(step), skips=(rank + step) % 3 == 0).square().mean()
+            loss = module(run.inputs(step), (0, 1, 2) if (rank + step) % 3 else (0, 2)).square().mean()
             losses.append(run.note_loss(loss).item())
             loss.backward()
             run.optimizer.step()

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Collectives
+from tests.support.models import Layers
 from tests.support.parity import (
     Run,
     assert_gradients,
@@ -167,30 +168,24 @@ def test_requires_all_reduce_saves_the_all_reduce(rank, world):
 def test_requires_all_reduce_after_a_unit_was_used_for_the_last_time(rank, world):
     """The last micro-batch does not use the first layer, whose sums over the shard axis wait: they were lost, as
     torch's are, since the setters drop what was planned for its gradients."""
-
-    class Skips(nn.Sequential):
-        def forward(self, x, skip=False):
-            return self[1](x if skip else self[0](x))
-
-    module, alone = beside_one_process(lambda: Skips(*stack(layers=2)), mesh=mesh_2d())
+    module, alone = beside_one_process(lambda: Layers(2), mesh=mesh_2d())
     for step in range(2):
         for skip in (False, True):
             module.set_requires_all_reduce(skip)
             for one in (alone, module):
-                one(torch.ones(1, 8) + step, skip).sum().backward()
+                one(torch.ones(1, 8) + step, (1,) if skip else (0, 1)).sum().backward()
     assert_gradients(module, alone)
 
 
-class Forks(nn.Module):
-    """Ranks take different ways: some parameters get a gradient on one rank only."""
+WAYS = (0, 1), (0, 2)
+"""Ranks take different ways: some parameters get a gradient on one rank only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x):
-        x = self.first(x)
-        return self.left(x) if dist.get_rank() % 2 else self.right(x)
+def forks() -> Layers:
+    """Return the layers, of which each of two ranks uses others."""
+    module = Layers()
+    module.used = WAYS[dist.get_rank()]
+    return module
 
 
 def one_group(module, fsdp) -> None:
@@ -215,13 +210,13 @@ def test_reduce_scatter_unused_params(rank, world, when):
         run.update()
 
     if api.torch_since("2.13"):
-        run = assert_parity(one_group, build=Forks, program=program, against=("torch",))
+        run = assert_parity(one_group, build=forks, program=program, against=("torch",))
     else:
-        run = play(api.ours, one_group, Forks, program)
-    rows = [Run(run.module, None, (index, world)).inputs(0) for index in range(world)]
-    alone = play(None, on_one_axis, build=Forks, program=lambda run: None).module
-    (alone.right(alone.first(rows[0])).square().mean() / 2).backward()
-    (alone.left(alone.first(rows[1])).square().mean() / 2).backward()
+        run = play(api.ours, one_group, forks, program)
+    alone = play(None, on_one_axis, build=forks, program=lambda run: None).module
+    for index, way in enumerate(WAYS):
+        rows = Run(run.module, None, (index, world)).inputs(0)
+        (alone(rows, way).square().mean() / world).backward()
     for name, parameter in alone.named_parameters():
         got = next(value for key, value in run.seen.items() if key.startswith(f"gradient of {name} "))
         torch.testing.assert_close(got, parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
@@ -231,14 +226,12 @@ def test_reduce_scatter_unused_params(rank, world, when):
 @pytest.mark.parametrize("recurse", [True, False])
 def test_unused_params_of_which_units(rank, world, recurse):
     """Only where it was asked for an unused parameter has a gradient, of zeros."""
-
-    class Skips(nn.Sequential):
-        def forward(self, x):
-            return self[0](x)
-
-    module = Skips(*stack(layers=2), nn.ParameterList([nn.Parameter(torch.ones(3))]))
-    for unit in (module[0], module[1], module):
+    module = Layers(2)
+    module.used = (0,)
+    for unit in module:
         api.ours.fully_shard(unit, mesh=mesh_1d())
+    module.append(nn.ParameterList([nn.Parameter(torch.ones(3))]))
+    api.ours.fully_shard(module, mesh=mesh_1d())
     module.set_reduce_scatter_unused_params(True, recurse=recurse)
     module(torch.ones(1, 8)).sum().backward()
     assert torch.equal(module[2][0].grad.full_tensor(), torch.zeros(3))

@@ -13,8 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import fsdp2
 from tests.support import api
 from tests.support.counting import Collectives
+from tests.support.models import Layers
 from tests.support.parity import (
     Run,
+    assert_gradients,
     assert_parity,
     beside_one_process,
     full,
@@ -69,55 +71,23 @@ def test_mixed_precision(rank, world, setter):
     assert_parity(prepare, program=program, policy=LOW, against=WITH_TORCH, tolerance=2e-2)
 
 
-class Two(nn.Module):
-    """Two units, each of which is used or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
-        for name in use:
-            x = getattr(self, name)(x).tanh()
-        return x
-
-
-def marked(mesh) -> Two:
-    """Return the sharded model, whose units ranks may skip."""
-    module = Two()
-    for unit in (module.a, module.b, module):
-        fsdp2.fully_shard(unit, mesh=mesh)
-    module.set_reduce_scatter_unused_params(True)
-    return module
-
-
-def expect_sums(module: Two, uses: list[list[str]], world: int) -> None:
-    """Expect the mean over ranks of what one process computes; ``uses`` has the units of each micro-batch per rank."""
-    alone = Two()
-    for batches in uses:
-        for use in batches:
-            alone(torch.ones(2, 8), use).square().sum().backward()
-    for (name, mine), its in zip(module.named_parameters(), alone.parameters(), strict=True):
-        expected = torch.zeros_like(its) if its.grad is None else its.grad / world
-        torch.testing.assert_close(full(mine.grad), expected, msg=name)
-
-
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setter", SETTERS)
 def test_units_that_some_ranks_skip(rank, world, setter):
     """A rank that used other units than the others sends zeros for those, and gets their gradients."""
-    mesh = mesh_2d() if world == 4 else mesh_1d()
-    module = marked(mesh)
-    uses = [["ab", "b", "a"] if r % 2 else ["a", "a", "b"] for r in range(world)]
+    module, alone = beside_one_process(lambda: Layers(2), mesh=mesh_2d() if world == 4 else mesh_1d())
+    module.set_reduce_scatter_unused_params(True)
+    uses = [[(0, 1), (1,), (0,)] if r % 2 else [(0,), (0,), (1,)] for r in range(world)]
+    for used in (used for batches in uses for used in batches):
+        (alone(torch.ones(2, 8), used).square().sum() / world).backward()
     getattr(module, setter)(False)
     for _ in range(3):
-        for use in uses[rank]:
-            module(torch.ones(2, 8), use).square().sum().backward()
+        for used in uses[rank]:
+            module(torch.ones(2, 8), used).square().sum().backward()
         module.synchronize_gradients()
-        expect_sums(module, uses, world)
+        assert_gradients(module, alone)
         module.synchronize_gradients()  # adds nothing, and keeps no rank waiting
-        expect_sums(module, uses, world)
+        assert_gradients(module, alone)
         module.zero_grad()
 
 

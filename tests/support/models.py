@@ -6,7 +6,7 @@ rows first, and every loss is a mean over rows: the mean over ranks of equal sli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,21 @@ class Three(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class Layers(nn.Sequential):
+    """Layers of eight features with tanh between them; a forward runs those in ``used``, or those that it is told."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__(*(nn.Linear(8, 8) for _ in range(count)))
+        self.used: Sequence[int] = range(count)
+
+    def forward(self, x: Tensor, used: Sequence[int] | None = None) -> Tensor:
+        first, *others = self.used if used is None else used
+        x = self[first](x)
+        for index in others:
+            x = self[index](torch.tanh(x))
+        return x
 
 
 class Counting(nn.Module):

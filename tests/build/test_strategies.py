@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from fsdp2 import _trace
 from tests.build.models import FROZEN, Block, Net, nodes_mesh
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import STEPS, Run, assert_parity, full, mesh_1d, mesh_2d, play, stack, train
+from tests.support.parity import STEPS, accumulate, assert_parity, full, mesh_1d, mesh_2d, play, stack, train
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -156,22 +158,10 @@ def test_hybrid_without_a_mesh_cuts_within_a_node(rank, world):
 @on_ranks(4)
 def test_accumulation_over_both_axes(rank, world):
     """Without gradient sync a replicated unit accumulates whole gradients, then reduces their sum."""
-
-    def program(run: Run) -> None:
-        for step in range(3):
-            run.configure(lambda module, fsdp, step=step: module.set_requires_gradient_sync(step == 2))
-            run.backward(step)
-        run.update()
-
-    def shards_only(run: Run) -> None:
-        for step in range(3):
-            run.configure(lambda module, fsdp, step=step: module.set_requires_all_reduce(step == 2))
-            run.backward(step)
-        run.update()
-
-    for name in ("NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"):
-        assert_parity(by_policy(name), build=Net, program=program, against=("alone",))
-        assert_parity(by_policy(name), build=Net, program=shards_only, against=("alone",))
+    for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        program = partial(accumulate, batches=3, setter=setter)
+        for name in ("NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"):
+            assert_parity(by_policy(name), build=Net, program=program, against=("alone",))
 
 
 @on_ranks(2, 4)

@@ -11,7 +11,7 @@ from tests.support import api
 from tests.support.cases import Setup, assert_case, parametrize_cases
 from tests.support.counting import Operators
 from tests.support.models import Three
-from tests.support.parity import STEPS, WIDTH, Run, assert_gradients, beside_one_process
+from tests.support.parity import STEPS, WIDTH, Run, accumulate, assert_gradients, beside_one_process
 from tests.support.pool import on_ranks
 from tests.support.shapes import KINDS, loss_of
 
@@ -114,12 +114,7 @@ def accumulate_with_sync(run: Run) -> None:
 
 def accumulate_without_sync(run: Run) -> None:
     """Only the last of three backwards communicates."""
-    for step in range(STEPS):
-        for part in range(3):
-            for root in run.root:
-                root.set_requires_gradient_sync(part == 2)
-            run.loss(step + 10 * part).backward()
-        run.update()
+    accumulate(run, batches=3)
 
 
 def accumulate_into_zeros(run: Run) -> None:

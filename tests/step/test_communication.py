@@ -12,6 +12,7 @@ from tests.support.counting import Collectives
 from tests.support.parity import (
     STEPS,
     Run,
+    accumulate,
     assert_parity,
     mesh_1d,
     mesh_2d,
@@ -126,11 +127,7 @@ def test_custom_collectives_in_memory_that_stays(rank, world, prepare, chunks):
 
     def program(run: Run) -> None:
         run.configure(setter)
-        for step in range(3):
-            for part in range(3):
-                run.configure(lambda module, fsdp, last=part == 2: module.set_requires_all_reduce(last))
-                run.backward(3 * step + part)
-            run.update()
+        accumulate(run, 3, "set_requires_all_reduce")
 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))

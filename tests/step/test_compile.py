@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.step.test_tensor_parallel import language, llama, sharded
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.parity import WIDTH, Run, assert_same, mesh_1d, mesh_2d, mesh_of, play
+from tests.support.parity import WIDTH, Run, accumulate, assert_same, mesh_1d, mesh_2d, mesh_of, play
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -178,14 +178,6 @@ def test_the_whole_model_is_not_one_graph(rank, world):
 def test_with_one_more(rank, world, kind):
     """Compiled blocks that are recomputed, compute in another dtype, or accumulate gradients."""
     options = {"mp_policy": BF16} if kind == "cast" else {}
-
-    def accumulate(run):
-        for step in range(4):
-            run.configure(lambda module, fsdp, last=step % 2 == 1: module.set_requires_gradient_sync(last))
-            run.backward(step)
-            if step % 2:
-                run.update()
-
     assert_same_training(
         compiled(in_place_before, "aot_eager", **options),
         build=lambda: Model(kind == "recomputed"),

@@ -26,8 +26,8 @@ from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.models import Layers, Three
 from tests.support.parity import (
-    STEPS,
     Run,
+    accumulate,
     assert_gradients,
     assert_parity,
     assert_same,
@@ -62,14 +62,9 @@ def over_replicas(build: Callable[[], nn.Module], **options: Any) -> tuple[Any, 
     return beside_one_process(build, mesh=mesh_2d(), shard_over_replicas=True, **options)
 
 
-def accumulate(run: Run, batches: int = 2) -> None:
-    """Steps of a few micro-batches, of which the last one sums over replicas."""
-    for step in range(STEPS):
-        for number in range(batches):
-            last = number == batches - 1
-            run.configure(lambda module, fsdp, last=last: module.set_requires_all_reduce(last))
-            run.backward(batches * step + number)
-        run.update()
+def sum_at_last(run: Run) -> None:
+    """Steps of two micro-batches, of which the last one sums over replicas."""
+    accumulate(run, setter="set_requires_all_reduce")
 
 
 def leave_open(setter: str, divisor: float, module: Any, fsdp: Any) -> None:
@@ -104,7 +99,7 @@ def assert_same_bits(one: Run, other: Run) -> None:
 @composes("over replicas", "hybrid sharding", "uneven", "SGD")
 @composes("over replicas", "accumulation")
 @on_ranks(4)
-@pytest.mark.parametrize("program", [train, accumulate, synchronize])
+@pytest.mark.parametrize("program", [train, sum_at_last, synchronize])
 @pytest.mark.parametrize("build", [stack, uneven])
 @pytest.mark.parametrize("reshard", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trains_as_hybrid_sharding_does(rank, world, program, build, reshard):
@@ -140,7 +135,7 @@ def test_options(rank, world, options, transfer):
         if transfer == "direct":
             module.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0, exchange_bytes=0)
 
-    runs = [play(api.ours, partial(shard, shard_over_replicas=over), uneven, accumulate) for over in (True, False)]
+    runs = [play(api.ours, partial(shard, shard_over_replicas=over), uneven, sum_at_last) for over in (True, False)]
     assert_same_bits(*runs)
 
 
@@ -151,7 +146,7 @@ def test_compressed(rank, world, replicate):
     replicate axis are not encoded a second time, since nobody else needs them."""
     policy = fsdp2.CompressionPolicy(torch.int8, torch.int8, replicate, block=16, min_numel=16, stochastic=False)
     shard = partial(prepare, compression=policy)
-    over, hybrid = (play(api.ours, partial(shard, shard_over_replicas=o), stack, accumulate) for o in (True, False))
+    over, hybrid = (play(api.ours, partial(shard, shard_over_replicas=o), stack, sum_at_last) for o in (True, False))
     if replicate is None:
         assert_same_bits(over, hybrid)
     assert_same(over.seen, hybrid.seen, "hybrid sharding", 0.05)

@@ -27,6 +27,7 @@ from tests.support.models import mlp
 from tests.support.parity import (
     WIDTH,
     Run,
+    accumulate,
     assert_gradients,
     assert_parity,
     assert_same,
@@ -202,18 +203,11 @@ def test_wrappers_on_hybrid_meshes(rank, world, wrapper, over):
         for unit in (*module.units, module):
             fsdp.fully_shard(unit, mesh=mesh_2d(), mp_policy=BF16, **options)
 
-    def program(run):
-        for step in range(4):
-            run.configure(lambda module, fsdp, step=step: module.set_requires_gradient_sync(step % 2 == 1))
-            run.backward(step)
-            if step % 2:
-                run.update()
-
     if over:
-        ours = play(api.ours, partial(prepare, shard_over_replicas=True), build, program)
-        assert_same(ours.seen, play(api.ours, prepare, build, program).seen, "hybrid sharding's", 1e-3)
+        ours = play(api.ours, partial(prepare, shard_over_replicas=True), build, accumulate)
+        assert_same(ours.seen, play(api.ours, prepare, build, accumulate).seen, "hybrid sharding's", 1e-3)
     else:
-        assert_parity(prepare, build=build, program=program, against=("torch",), tolerance=1e-3)
+        assert_parity(prepare, build=build, program=accumulate, against=("torch",), tolerance=1e-3)
 
 
 @composes("recomputation", "tensor parallel")

@@ -16,6 +16,7 @@ from tests.support.counting import Collectives
 from tests.support.models import Layers
 from tests.support.parity import (
     Run,
+    accumulate,
     assert_gradients,
     assert_parity,
     assert_same,
@@ -139,12 +140,7 @@ def test_requires_all_reduce(rank, world, when, recurse):
         if when == "after":
             run.backward(5)
             run.update()
-        for step in range(2):
-            for part in range(3):
-                choose = lambda module, fsdp, part=part: module.set_requires_all_reduce(part == 2, recurse=recurse)
-                run.configure(choose)
-                run.backward(step + 10 * part)
-            run.update()
+        accumulate(run, 3, "set_requires_all_reduce", recurse=recurse)
 
     assert_parity(on_two_axes, program=program)
 

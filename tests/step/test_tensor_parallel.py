@@ -18,7 +18,7 @@ from tests.step.test_named_dimensions import OnMesh, ranks_of, spread
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Operators
-from tests.support.parity import STEPS, Run, assert_parity, full, mesh_of, shard_each, train
+from tests.support.parity import STEPS, Run, accumulate, assert_parity, full, mesh_of, shard_each, train
 from tests.support.pool import on_ranks
 
 CONFIG = LlamaConfig(vocabulary=16, layers=1, width=8, heads=2, context=4)
@@ -185,14 +185,7 @@ def test_parameters_that_no_plan_mentions(rank, world, reshard):
         parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fsdp.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshard)
 
-    def program(run):
-        for step in range(STEPS):
-            for last in (False, True):
-                run.configure(lambda module, fsdp, last=last: module.set_requires_gradient_sync(last))
-                run.backward(2 * step + last)
-            run.update()
-
-    run = assert_parity(prepare, build=Between, program=program, part=(mesh.get_local_rank("dp"), 2))
+    run = assert_parity(prepare, build=Between, program=accumulate, part=(mesh.get_local_rank("dp"), 2))
     assert run.module.scale.device_mesh.ndim == 1 and run.module.up.weight.device_mesh.ndim == 2
 
 
@@ -250,14 +243,7 @@ def test_gradients_that_are_not_there_yet(rank, world, kind, sync):
             parallelize_module(module, mesh["tp"], {"layer": ReplicatedWeights()})
         fsdp.fully_shard(module, mesh=mesh["dp"])
 
-    def program(run):
-        if sync:
-            return train(run)
-        for step in range(2):
-            run.configure(lambda module, fsdp, step=step: module.set_requires_gradient_sync(step == 1))
-            run.backward(step)
-        run.update()
-
+    program = train if sync else accumulate
     run = assert_parity(prepare, build=Unsettled, program=program, part=(mesh.get_local_rank("dp"), 2))
     assert set(run.module.arrived) == ({(Partial(),)} if kind == "partial" else set())
 

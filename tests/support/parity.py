@@ -370,6 +370,16 @@ def train(run: Run) -> None:
         run.update()
 
 
+def accumulate(run: Run, batches: int = 2, setter: str = "set_requires_gradient_sync", **how: object) -> None:
+    """Train on micro-batches, of which the last one of each step communicates what ``setter`` is about."""
+    for step in range(STEPS):
+        for part in range(batches):
+            last = part == batches - 1
+            run.configure(lambda module, fsdp, last=last: getattr(module, setter)(last, **how))  # type: ignore[misc]
+            run.backward(batches * step + part)
+        run.update()
+
+
 def setting(setter: Prepare, when: str) -> Program:
     """Return the program that trains with a setter called "before" or "after" the first iteration."""
 

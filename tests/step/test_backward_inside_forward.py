@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import WIDTH, assert_parity, mesh_1d, mesh_of, shard_each
+from tests.support.parity import WIDTH, assert_parity, mesh_of, on_one_axis, shard_each
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -34,11 +34,6 @@ class Guided(nn.Module):
         return self.last(force * self.scale + x)
 
 
-def sharded(module: Any, fsdp: Any, **options: Any) -> None:
-    """Make every layer a unit; the scale is the root's."""
-    shard_each(module, fsdp, mesh=mesh_1d(), **options)
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("differentiable", [False, True])
@@ -46,7 +41,7 @@ def test_guidance(rank, world, differentiable, reshard):
     """The end of the inner backward freed the root's parameters, with which the forward was computing: "got mixed
     torch.Tensor and DTensor". It also forgot the forward, so that units after it were taken for roots."""
     build = partial(Guided, differentiable=differentiable)
-    run = assert_parity(partial(sharded, reshard_after_forward=reshard), build=build, against=("alone",))
+    run = assert_parity(partial(on_one_axis, reshard_after_forward=reshard), build=build, against=("alone",))
     assert run.module._get_fsdp_state().root.forward is None
     assert len(run.module._get_fsdp_state().root.known) == 4, "the order of the whole forward"
 
@@ -72,7 +67,7 @@ def test_an_evaluation_with_forces_leaves_nothing_behind(rank, world):
     """Its calls were taken for those of a forward that trains: the next backwards gathered a unit that nobody used, and
     setters said that a backward is still to come."""
     module: Any = Forces()
-    sharded(module, api.ours)
+    on_one_axis(module, api.ours)
     x, evaluated, trained = torch.ones(2, WIDTH), set(), []
     for evaluates in (False, False, True, True, False):
         for _ in range(2 if evaluates else 0):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2._trace import listening
 from tests.support import api
-from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, shard_each
+from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, on_one_axis
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -27,11 +27,8 @@ class Fragile(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.scale = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Parameter(torch.ones(1)),
-        )
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x).tanh()
@@ -42,11 +39,6 @@ class Fragile(nn.Module):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """The same as a method of its own."""
         return self.forward(x)
-
-
-def sharded(module: Any, fsdp: Any, **options: Any) -> None:
-    """Make every layer a unit; the scale is the root's."""
-    shard_each(module, fsdp, mesh=mesh_1d(), **options)
 
 
 def broken(module: Any, method: str = "forward") -> None:
@@ -75,7 +67,7 @@ def skip_a_batch(method: str, run: Run) -> None:
 def test_a_batch_is_skipped(rank, world, method, reshard):
     """``zero_grad()`` skipped the units that the exception had left in forward, among them the root, whose next
     gradients were twice as large. With torch's own the gradients after a skipped batch are wrong too."""
-    prepare = partial(sharded, reshard_after_forward=reshard)
+    prepare = partial(on_one_axis, reshard_after_forward=reshard)
     assert_parity(prepare, build=Fragile, program=partial(skip_a_batch, method), against=("alone",))
 
 
@@ -84,7 +76,7 @@ def test_what_is_called_next_is_in_no_forward(rank, world):
     """``unshard()`` was taken for a prefetch, which the next forward frees; ``summon_full_params`` and
     ``synchronize_gradients`` said that a forward runs; and a layer called by itself joined a pass that was over."""
     module = Fragile()
-    sharded(module, api.ours)
+    on_one_axis(module, api.ours)
     for _ in range(2):
         module(torch.ones(2, WIDTH)).sum().backward()
     broken(module)
@@ -127,7 +119,7 @@ def test_a_call_that_handles_an_exception_goes_on(rank, world):
                 run.note_loss(call(batch(step)[0][:4]).square().mean()).backward()
             run.update()
 
-    assert_parity(sharded, build=Careful, program=program, against=("alone",))
+    assert_parity(on_one_axis, build=Careful, program=program, against=("alone",))
 
 
 @on_ranks(2)
@@ -135,7 +127,7 @@ def test_activations_of_a_broken_forward_are_freed(rank, world):
     """Who handles "out of memory" wants them back. The pass stayed until the next forward, with the arguments of calls
     that had not come to their end."""
     module = Fragile()
-    sharded(module, api.ours)
+    on_one_axis(module, api.ours)
     seen: list[weakref.ref[torch.Tensor]] = []
     module.first.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     broken(module)
@@ -188,7 +180,7 @@ def test_a_call_that_is_tried_again_keeps_nothing(rank, world):
             return self.picky(x, cache)
 
     module = Patient()
-    shard_each(module, api.ours, mesh=mesh_1d())
+    on_one_axis(module, api.ours)
     cache = Cache()
     kept = weakref.ref(cache)
     module(torch.ones(2, WIDTH), cache).sum().backward()
@@ -201,7 +193,7 @@ def test_a_call_that_is_tried_again_keeps_nothing(rank, world):
 def test_a_recovery_that_is_refused_changes_nothing(rank, world):
     """``reset_iter_state`` inside ``summon_full_params`` dropped gradients of the groups before the summoned one."""
     module = Fragile()
-    sharded(module, api.ours)
+    on_one_axis(module, api.ours)
     module(torch.ones(2, WIDTH)).sum().backward()
     with fsdp2.summon_full_params(module.last), pytest.raises(RuntimeError, match="reset_iter_state while summon_full"):
         module.reset_iter_state()
@@ -212,7 +204,7 @@ def test_a_recovery_that_is_refused_changes_nothing(rank, world):
 def test_nothing_stays_held_after_a_broken_forward(rank, world):
     """It may have come further on some ranks, which would then hold, and not gather, what others gather anew."""
     module = Fragile()
-    sharded(module, api.ours, reshard_after_forward=False)
+    on_one_axis(module, api.ours, reshard_after_forward=False)
     module(torch.ones(2, WIDTH)).sum().backward()
     broken(module)
     seen: list[str] = []
@@ -233,7 +225,7 @@ def test_a_hook_that_raises_after_the_module_has_computed(rank, world):
             raise ValueError("a broken sample")
 
     module.register_forward_hook(check)
-    sharded(module, api.ours)
+    on_one_axis(module, api.ours)
     for refused[0] in (False, True):
         with pytest.raises(ValueError, match="a broken sample") if refused[0] else contextlib.nullcontext():
             module(torch.ones(2, WIDTH)).sum().backward()
@@ -256,7 +248,7 @@ def test_an_output_that_is_refused(rank, world, method):
             return output
 
     module = Deep()
-    sharded(module, api.ours)
+    on_one_axis(module, api.ours)
     if method != "forward":
         fsdp2.register_fsdp_forward_method(module, method)
     with pytest.raises(RuntimeError, match="nested deeper than 64 levels"):

@@ -115,16 +115,6 @@ def test_calls_that_make_no_sense(rank, world):
 
 @api.fsdp2_only
 @on_ranks(2)
-def test_a_unit_below_cannot_end_backwards(rank, world):
-    """Set on a unit before the first forward it is noticed by that forward."""
-    module, _ = beside_one_process(stack)
-    module[1].set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError, match="must be called on the root"):
-        module(torch.ones(2, 8))
-
-
-@api.fsdp2_only
-@on_ranks(2)
 def test_a_reset_drops_the_handle(rank, world):
     """After ``reset_iter_state`` an iteration starts anew, and the old handle says so."""
     module, _ = beside_one_process(stack)

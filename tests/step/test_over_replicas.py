@@ -152,8 +152,11 @@ def test_compressed(rank, world, replicate):
     assert_same(over.seen, hybrid.seen, "hybrid sharding", 0.05)
 
 
-def train_beside_tensor_parallelism(rank: int, shards: int) -> None:
-    """Train on a mesh of two replicas, so many shards and two ranks of tensor parallelism."""
+@composes("over replicas", "tensor parallel")
+@on_ranks(4, pytest.param(8, marks=pytest.mark.slow))
+def test_beside_tensor_parallelism(rank, world):
+    """Tensor parallelism cuts first, then the shard axis, then the replicate axis; on eight ranks each of them does."""
+    shards = world // 4
     mesh = mesh_of(2, shards, 2, names=("replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]
 
@@ -165,21 +168,6 @@ def train_beside_tensor_parallelism(rank: int, shards: int) -> None:
     module = assert_parity(shard, part=part, against=("alone",)).module
     assert module[0].weight.device_mesh.mesh_dim_names == ("shard", "replicate", "tp")
     assert module[0].weight.to_local().shape == (8 // (4 * shards), 8)
-
-
-@composes("over replicas", "tensor parallel")
-@on_ranks(4)
-def test_beside_tensor_parallelism(rank, world):
-    """Tensor parallelism cuts first, then the shard axis, then the replicate axis."""
-    train_beside_tensor_parallelism(rank, 1)
-
-
-@pytest.mark.slow
-@composes("over replicas", "tensor parallel")
-@on_ranks(8)
-def test_beside_tensor_parallelism_on_three_axes(rank, world):
-    """The same where all axes have several ranks."""
-    train_beside_tensor_parallelism(rank, 2)
 
 
 @composes("over replicas", "several meshes", "shard dim")
@@ -444,36 +432,26 @@ def test_other_values_for_one_forward(rank, world):
 # ---- ranks that differ ----
 
 
-def one_shard_written(rank: int, world: int) -> None:
-    """Rank 0 alone writes to its shard between two micro-batches."""
-    module = stack()
+def written_between(build: Callable[[], Any], rank: int, world: int) -> None:
+    """Write to shards between two micro-batches: rank 0 to those of ``stack``, all to those of ``uneven``, of which
+    some ranks have nothing."""
+    module = build()
     prepare(module, api.ours)
     module.set_requires_all_reduce(False)
     (rows,) = batch(0)
     module(rows).sum().backward()
-    if rank == 0:
-        next(module.parameters()).to_local().detach().mul_(0.5)
-    module(rows).sum().backward()
-
-
-def non_empty_shards_written(rank: int, world: int) -> None:
-    """Ranks write to what they have of each parameter between two micro-batches, which is nothing on some of them."""
-    module = uneven()
-    prepare(module, api.ours)
-    module.set_requires_all_reduce(False)
-    (rows,) = batch(0)
-    module(rows).sum().backward()
-    written_locally(module)
+    if rank == 0 or build is uneven:
+        written_locally(module)
     module(rows)
     raise AssertionError("the forward has computed with old values")
 
 
-@pytest.mark.parametrize("program", [one_shard_written, non_empty_shards_written])
-def test_ranks_that_do_not_see_the_same_writes(program):
+@pytest.mark.parametrize("build", [stack, uneven])
+def test_ranks_that_do_not_see_the_same_writes(build):
     """They want to gather different units over the replicate axis, and all raise: what one rank writes no other can
     know. The ranks' meeting did not compare these units, so some ranks computed with old values before they noticed.
     """
-    for ended in run_apart(program, 4):
+    for ended in run_apart(partial(written_between, build), 4):
         assert "gather over replicas" in ended.error and "ranks do not do the same" in ended.error, ended
 
 

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp2
+from tests.step.test_communication import Scatter, ScatterInKept
 from tests.support import api
 from tests.support.counting import Collectives
 from tests.support.models import Layers
@@ -97,16 +97,13 @@ def test_the_last_micro_batch_is_empty_everywhere(rank, world):
     module, alone = beside_one_process(stack)
     for step in range(2):
         module.set_requires_gradient_sync(False)
-        rows = [torch.full((2, 8), 1.0 + r + step) for r in range(world)]
-        module(rows[rank]).square().sum().backward()
+        for one in (module, alone):
+            backward(one, rank, world, step)
         module.set_requires_gradient_sync(True)  # for the micro-batch that has no rows
         with Collectives() as seen:
             module.synchronize_gradients()
         assert seen.reductions == 3
-        for row in rows:
-            alone(row).square().sum().backward()
-        for mine, its in zip(module.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(full(mine.grad), its.grad / world)
+        assert_gradients(module, alone)
 
 
 @on_ranks(2)
@@ -171,20 +168,12 @@ def test_calls_that_make_no_sense(rank, world):
 
 
 def backward(module: nn.Module, rank: int, world: int, step: int) -> None:
-    """Run forward and backward on this rank's rows, or on all of them where nothing is sharded."""
-    for row in range(world) if not hasattr(module, "unshard") else [rank]:
-        (module(torch.full((2, 8), 1.0 + row + step)).square().mean()).backward()
-
-
-def expect_gradients(module: nn.Module, alone: nn.Module, world: int) -> None:
-    """Expect the mean over ranks of what one process has summed; None and zeros where it has these."""
-    for unit in module.modules():
-        if isinstance(unit, fsdp2.FSDPModule):
-            unit.reshard()
-    for (name, mine), its in zip(module.named_parameters(), alone.parameters(), strict=True):
-        assert (mine.grad is None) == (its.grad is None), name
-        if its.grad is not None:
-            torch.testing.assert_close(full(mine.grad), its.grad / world, msg=name)
+    """Run forward and backward on this rank's rows, or the mean over those of all ranks where nothing is sharded."""
+    rows = [torch.full((2, 8), 1.0 + row + step, dtype=module[2].weight.dtype) for row in range(world)]
+    if hasattr(module, "unshard"):
+        module(rows[rank]).square().mean().backward()
+    else:
+        (sum(module(row).square().mean() for row in rows) / world).backward()
 
 
 @on_ranks(1, 2, 4)
@@ -212,20 +201,21 @@ def test_zeroing_drops_unreduced_gradients(rank, world, way, reshard, setter):
     for one in (module, alone):
         backward(one, rank, world, 1)
     zero()
-    expect_gradients(module, alone, world)
+    module.reshard(recurse=True)
+    assert_gradients(module, alone)
     for one in (module, alone):
         backward(one, rank, world, 2)
     getattr(module, setter)(True)
     for one in (module, alone):
         backward(one, rank, world, 3)
-    expect_gradients(module, alone, world)
+    assert_gradients(module, alone)
     getattr(module, setter)(False)
     backward(module, rank, world, 4)
     zero()
     with Collectives() as seen:
         module.synchronize_gradients()  # nothing is left
     assert not seen.reductions
-    expect_gradients(module, alone, world)
+    assert_gradients(module, alone)
 
 
 @on_ranks(2)
@@ -239,7 +229,7 @@ def test_zeroing_some_parameters(rank, world):
     for half in halves:
         half.zero_grad()
     module.synchronize_gradients()
-    expect_gradients(module, alone, world)
+    assert_gradients(module, alone)
 
 
 @on_ranks(2, 4)
@@ -268,10 +258,8 @@ def test_what_reads_gradients_is_refused(rank, world, mark, setter):
             call()
     module.synchronize_gradients()
     norms = [fsdp2.clip_grad_norm_(module.parameters(), 1e9)]
-    norms += [torch.nn.utils.clip_grad_norm_([p for p in alone.parameters()], 1e9) / world]
+    norms += [torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9)]
     torch.testing.assert_close(*norms)
-    for parameter in alone.parameters():
-        parameter.grad /= world
     for one in (optimizer, other):
         one.step()
         one.zero_grad()
@@ -313,52 +301,28 @@ def test_a_step_before_finalize_backward_is_refused(rank, world):
     optimizer.step()
 
 
-class Fresh:
-    """A reduce-scatter of the caller's own."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-class Persistent(Fresh):
-    """The same in memory that it has allocated once."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[object, torch.Tensor] = {}
-
-    def allocate(self, size, *, dtype, device):
-        if (size, dtype) not in self.buffers:
-            self.buffers[size, dtype] = super().allocate(size, dtype=dtype, device=device)
-        return self.buffers[size, dtype]
-
-
 def persistent(module) -> None:
     """Give every unit memory of its own, for one reduction at a time."""
     module.set_reduce_scatter_max_input_buffers(1)
     for layer in module:
-        layer.set_custom_reduce_scatter(Persistent())
+        layer.set_custom_reduce_scatter(ScatterInKept())
 
 
 INT8 = fsdp2.CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=32, stochastic=False)
 CHANGES = {
-    "divide factor": (lambda module: module.set_gradient_divide_factor(8.0, recurse=True), 8.0),
-    "sums": (lambda module: module.set_force_sum_reduction_for_comms(True, recurse=True), None),
-    "hook": (lambda module: module.set_all_reduce_hook(lambda sums: sums.mul_(4), recurse=True), 0.25),
-    "reduce-scatter": (lambda module: module.set_custom_reduce_scatter(Fresh(), recurse=True), None),
-    "persistent memory": (persistent, None),
-    "compression": (lambda module: module.set_compression(INT8), None),
-    "dtype": (lambda module: module.double(), None),
-    "sizes": (lambda module: module.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0), None),
-    "zeros": (lambda module: module.set_reduce_scatter_unused_params(True), None),
-    "frozen": (lambda module: module[0].weight.requires_grad_(False), None),
-    "communicator": (lambda module: module.set_separate_reduce_scatter_group(), None),
+    "divide factor": lambda module: module.set_gradient_divide_factor(8.0, recurse=True),
+    "sums": lambda module: module.set_force_sum_reduction_for_comms(True, recurse=True),
+    "hook": lambda module: module.set_all_reduce_hook(lambda sums: sums.mul_(4), recurse=True),
+    "reduce-scatter": lambda module: module.set_custom_reduce_scatter(Scatter(), recurse=True),
+    "persistent memory": persistent,
+    "compression": lambda module: module.set_compression(INT8),
+    "dtype": lambda module: module.double(),
+    "sizes": lambda module: module.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0),
+    "zeros": lambda module: module.set_reduce_scatter_unused_params(True),
+    "frozen": lambda module: module[0].weight.requires_grad_(False),
+    "communicator": lambda module: module.set_separate_reduce_scatter_group(),
 }
-"""What a program may change between two micro-batches, and what gradients are divided by then (None: the ranks).
-
-A hook multiplies what it sees, which is the sum of all micro-batches."""
+"""What a program may change between two micro-batches."""
 
 
 @on_ranks(2, 4)
@@ -371,21 +335,19 @@ def test_changes_between_micro_batches(rank, world, dtype, setter, change):
     """
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     module, alone = beside_one_process(stack, mesh=mesh_2d(), mp_policy=policy)
-    apply, divisor = CHANGES[change]
+    # A hook multiplies what it sees, which is the sum of all micro-batches.
+    factor = {"divide factor": world / 8.0, "hook": 4.0}.get(change, 1.0)
     getattr(module, setter)(False)
     for one in (module, alone):
         backward(one, rank, world, 0)
     for one in (module, alone) if change in ("dtype", "frozen") else (module,):
-        apply(one)
-    factor = divisor if divisor is not None and change == "divide factor" else world * (divisor or 1.0)
+        CHANGES[change](one)
     for step in (1, 2):
         for one in (module, alone):
-            rows = [rank] if one is module else range(world)
-            for row in rows:
-                one(torch.full((2, 8), 1.0 + row + step, dtype=one[2].weight.dtype)).square().mean().backward()
+            backward(one, rank, world, step)
     module.synchronize_gradients()
     for mine, its in zip(module.parameters(), alone.parameters(), strict=True):
-        expected = its.grad / factor
+        expected = its.grad * factor
         tolerance = 2e-2 if change == "compression" else 1e-5 if dtype is torch.float32 else 4e-3
         torch.testing.assert_close(full(mine.grad), expected, rtol=tolerance, atol=tolerance * expected.abs().max())
 

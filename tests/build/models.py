@@ -26,23 +26,32 @@ FROZEN: dict[str, Callable[[Any], list[nn.Module | nn.Parameter]]] = {
 
 
 class Block(nn.Module):
-    """A residual block of uneven width."""
+    """A residual block, of uneven width unless it is asked for another."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 11) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11), nn.Linear(11, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    """Calls its blocks ``repeat`` times over, under activation checkpointing if asked."""
+    """Calls its blocks ``repeat`` times over, under activation checkpointing if asked (``recompute``: reentrant)."""
 
-    def __init__(self, *, repeat: int = 1, recompute: bool | None = None, frozen: str = "nothing", tied: bool = False):
+    def __init__(
+        self,
+        *,
+        count: int = 3,
+        hidden: int = 11,
+        repeat: int = 1,
+        recompute: bool | None = None,
+        frozen: str = "nothing",
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(count))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         if tied:
             self.head.weight = self.stem.weight

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
+from tests.build.models import Net
 from tests.step.test_tensor_parallel import language, llama, sharded
 from tests.support import api
 from tests.support.composition import composes, refuses
@@ -22,31 +22,9 @@ from tests.support.pool import on_ranks
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Block(nn.Module):
-    """A norm and two layers, with a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    """A layer, two blocks and a layer; blocks may be recomputed in backward."""
-
-    def __init__(self, recomputed: bool = False) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.recomputed = recomputed
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
-        return self.last(x)
+def model(recompute: bool | None = None) -> Net:
+    """Return a model of two blocks of even width, which may be recomputed in backward."""
+    return Net(count=2, hidden=6, recompute=recompute)
 
 
 def in_place_before(module: Any, shard: Callable[..., Any], **options: Any) -> None:
@@ -125,7 +103,7 @@ def compilations() -> int:
 
 
 def assert_same_training(
-    prepare: Callable[[Any, Any], None], *, build: Callable[[], nn.Module] = Model, against: str = "both", **how: Any
+    prepare: Callable[[Any, Any], None], *, build: Callable[[], nn.Module] = model, against: str = "both", **how: Any
 ) -> None:
     """Assert that training shows what torch's shows compiled, and what a single process shows that is not compiled."""
     program, part, tolerance = how.get("program", train), how.get("part"), how.get("tolerance", 2e-5)
@@ -161,7 +139,7 @@ def test_inductor(rank, world, way):
 @on_ranks(1)
 def test_the_whole_model_is_not_one_graph(rank, world):
     """Gathering is not compiled, so a graph ends where a unit begins."""
-    module = Model()
+    module = model()
     for block in module.blocks:
         api.ours.fully_shard(block, mesh=mesh_1d())
     module.compile(backend="eager", fullgraph=True)
@@ -180,7 +158,7 @@ def test_with_one_more(rank, world, kind):
     options = {"mp_policy": BF16} if kind == "cast" else {}
     assert_same_training(
         compiled(in_place_before, "aot_eager", **options),
-        build=lambda: Model(kind == "recomputed"),
+        build=lambda: model(False if kind == "recomputed" else None),
         program=accumulate if kind == "accumulated" else train,
         against="torch" if kind in ("cast", "accumulated") else "alone",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -33,32 +34,23 @@ from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HIDDEN = 4
+Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-class Together(torch.autograd.Function):
-    """The rows of every rank of a group, on all of them; backward sums what the ranks found for each row."""
+class Exchanged(torch.autograd.Function):
+    """Rows that ``there`` takes from the ranks of a group; their gradients go ``back``.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
-
-
-class Apart(torch.autograd.Function):
-    """This rank's rows of the sum over a group; backward has the gradients of all rows on every rank."""
+    ``gathered`` and ``summed`` are each other's way back.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return summed(x, group)
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -90,11 +82,11 @@ class Experts(nn.Module):
         first = 0
         if self.group is not None:
             first = self.group.rank() * -(-self.count // self.group.size())
-            x, chosen = Together.apply(x, self.group), gathered(chosen, self.group)
+            x, chosen = Exchanged.apply(x, self.group, gathered, summed), gathered(chosen, self.group)
         mask = F.one_hot(chosen, self.count)[:, first : first + up.shape[0]].to(x.dtype)
         hidden = torch.einsum("nd,edh->neh", x, up).relu()
         y = torch.einsum("neh,ehd,ne->nd", hidden, down, mask)
-        return y if self.group is None else Apart.apply(y, self.group)
+        return y if self.group is None else Exchanged.apply(y, self.group, summed, gathered)
 
 
 class Mixture(nn.Module):
@@ -214,11 +206,11 @@ class Apiece(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.gate(x).softmax(-1).max(-1)
-        rows = x if self.group is None else Together.apply(x, self.group)
+        rows = x if self.group is None else Exchanged.apply(x, self.group, gathered, summed)
         picked = chosen if self.group is None else gathered(chosen, self.group)
         parts = [expert(rows) * (picked == int(i))[:, None] for i, expert in self.experts.items()]
         y = torch.stack(parts).sum(0)
-        return x + weight[:, None] * (y if self.group is None else Apart.apply(y, self.group))
+        return x + weight[:, None] * (y if self.group is None else Exchanged.apply(y, self.group, summed, gathered))
 
 
 @composes("experts", "several meshes", "divide factor")

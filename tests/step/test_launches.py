@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from tests.support import api
+from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
 from tests.support.nccl import strict_nccl
 
@@ -50,22 +50,14 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.gate(h)) * self.up(h)) + self.odd(h).sum()
 
 
-class Launches(TorchDispatchMode):
-    """Counts, while it is active, collectives by kind and the tensors that are copied one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d":
-            self.found["gathers" if "gather" in name else "reductions" if "reduce_scatter" in name else name] += 1
-        elif name == "_foreach_copy_":
-            self.found["copies"] += len(args[0])
-        elif name == "copy_":
-            self.found["copies"] += 1
-        return func(*args, **(kwargs or {}))
+def launched(func: Any, args: Any) -> Counter[str] | None:
+    """Return what an operator launches: a collective by its kind, or copies of tensors one by one."""
+    name = func.overloadpacket.__name__
+    if func.namespace == "c10d":
+        return Counter(["gathers" if "gather" in name else "reductions" if "reduce_scatter" in name else name])
+    if name == "_foreach_copy_":
+        return Counter(copies=len(args[0]))
+    return Counter(copies=1) if name == "copy_" else None
 
 
 @cache
@@ -80,11 +72,11 @@ def launches(world: int, setup: str) -> dict[str, float]:
         x = torch.randn(2, HIDDEN, dtype=torch.bfloat16 if "mixed" in setup else torch.float32)
         module(x).sum().backward()
         module.zero_grad()
-        with Launches() as seen:
+        with Operators(launched) as seen:
             module(x).sum().backward()
-    return {kind: seen.found[kind] / LAYERS for kind in ("gathers", "reductions", "copies")} | {
-        "others": sum(seen.found.values()) - sum(seen.found[kind] for kind in ("gathers", "reductions", "copies"))
-    }
+    found = sum(seen.seen, Counter())
+    counted = {kind: found.pop(kind) / LAYERS for kind in ("gathers", "reductions", "copies")}
+    return {**counted, "others": found.total()}
 
 
 @pytest.mark.parametrize("setup", SETUPS)

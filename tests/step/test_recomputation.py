@@ -17,12 +17,11 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.counting import Collectives
+from tests.support.counting import Collectives, Operators
 from tests.support.models import mlp
 from tests.support.parity import (
     WIDTH,
@@ -271,18 +270,6 @@ def test_checkpoint_around_several_roots(rank, world, reentrant):
 # ---- what a checkpoint sees ----
 
 
-class Seen(TorchDispatchMode):
-    """Somebody's own mode in a checkpoint: every operation, by name."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Routed(nn.Module):
     """A block whose experts are a unit of their own, checkpointed as a whole: torchtitan's mixture of experts."""
 
@@ -332,10 +319,13 @@ def test_a_unit_inside_a_selective_checkpoint(rank, world, policy, prefetch, ext
     """Gathers, casts and views of the experts, which the forward and the recomputation need not do alike, were seen by
     the checkpoint that keeps results by operation: "aten._foreach_copy_.default encountered during backward but not
     found in storage" (torch: "fsdp.all_gather_copy_in"). No mode of a checkpoint sees anything but the model now."""
-    names: tuple[list[str], list[str]] = ([], [])
+    modes: list[Operators] = []  # somebody's own in a checkpoint
 
     def contexts() -> Any:
-        return tuple(map(Seen, names)) if policy is None else create_selective_checkpoint_contexts(policy)
+        if policy is not None:
+            return create_selective_checkpoint_contexts(policy)
+        modes.extend([Operators(), Operators()])
+        return modes[-2:]
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Routed(contexts) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
@@ -360,4 +350,5 @@ def test_a_unit_inside_a_selective_checkpoint(rank, world, policy, prefetch, ext
             output.sum().backward()
         for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(got.grad.full_tensor(), expected.grad.full_tensor()), name
-    assert not any(part in name for name in (*names[0], *names[1]) for part in ("copy", "view", "sub")), names
+    names = {name for mode in modes for name in mode.seen}
+    assert not any(part in name for name in names for part in ("copy", "view", "sub")), names

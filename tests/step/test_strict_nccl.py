@@ -75,45 +75,32 @@ def train(model: Any, steps: int = 2) -> None:
         model.zero_grad()
 
 
-def sharded(model: Units, mesh: Any, units: list[Any], **options: Any) -> Units:
-    """Shard ``units`` and then the root."""
+def sharded(model: Units, mesh: Any, units: list[Any], sizes: dict[str, int] | None = None, **options: Any) -> Units:
+    """Shard ``units`` and then the root; set ``sizes`` of transfers."""
     for unit in (*units, model):
         fsdp2.fully_shard(unit, mesh=mesh, **options)
+    model.set_transfer_sizes(**(sizes or {}))  # type: ignore[operator]
     return model
 
 
-@pytest.mark.parametrize(("hidden", "world"), HIDDEN)
+@pytest.mark.parametrize(("hidden", "ranks"), HIDDEN)
+@pytest.mark.parametrize("kind", ["together", "one by one", "last dimension"])
 @dtypes
-def test_norm_and_head_together(hidden, world, dtype):
-    """A grouped call whose large gradient leaves alone, so that the small one is what is left."""
+def test_slices_of_odd_sizes(hidden, ranks, kind, dtype):
+    """Together: a grouped call whose large gradient leaves alone, so that the small one is what is left.
+
+    One by one: a norm, gates of a few elements and a lone bias, each a unit of its own: one gradient is all that is
+    sent. Last dimension: ``Shard(1)`` for matrices, where slices are not what lies together in memory.
+    """
     kept, policy = DTYPES[dtype]
-    with strict_nccl(), fake_mesh(world) as mesh:
+    with strict_nccl(), fake_mesh(ranks) as mesh:
         model = Units(hidden, kept)
-        sharded(model, mesh, [[model.norm, model.head]], mp_policy=policy)
-        model.set_transfer_sizes(chunk_bytes=model.head.weight.numel() * 2)  # type: ignore[operator]
-        train(model)
-
-
-@pytest.mark.parametrize(("hidden", "world"), HIDDEN)
-@dtypes
-def test_units_of_one_small_parameter(hidden, world, dtype):
-    """A norm, gates of a few elements and a lone bias, each a unit of its own: one gradient is all that is sent."""
-    kept, policy = DTYPES[dtype]
-    with strict_nccl(), fake_mesh(world) as mesh:
-        model = Units(hidden, kept)
-        units = [model.norm, model.gate, model.odd_gate, model.bias, model.head]
-        train(sharded(model, mesh, units, mp_policy=policy))
-
-
-@pytest.mark.parametrize(("hidden", "world"), HIDDEN)
-@dtypes
-def test_cut_along_the_last_dimension(hidden, world, dtype):
-    """``Shard(1)`` for matrices, where slices are not what lies together in memory."""
-    kept, policy = DTYPES[dtype]
-    with strict_nccl(), fake_mesh(world) as mesh:
-        model = Units(hidden, kept)
-        units = [[model.norm, model.head]]
-        train(sharded(model, mesh, units, mp_policy=policy, shard_placement_fn=lambda p: Shard(p.ndim - 1)))
+        units: list[Any] = [[model.norm, model.head]]
+        if kind == "one by one":
+            units = [model.norm, model.gate, model.odd_gate, model.bias, model.head]
+        sizes = {"chunk_bytes": model.head.weight.numel() * 2} if kind == "together" else {}
+        place = (lambda p: Shard(p.ndim - 1)) if kind == "last dimension" else None
+        train(sharded(model, mesh, units, sizes, mp_policy=policy, shard_placement_fn=place))
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
@@ -123,10 +110,7 @@ def test_weights_of_several_dtypes_in_one_launch(transfer):
     with strict_nccl(), fake_mesh(16) as mesh:
         model = Units(2880, torch.float32)
         model.embed.to(torch.bfloat16)
-        sharded(model, mesh, [[model.embed, model.norm, model.head]])
-        if TRANSFERS[transfer]:
-            model.set_transfer_sizes(**TRANSFERS[transfer])  # type: ignore[operator]
-        train(model)
+        train(sharded(model, mesh, [[model.embed, model.norm, model.head]], TRANSFERS[transfer]))
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
@@ -137,10 +121,7 @@ def test_hybrid(transfer, dtype):
     with strict_nccl(), fake_mesh(64):
         mesh = init_device_mesh("cpu", (4, 16), mesh_dim_names=("replicate", "shard"))
         model = Units(2880, kept)
-        sharded(model, mesh, [[model.norm, model.head], model.gate], mp_policy=policy)
-        if TRANSFERS[transfer]:
-            model.set_transfer_sizes(**TRANSFERS[transfer])  # type: ignore[operator]
-        train(model)
+        train(sharded(model, mesh, [[model.norm, model.head], model.gate], TRANSFERS[transfer], mp_policy=policy))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,8 +129,7 @@ def test_every_name_of_nccl(name):
     """The same code runs whatever the process group calls its NCCL."""
     with strict_nccl(name), fake_mesh(16) as mesh:
         model = Units(2880, torch.bfloat16)
-        sharded(model, mesh, [model.norm, model.gate])
-        model.set_transfer_sizes(**TRANSFERS["direct"])  # type: ignore[operator]
+        sharded(model, mesh, [model.norm, model.gate], TRANSFERS["direct"])
         with Collectives() as seen:
             model(torch.randint(VOCABULARY, (1, 3)))
         assert seen.gathers == 3  # one coalesced launch for a unit

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -16,60 +17,13 @@ from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
 from tests.support.fake import fake_mesh
 from tests.support.models import mlp
-from tests.support.parity import beside_one_process, mesh_of, on_one_axis
+from tests.support.parity import beside_one_process, mesh_of, on_one_axis, stack
 from tests.support.pool import on_ranks
 
 
-class Stack(nn.Module):
-    """A layer of the root's own, then three units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-@on_ranks(2)
-def test_prefetch_lists_of_some_units(rank, world):
-    """Units with prefetch lists of their own were left out of the recorded order, so the units before them took the
-    next one without a list for their successor: the root gathered the last layer first. Found by torch's own tests."""
-    module, started = Stack(), []
-    for unit in (*module.layers, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=True)
-    for layer, following in zip(module.layers[:-1], module.layers[1:]):
-        layer.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([layer])
-    original = FSDPParamGroup.unshard
-
-    def noting(group, *args):
-        if group.is_sharded and group._all_gather_result is None:
-            started.append(group.name)
-        return original(group, *args)
-
-    with mock.patch.object(FSDPParamGroup, "unshard", noting):
-        for step in range(3):
-            started.clear()
-            module(torch.ones(2, 4)).sum().backward()
-            last = [] if step else ["layers.2"]  # stays for backward from the second iteration on
-            assert started == ["", "layers.0", "layers.1", "layers.2", "", *last, "layers.1", "layers.0"]
-
-
-@api.fsdp2_only
-@on_ranks(2)
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_gathers_asked_for_once(rank, world, reshard):
-    """Who wraps ``unshard`` of groups to record it, as torch's own tests do, saw it called twice for the first layer of
-    a second forward before backward: once ahead of time and in vain, since the last forward had gathered the kept root
-    before, and once for the layer's forward."""
-    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    for unit in (*module[:2], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
+@contextmanager
+def gathers_asked_for() -> Iterator[list[str]]:
+    """Yield the names of groups whose ``unshard`` is called while they are sharded and no gather is under way."""
     asked: list[str] = []
     unshard = FSDPParamGroup.unshard
 
@@ -79,6 +33,39 @@ def test_gathers_asked_for_once(rank, world, reshard):
         unshard(group, *args)
 
     with mock.patch.object(FSDPParamGroup, "unshard", noting):
+        yield asked
+
+
+@on_ranks(2)
+def test_prefetch_lists_of_some_units(rank, world):
+    """Units with prefetch lists of their own were left out of the recorded order, so the units before them took the
+    next one without a list for their successor: the root gathered the last layer first. Found by torch's own tests."""
+    module = stack(4, layers=4).append(nn.Tanh())  # the first and the last are the root's own
+    layers = module[1:4]
+    for unit in (*layers, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=True)
+    for layer, following in zip(layers, layers[1:]):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    with gathers_asked_for() as started:
+        for step in range(3):
+            started.clear()
+            module(torch.ones(2, 4)).sum().backward()
+            last = [] if step else ["3"]  # stays for backward from the second iteration on
+            assert started == ["", "1", "2", "3", "", *last, "2", "1"]
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_gathers_asked_for_once(rank, world, reshard):
+    """Who wraps ``unshard`` of groups to record it, as torch's own tests do, saw it called twice for the first layer of
+    a second forward before backward: once ahead of time and in vain, since the last forward had gathered the kept root
+    before, and once for the layer's forward."""
+    module = stack(4)
+    for unit in (*module[:2], module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world), reshard_after_forward=reshard)
+    with gathers_asked_for() as asked:
         for _ in range(3):
             module(torch.ones(2, 4))
     # Others may not know that the root stays, so the first prefetch of the second forward waits until it is needed.
@@ -221,9 +208,8 @@ def test_all_groups_of_the_next_unit_are_gathered_ahead():
 @on_ranks(2)
 def test_a_gather_that_backward_does_not_use_is_dropped(rank, world):
     """A list names a unit that backward is through with."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    first, last = module = stack(layers=2)
     on_one_axis(module, fsdp2)
-    first, last = module
     first.set_modules_to_backward_prefetch([last])
     [group] = last._get_fsdp_state().groups
     seen: list[str] = []

@@ -178,27 +178,16 @@ def train_on_half_the_width(run: Run) -> None:
         run.update()
 
 
-PROGRAMS = {
-    program.__name__: program
-    for program in (
-        two_forwards_one_backward,
-        two_forwards_two_backwards,
-        several_backwards,
-        accumulate_with_sync,
-        accumulate_without_sync,
-        accumulate_into_zeros,
-        evaluate_at_any_time,
-        inference_first,
-        no_backward,
-    )
-}
-
-
-TORCH_FAILS = ("evaluate_at_any_time", "inference_first")
+PROGRAMS = (
+    *(two_forwards_one_backward, two_forwards_two_backwards, several_backwards),
+    *(accumulate_with_sync, accumulate_without_sync, accumulate_into_zeros),
+    *(evaluate_at_any_time, inference_first, no_backward),
+)
+TORCH_FAILS = (evaluate_at_any_time, inference_first)
 """Programs in which torch's fully_shard updates an inference tensor in place, depending on what is kept unsharded."""
 judges = lambda program: ALONE if program in TORCH_FAILS else BOTH
 programs = pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=[api.fsdp2_only] if name in TORCH_FAILS else []) for name in PROGRAMS]
+    "program", [pytest.param(one, marks=[api.fsdp2_only] if one in TORCH_FAILS else []) for one in PROGRAMS]
 )
 
 
@@ -208,25 +197,23 @@ programs = pytest.mark.parametrize(
 @parametrize_cases("transformer", "frozen")
 def test_program(rank, world, case, program, reshard):
     """The situation computes the same as in a single process and with torch's fully_shard."""
-    setup = Setup(reshard)
-    assert_case(case, setup, PROGRAMS[program], against=judges(program))
+    assert_case(case, Setup(reshard), program, against=judges(program))
 
 
 @on_ranks(1, 4)
 @programs
 def test_program_on_other_worlds(rank, world, program):
     """The same on one and four ranks."""
-    setup = Setup(True)
-    assert_case("mlp", setup, PROGRAMS[program], against=judges(program))
+    assert_case("mlp", Setup(True), program, against=judges(program))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("program", ["accumulate_without_sync", "accumulate_with_sync", "two_forwards_two_backwards"])
+@pytest.mark.parametrize("program", [accumulate_without_sync, accumulate_with_sync, two_forwards_two_backwards])
 @pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
 def test_program_in_mixed_precision(rank, world, program, reduce):
     """Accumulation with a reduce dtype that is, and is not, the compute dtype."""
     setup = Setup(True, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce))
-    assert_case("mlp", setup, PROGRAMS[program])
+    assert_case("mlp", setup, program)
 
 
 @on_ranks(2)

@@ -67,6 +67,13 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Shifted(nn.Linear):
+    """A linear layer with a shift, once there is one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + getattr(self, "shift", 0.0)
+
+
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.build.models import Shifted
 from tests.support import api
 from tests.support.models import mlp
 from tests.support.parity import mean_output, mesh_of, on_one_axis, trains_like_one_process
@@ -106,13 +107,6 @@ def test_hooks_on_parameters_stay_with_the_original(rank, world):
     assert torch.equal(clone.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 6.0))
     assert len(seen) == 1 and seen[0] is model.weight
-
-
-class Shifted(nn.Linear):
-    """A linear layer with a shift, once there is one."""
-
-    def forward(self, x):
-        return super().forward(x) + getattr(self, "shift", 0.0)
 
 
 @on_ranks(1, 2)

@@ -16,7 +16,7 @@ from tests.build.models import Block, Net, nodes_mesh, whole
 from tests.step.test_named_dimensions import OnMesh, spread
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import Run, assert_parity, full, mesh_1d, mesh_of, play, stack
+from tests.support.parity import Run, assert_gradients, assert_parity, full, mesh_1d, mesh_of, play, stack
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -195,8 +195,7 @@ def test_clipping_local_steps_and_state_dicts(rank, world, name, two):
         one(x).square().sum().backward()
     norms = fsdp2.clip_grad_norm_(module.parameters(), 0.5), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
     torch.testing.assert_close(*norms)
-    for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(full(mine.grad), other.grad)
+    assert_gradients(module, alone)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (module, alone)]
     fsdp2.use_local_shards(optimizers[0])
     for optimizer in optimizers:

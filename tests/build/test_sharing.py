@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from tests.build.models import Shifted
 from tests.support.counting import Collectives
+from tests.support.models import Three
 from tests.support.parity import Run, assert_gradients, beside_one_process, mesh_1d, mesh_2d, shard_each, stack
 from tests.support.pool import on_ranks
 from tests.support.report import agrees, check, refused, report
@@ -146,17 +148,8 @@ def test_modules_added_later(rank, world, fsdp):
 @report("A parameter is added to a sharded unit")
 def test_parameters_added_later(rank, world, fsdp):
     """Prompt tuning registers a new parameter on a module that fully_shard manages."""
-
-    class Shifted(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + getattr(self, "prompt", 0.0)
-
-    def build():
-        return nn.Sequential(Shifted(8, 8), nn.Linear(8, 8))
-
-    def add(module):
-        module[0].register_parameter("prompt", nn.Parameter(torch.randn(8)))
-
+    build = lambda: nn.Sequential(Shifted(8, 8), nn.Linear(8, 8))
+    add = lambda module: module[0].register_parameter("shift", nn.Parameter(torch.randn(8)))
     agrees(fsdp, None, build, add_and_train(add))
 
 
@@ -363,8 +356,7 @@ def test_batch_norms_that_are_tied_after_sharding(rank, world):
     """They compute in the dtype of their statistics, whatever the policy says, also when these are cast after the tie.
     The tie was refused, and if it had not been, the tied weight would have kept the old dtype."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    module, alone = Norms(), Norms()
-    fsdp2.fully_shard(module, mesh=mesh_1d(), mp_policy=policy)
+    module, alone = beside_one_process(Norms, lambda module: (), mp_policy=policy)
     batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
     torch.testing.assert_close(module(batch), alone(batch))
     for one in (module, alone):
@@ -375,39 +367,26 @@ def test_batch_norms_that_are_tied_after_sharding(rank, world):
     torch.testing.assert_close(module(batch.double()), alone(batch.double()))
 
 
-class Two(nn.Module):
-    """Two layers of one unit that may be tied later, and a third that stays as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
-
-
 @on_ranks(2, 4)
 def test_a_tie_between_micro_batches(rank, world):
     """Sums that waited for their all-reduce were lost, of all parameters of the unit in which two were tied."""
-    model, alone = beside_one_process(Two, lambda module: (), mesh=mesh_2d())
+    model, alone = beside_one_process(Three, lambda module: (), mesh=mesh_2d())
     batches = torch.randn(2, world, 4, 8, generator=torch.Generator().manual_seed(1))
     for part, batch in enumerate(batches):
         if part:
-            alone.second.weight, model.second.weight = alone.first.weight, model.first.weight
+            alone.middle.weight, model.middle.weight = alone.first.weight, model.first.weight
         model.set_requires_all_reduce(bool(part))
         model(batch[rank]).square().sum().backward()
         (alone(batch.flatten(0, 1)).square().sum() / world).backward()
-    for name in ("first", "third"):
-        ours, expected = model.get_submodule(name).weight.grad.full_tensor(), alone.get_submodule(name).weight.grad
-        torch.testing.assert_close(ours, expected)
+    assert_gradients(model, alone)
 
 
 @on_ranks(1)
 def test_a_tie_between_forward_and_backward(rank, world):
     """What the forward saved is gone then. Backward failed in torch with "setStorage: ... out of bounds"."""
-    model = fsdp2.fully_shard(Two(), reshard_after_forward=True)
+    model = fsdp2.fully_shard(Three(), reshard_after_forward=True)
     loss = model(torch.ones(2, 8)).sum()
-    model.second.weight = model.first.weight
+    model.middle.weight = model.first.weight
     with torch.no_grad():
         model(torch.ones(2, 8))
     with pytest.raises(RuntimeError, match="laid out anew between forward and backward"):
@@ -431,11 +410,11 @@ def test_a_tie_that_is_refused_before_anything_is_sharded(rank, world):
 @on_ranks(1)
 def test_a_later_tie_that_is_refused(rank, world):
     """The weight that it replaced was not managed any more: put back, it met plain tensors."""
-    model = Two()
-    fsdp2.fully_shard(model.third, mp_policy=LOW)
+    model = Three()
+    fsdp2.fully_shard(model.last, mp_policy=LOW)
     fsdp2.fully_shard(model)
     own = model.first.weight
-    model.first.weight = model.third.weight
+    model.first.weight = model.last.weight
     for _ in range(2):
         with pytest.raises(ValueError, match=REFUSED):
             model(torch.ones(2, 8))

@@ -17,7 +17,17 @@ from fsdp2 import _trace
 from tests.build.models import FROZEN, Block, Net, nodes_mesh
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import STEPS, accumulate, assert_parity, full, mesh_1d, mesh_2d, play, stack, train
+from tests.support.parity import (
+    STEPS,
+    accumulate,
+    assert_gradients,
+    assert_parity,
+    mesh_1d,
+    mesh_2d,
+    play,
+    stack,
+    train,
+)
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -181,8 +191,7 @@ def test_meta_device(rank, world, name):
     torch.testing.assert_close(module(x), alone(x))
     module(x).sum().backward()
     alone(x).sum().backward()
-    for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(full(mine.grad), other.grad)
+    assert_gradients(module, alone)
 
 
 @on_ranks(4)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.build.models import Shifted
 from tests.support import api
 from tests.support.models import mlp
-from tests.support.parity import mean_output, mesh_of, on_one_axis, trains_like_one_process
+from tests.support.parity import mean_output, mesh_of, sharded, stack, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -163,8 +163,7 @@ def test_a_shallow_copy_of_a_model(rank, world):
 @on_ranks(2)
 def test_a_shallow_copy_of_a_unit(rank, world):
     """The copy shares parameters and gathers with the unit, and its forward ends what it began."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    on_one_axis(module, api.ours, reshard_after_forward=True)
+    module = sharded(lambda: stack(layers=2), reshard_after_forward=True)
     expected = module[0](torch.ones(2, 8)).detach()
     other = copy.copy(module[0])
     for _ in range(2):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.support.parity import beside_one_process, mesh_1d, shard_each, stack
+from tests.support.parity import beside_one_process, mesh_1d, shard_each, sharded, stack
 from tests.support.report import check, full_grads, refused, report, same
 
 ODD = 1
@@ -75,8 +75,7 @@ def test_some_ranks_skip_a_kept_unit(rank, world, fsdp):
 def test_skipped_without_the_option(rank, world, fsdp):
     """The same without the option used to be a hang until the backend's timeout of half an hour, in which nobody says
     who waits for whom. The error comes soon, everywhere, and names the unit each rank is in."""
-    module = SeesOrNot()
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module = sharded(SeesOrNot, fsdp)
     with refused("vision", "rank", otherwise="silently wrong: gathers of different units are mixed up"):
         for step in range(3):
             module(data(rank, step), rank != ODD).square().mean().backward()
@@ -167,8 +166,7 @@ def test_other_seed(rank, world, fsdp):
 
 def ending(rank, world, fsdp, end) -> None:
     """Train until one rank ends; the others must be told which one."""
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module = sharded(stack, fsdp)
     for step in range(3):
         module(data(rank, step)).square().mean().backward()
     dist.barrier()

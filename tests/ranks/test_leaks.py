@@ -14,14 +14,13 @@ from torch import nn
 import fsdp2
 from fsdp2._torch.collectives import default_store
 from fsdp2.check.strict import LiveBytes, settled
-from tests.support.parity import mesh_1d, on_one_axis
+from tests.support.parity import mesh_1d, sharded, stack
 from tests.support.pool import on_ranks
 
 
 def trained() -> nn.Sequential:
     """A model that was trained, evaluated and gathered by hand."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    on_one_axis(model, fsdp2)
+    model = sharded(lambda: stack(4, 2))
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
     model[0].unshard()

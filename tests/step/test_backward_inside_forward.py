@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from tests.support import api
 from tests.support.counting import Collectives
-from tests.support.parity import WIDTH, assert_parity, mesh_of, on_one_axis, shard_each
+from tests.support.parity import WIDTH, assert_parity, mesh_of, on_one_axis, sharded
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -66,8 +65,7 @@ class Forces(nn.Module):
 def test_an_evaluation_with_forces_leaves_nothing_behind(rank, world):
     """Its calls were taken for those of a forward that trains: the next backwards gathered a unit that nobody used, and
     setters said that a backward is still to come."""
-    module: Any = Forces()
-    on_one_axis(module, api.ours)
+    module = sharded(Forces)
     x, evaluated, trained = torch.ones(2, WIDTH), set(), []
     for evaluates in (False, False, True, True, False):
         for _ in range(2 if evaluates else 0):
@@ -87,8 +85,7 @@ def test_an_evaluation_with_forces_leaves_nothing_behind(rank, world):
 def test_a_replica_evaluates_forces_alone(rank, world):
     """The backward inside its evaluation was compared with the forward that the other replica started next: "ranks do
     not do the same"."""
-    module: Any = Forces()
-    shard_each(module, api.ours, mesh=mesh_of(2, 2, names=("replicate", "shard")))
+    module = sharded(Forces, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     x = torch.ones(2, WIDTH)
     for _ in range(3):
         module(x).sum().backward()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from tests.support.parity import mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of, shard_each, sharded, stack
 from tests.support.report import Accepted, Unhelpful, check, refused, report
 
 
@@ -137,8 +137,7 @@ SETTERS = {
 @report("Wrong values for setters", 1, 2, promise="refused, setting unchanged")
 def test_wrong_values_of_setters(rank, world, fsdp):
     """What a setter cannot mean is refused when it is set, not found out by a hang or a strange error in backward."""
-    module = stack()
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module = sharded(stack, fsdp)
     module(torch.ones(1, 8)).sum().backward()
     for name, (words, values) in SETTERS.items():
         for value in values:
@@ -205,8 +204,7 @@ def test_mesh_of_another_process_group(rank, world, fsdp):
 @report("fully_shard twice on one module", 1, 2, promise="refused, still trains")
 def test_twice(rank, world, fsdp):
     """A helper shards what was sharded already, or a list that contains it. What is sharded trains on."""
-    module = stack()
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module = sharded(stack, fsdp)
     for again in (module, module[0], [module[0], module[1]]):
         with refused("already", otherwise="sharded again"):
             fsdp.fully_shard(again, mesh=mesh_1d())
@@ -244,8 +242,7 @@ def test_mixed_devices(rank, world, fsdp):
 @report("An extension sends another size on one rank", fresh=True, promise="error on every rank that names it")
 def test_extension_of_other_sizes(rank, world, fsdp):
     """``fsdp_pre_all_gather`` of a quantised weight appends a scale on some ranks only. What arrives is shifted."""
-    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module = sharded(lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)), fsdp)
     local = module[0].weight._local_tensor
 
     def before(mesh):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2._trace import listening
 from tests.support import api
-from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, on_one_axis
+from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, on_one_axis, sharded
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -75,8 +75,7 @@ def test_a_batch_is_skipped(rank, world, method, reshard):
 def test_what_is_called_next_is_in_no_forward(rank, world):
     """``unshard()`` was taken for a prefetch, which the next forward frees; ``summon_full_params`` and
     ``synchronize_gradients`` said that a forward runs; and a layer called by itself joined a pass that was over."""
-    module = Fragile()
-    on_one_axis(module, api.ours)
+    module = sharded(Fragile)
     for _ in range(2):
         module(torch.ones(2, WIDTH)).sum().backward()
     broken(module)
@@ -126,8 +125,7 @@ def test_a_call_that_handles_an_exception_goes_on(rank, world):
 def test_activations_of_a_broken_forward_are_freed(rank, world):
     """Who handles "out of memory" wants them back. The pass stayed until the next forward, with the arguments of calls
     that had not come to their end."""
-    module = Fragile()
-    on_one_axis(module, api.ours)
+    module = sharded(Fragile)
     seen: list[weakref.ref[torch.Tensor]] = []
     module.first.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     broken(module)
@@ -179,8 +177,7 @@ def test_a_call_that_is_tried_again_keeps_nothing(rank, world):
                 self.picky(x, cache)
             return self.picky(x, cache)
 
-    module = Patient()
-    on_one_axis(module, api.ours)
+    module = sharded(Patient)
     cache = Cache()
     kept = weakref.ref(cache)
     module(torch.ones(2, WIDTH), cache).sum().backward()
@@ -192,8 +189,7 @@ def test_a_call_that_is_tried_again_keeps_nothing(rank, world):
 @on_ranks(2)
 def test_a_recovery_that_is_refused_changes_nothing(rank, world):
     """``reset_iter_state`` inside ``summon_full_params`` dropped gradients of the groups before the summoned one."""
-    module = Fragile()
-    on_one_axis(module, api.ours)
+    module = sharded(Fragile)
     module(torch.ones(2, WIDTH)).sum().backward()
     with fsdp2.summon_full_params(module.last), pytest.raises(RuntimeError, match="reset_iter_state while summon_full"):
         module.reset_iter_state()
@@ -203,8 +199,7 @@ def test_a_recovery_that_is_refused_changes_nothing(rank, world):
 @on_ranks(2)
 def test_nothing_stays_held_after_a_broken_forward(rank, world):
     """It may have come further on some ranks, which would then hold, and not gather, what others gather anew."""
-    module = Fragile()
-    on_one_axis(module, api.ours, reshard_after_forward=False)
+    module = sharded(Fragile, reshard_after_forward=False)
     module(torch.ones(2, WIDTH)).sum().backward()
     broken(module)
     seen: list[str] = []
@@ -247,8 +242,7 @@ def test_an_output_that_is_refused(rank, world, method):
                 output = [output]
             return output
 
-    module = Deep()
-    on_one_axis(module, api.ours)
+    module = sharded(Deep)
     if method != "forward":
         fsdp2.register_fsdp_forward_method(module, method)
     with pytest.raises(RuntimeError, match="nested deeper than 64 levels"):

@@ -21,6 +21,7 @@ from tests.support.parity import (
     play,
     setting,
     shard_each,
+    sharded,
     stack,
 )
 from tests.support.pool import on_ranks
@@ -138,8 +139,7 @@ def test_custom_collectives_in_memory_that_stays(rank, world, prepare, chunks):
 @on_ranks(2)
 def test_custom_collectives_exclude_allocators(rank, world):
     """What allocates for default collectives cannot allocate for custom ones."""
-    module = stack()
-    on_one_axis(module, api.ours)
+    module = sharded()
     module[0].set_custom_all_gather(Gather())
     module[1].set_custom_reduce_scatter(Scatter())
     for unit, kind in ((module[0], "all gather"), (module[1], "reduce scatter")):
@@ -169,8 +169,7 @@ def test_memory_from_the_process_group(rank, world, when):
 @on_ranks(2)
 def test_symmetric_memory_needs_nccl(rank, world):
     """Another backend is refused at the call, and training goes on without."""
-    module = stack()
-    on_one_axis(module, api.ours)
+    module = sharded()
     with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm needs NCCL, got the backend 'gloo'"):
         module[0].set_symm_mem_for_comm("NCCL")
     module(torch.ones(1, 8)).sum().backward()
@@ -254,15 +253,13 @@ def test_all_reduce_hook_is_called_once_per_unit(rank, world, kept):
 def test_all_reduce_hook_and_streams(rank, world):
     """A stream of one's own is refused where the mesh has a replicate axis; None is always fine."""
     for fsdp in (api.ours, api.theirs):
-        module = stack()
-        shard_each(module, fsdp, mesh=mesh_2d())
+        module = sharded(stack, fsdp, mesh=mesh_2d())
         with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
             module[0].set_all_reduce_hook(lambda reduced: None, stream=object())
     seen = []
     module[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()), stream=None)
     module(torch.ones(1, 8)).sum().backward()
-    module = stack()
-    shard_each(module, api.ours, mesh=mesh_1d())
+    module = sharded()
     module[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()), stream=None)
     module(torch.ones(1, 8)).sum().backward()
     assert seen == [72, 36]

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fsdp2.check.strict import LiveBytes, settled
 from tests.support.cases import CASES, Setup, build, shard
 from tests.support.counting import Collectives
-from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, stack
+from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, sharded, stack
 from tests.support.report import Absent, agrees, check, full_grads, report, same, thrifty
 from tests.support.shapes import loss_of
 
@@ -116,8 +116,7 @@ def test_deleting_frees(rank, world, fsdp):
         gc.collect()
         gc.collect()
         seen.append(bytes_alive())
-        module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-        shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=False)
+        module = sharded(lambda: stack(64), fsdp, reshard_after_forward=False)
         with torch.no_grad():
             module(torch.randn(2, 64))
         output = module(torch.randn(2, 64))
@@ -162,9 +161,7 @@ def test_sleep(rank, world, fsdp):
 def test_copied_state_dict(rank, world, fsdp):
     """The best state so far is kept by ``copy.deepcopy(model.state_dict())``. It must not follow training, and it must
     be no larger than the shards."""
-    torch.manual_seed(0)
-    module = stack()
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module = sharded(stack, fsdp)
     best = copy.deepcopy(module.state_dict())
     before = {name: value.to_local().clone() for name, value in best.items()}
     module(torch.randn(2, 8)).sum().backward()

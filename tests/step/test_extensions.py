@@ -18,7 +18,17 @@ from torch.utils import _pytree as pytree
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.observer import Answer, Collective, Unobserved
 from tests.support import api
-from tests.support.parity import SEED, STEPS, assert_parity, mesh_1d, mesh_2d, mesh_of, on_one_axis, shard_each, stack
+from tests.support.parity import (
+    SEED,
+    STEPS,
+    assert_parity,
+    mesh_1d,
+    mesh_2d,
+    mesh_of,
+    shard_each,
+    sharded,
+    stack,
+)
 from tests.support.pool import on_ranks
 
 aten = torch.ops.aten
@@ -136,8 +146,7 @@ def test_subclass_with_two_inputs(rank, world, widths, reshard):
 @on_ranks(1, 2)
 def test_an_evaluation_in_inference_mode_before_training(rank, world):
     """The subclass made its full tensor in inference mode, where autograd may not save it, and training raised."""
-    model = of_halves(8, 8, 8)
-    shard_each(model, api.ours, mesh=mesh_1d())
+    model = sharded(lambda: of_halves(8, 8, 8))
     with torch.inference_mode():
         model(torch.ones(2, 8))
     model(torch.ones(2, 8)).sum().backward()
@@ -171,8 +180,7 @@ def test_subclass_that_stays_on_some_ranks(rank, world):
         model[0].weight = nn.Parameter(Halves(model[0].weight.detach()))
         return model
 
-    module = build()
-    shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+    module = sharded(build, reshard_after_forward=2)
     for _ in range(2):
         loss = module(torch.ones(2, 8)).sum()
         assert isinstance(module[0].weight.to_local(), Halves) and module[0].weight.device_mesh.shape == (4,)
@@ -393,8 +401,7 @@ class Postponing(Unobserved):
 def test_a_prefetch_that_is_left_for_later(rank, world):
     """The tensors were encoded before the observer was asked: what they send stayed allocated until the gather that was
     needed, and that encoded them once more."""
-    module = of_halves(8, 8, 8, 8)
-    on_one_axis(module, api.ours)
+    module = sharded(lambda: of_halves(8, 8, 8, 8))
     x = torch.ones(2, 8)
     with torch.no_grad():
         expected = module(x)  # sizes and order are known from now on
@@ -512,8 +519,7 @@ def test_wrong_views(rank, world):
     """A view of another shape or dtype is refused by name, and a tensor that gives no view and cannot be gathered."""
     inputs = torch.randn(2, 8)
     OnlyViewed.view = torch.Tensor.detach
-    model = frozen_first(OnlyViewed)
-    shard_each(model, api.ours, mesh=mesh_1d())
+    model = sharded(lambda: frozen_first(OnlyViewed))
     if world == 2:
         with pytest.raises(AssertionError, match=r"0\.weight: OnlyViewed has .*got 2 ranks.*fsdp_pre_all_gather"):
             model(inputs)
@@ -525,8 +531,7 @@ def test_wrong_views(rank, world):
         (lambda tensor: None, AssertionError, r"0\.weight: OnlyViewed.*None returned"),
     ):
         OnlyViewed.view = view
-        model = frozen_first(OnlyViewed)
-        shard_each(model, api.ours, mesh=mesh_1d())
+        model = sharded(lambda: frozen_first(OnlyViewed))
         with pytest.raises(error, match=text):
             model(inputs)
 

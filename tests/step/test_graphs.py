@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import CASES
 from tests.support.models import Layers
-from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, stack
+from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, sharded, stack
 from tests.support.report import agrees, check, full_grads, refused, report, same
 
 
@@ -223,8 +223,7 @@ def test_functional_call_with_other_values(rank, world, fsdp):
 def test_functional_call_with_other_values_in_training(rank, world, fsdp):
     """Meta-learning code goes back through a ``functional_call`` with updated weights. By then the module shows its own
     again, and gathering those would give the gradient of another function."""
-    module = stack()
-    shard_each(module, fsdp, mesh=mesh_1d())
+    module = sharded(stack, fsdp)
     values = {name: (parameter.detach() * 2).requires_grad_() for name, parameter in module.named_parameters()}
     with refused("2.weight", "between forward and backward", otherwise="the gradient of other weights"):
         functional_call(module, values, (torch.ones(2, 8),)).sum().backward()

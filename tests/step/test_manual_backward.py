@@ -23,6 +23,7 @@ from tests.support.parity import (
     mesh_2d,
     on_one_axis,
     on_two_axes,
+    sharded,
     stack,
 )
 from tests.support.pool import on_ranks
@@ -89,7 +90,7 @@ def backward(module: nn.Module) -> None:
 @on_ranks(2)
 def test_calls_that_make_no_sense(rank, world):
     """Each is refused with what to do; before the first forward there is nothing to end."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     module.finalize_backward()
     module.finalize_backward(async_op=True).wait()
     module.set_manual_backward_finalization(True)
@@ -117,7 +118,7 @@ def test_calls_that_make_no_sense(rank, world):
 @on_ranks(2)
 def test_a_reset_drops_the_handle(rank, world):
     """After ``reset_iter_state`` an iteration starts anew, and the old handle says so."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     module.set_manual_backward_finalization(True)
     backward(module)
     handle = module.finalize_backward(async_op=True)
@@ -134,7 +135,7 @@ def test_a_reset_drops_the_handle(rank, world):
 @on_ranks(4)
 def test_partial_gradients_cannot_be_final(rank, world):
     """Units told not to all-reduce are named."""
-    module, _ = beside_one_process(stack, mesh=mesh_2d())
+    module = sharded(mesh=mesh_2d())
     module.set_manual_backward_finalization(True)
     module.set_requires_gradient_sync(False)
     backward(module)
@@ -162,7 +163,7 @@ def test_keep_unsharded_storage(rank, world, keep):
 @on_ranks(2)
 def test_kept_storage_stays_where_it_is(rank, world):
     """Only of the units asked for, until it is taken back."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     module[0].set_keep_unsharded_storage(True, recurse=False)
     module.unshard(recurse=True)
     weights = [unit.weight for unit in module]
@@ -219,7 +220,7 @@ def test_training_goes_on_after_an_exception(rank, world, where):
     """A hook raises in a backward or in ``finalize_backward``, or somebody interrupts the wait for its gradients. The
     next call said to wait for a handle that nobody had got, or went on with the gradients of half an iteration. It is
     refused with what to do."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     module.set_manual_backward_finalization(True)
     backward(module)
     module.finalize_backward()
@@ -261,7 +262,7 @@ def test_training_goes_on_after_an_exception(rank, world, where):
 def test_what_ranks_may_skip_is_freed(rank, world, marked):
     """Units that some ranks skip do not stay until the next forward, whatever ``set_reshard_after_backward`` says: a
     rank that gathers one tells the others so. ``finalize_backward`` left a unit in memory that no backward had used."""
-    model, _ = beside_one_process(stack, reshard_after_forward=False)
+    model = sharded(reshard_after_forward=False)
     model[1].set_reduce_scatter_unused_params(marked)
     model.set_reshard_after_backward(False)
     model.set_manual_backward_finalization(True)

@@ -23,7 +23,7 @@ from tests.support.cases import (
     parametrize_cases,
 )
 from tests.support.models import Tied
-from tests.support.parity import assert_gradients, beside_one_process, mesh_of, stack
+from tests.support.parity import assert_gradients, beside_one_process, mesh_of, sharded, stack
 from tests.support.pool import on_ranks
 
 transfers = pytest.mark.parametrize("transfer", TRANSFERS)
@@ -183,7 +183,7 @@ def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard
 @on_ranks(2)
 def test_a_gradient_that_was_redistributed_is_not_added_to(rank, world):
     """A backward added pieces to what a metric had made whole: sizes did not match, or other elements were summed."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     module(torch.ones(2, 8)).sum().backward()
     parameter = module[0].weight
     parameter.grad = parameter.grad.redistribute(placements=[Replicate()])

@@ -17,7 +17,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from tests.support import api
 from tests.support.fake import fake_mesh
 from tests.support.models import mlp
-from tests.support.parity import beside_one_process, mesh_of, on_one_axis, stack
+from tests.support.parity import beside_one_process, mesh_of, on_one_axis, sharded, stack
 from tests.support.pool import on_ranks
 
 
@@ -97,9 +97,7 @@ def test_a_gather_for_the_next_of_several_backwards(rank, world):
     """The first of two backwards on one forward gathers the branch that it meets next in reverse, which only the second
     one uses. It was dropped at the end of the first, to be gathered again by the second, and that one's other gathers
     were never started ahead of time: each was another order than the last backward's."""
-    torch.manual_seed(0)
-    module = Branches()
-    on_one_axis(module, api.ours)
+    module = sharded(Branches)
     inputs, events = torch.full((2, 4), rank + 1.0), []
 
     def backward(output: torch.Tensor, *, last: bool) -> list[tuple[str, str]]:
@@ -125,9 +123,7 @@ def test_a_gather_for_the_next_of_several_backwards(rank, world):
 
 
 def _units(world: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    module = nn.Sequential(*[mlp(4, 4) for _ in range(5)])
-    on_one_axis(module, api.ours)
+    module = sharded(lambda: nn.Sequential(*[mlp(4, 4) for _ in range(5)]))
     return module
 
 

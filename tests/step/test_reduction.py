@@ -30,6 +30,7 @@ from tests.support.parity import (
     play,
     setting,
     shard_each,
+    sharded,
     stack,
 )
 from tests.support.pool import on_ranks
@@ -148,7 +149,7 @@ def test_requires_all_reduce(rank, world, when, recurse):
 @on_ranks(4)
 def test_requires_all_reduce_saves_the_all_reduce(rank, world):
     """One reduction less per unit, and no gradient yet."""
-    module, _ = beside_one_process(stack, mesh=mesh_2d())
+    module = sharded(mesh=mesh_2d())
     counts = []
     for required in (True, False, True):
         module.set_requires_all_reduce(required)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
-from tests.support.parity import SEED, Run, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, stack
+from tests.support.parity import SEED, Run, assert_parity, mesh_1d, mesh_2d, mesh_of, shard_each, sharded, stack
 from tests.support.pool import on_ranks
 
 
@@ -62,8 +62,7 @@ def test_parameters_stay_on_two_ranks(rank, world, dim):
 @on_ranks(4)
 def test_backward_gathers_over_two_ranks(rank, world):
     """The gather of backward receives half of what forward's needs, and there is one for each unit."""
-    module = stack()
-    shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+    module = sharded(reshard_after_forward=2)
     sent = []
     with Collectives() as seen:
         loss = module(torch.ones(2, 8)).sum()
@@ -81,9 +80,7 @@ def test_an_evaluation_leaves_the_pieces(rank, world):
     ranks, and computed with values that had been written to them since."""
     seen = []
     for evaluates in (False, True):
-        torch.manual_seed(SEED)
-        module = stack()
-        shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+        module = sharded(reshard_after_forward=2)
         for _ in range(2):
             module(torch.ones(2, 8)).sum().backward()
         x = torch.ones(2, 8, requires_grad=True)
@@ -115,8 +112,7 @@ def test_process_groups_are_made_once(rank, world):
     mesh = init_device_mesh("cpu", (4,))
     for layers in (5, 1):
         before = process_groups()
-        module = stack(layers=layers)
-        shard_each(module, api.ours, mesh=mesh, reshard_after_forward=2)
+        module = sharded(partial(stack, layers=layers), mesh=mesh, reshard_after_forward=2)
         module(torch.ones(2, 8)).sum().backward()
         made.append(process_groups() - before)
     assert made[0] <= 2 and made[1] <= 0, made  # fewer where groups of an earlier test went in between
@@ -182,8 +178,7 @@ def test_tensor_parallel_parameters(rank, world):
 @on_ranks(4)
 def test_the_setter_changes_it(rank, world):
     """``set_reshard_after_forward`` replaces the number of ranks by all or none."""
-    module = stack()
-    shard_each(module, api.ours, mesh=mesh_1d(), reshard_after_forward=2)
+    module = sharded(reshard_after_forward=2)
     shapes = []
     for value in (None, True, False):
         if value is not None:

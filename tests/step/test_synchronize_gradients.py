@@ -24,6 +24,7 @@ from tests.support.parity import (
     mesh_2d,
     on_one_axis,
     on_two_axes,
+    sharded,
     stack,
 )
 from tests.support.pool import on_ranks
@@ -109,7 +110,7 @@ def test_the_last_micro_batch_is_empty_everywhere(rank, world):
 @on_ranks(2)
 def test_some_units_alone(rank, world):
     """With ``recurse=False`` only the module's own parameters, which is nothing where units below have them all."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     module.set_requires_gradient_sync(False)
     module(torch.ones(2, 8)).square().sum().backward()
     module.synchronize_gradients(recurse=False)
@@ -140,7 +141,7 @@ def test_between_a_forward_and_its_backward(rank, world):
 @on_ranks(2)
 def test_calls_that_make_no_sense(rank, world):
     """Inside a forward or backward, inside ``summon_full_params`` and before ``finalize_backward`` it is refused."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     module.synchronize_gradients()  # before the first forward: nothing was left
     rows, refused = torch.ones(2, 8), []
 
@@ -271,7 +272,7 @@ def test_what_reads_gradients_is_refused(rank, world, mark, setter):
 def test_other_optimizers_step(rank, world):
     """An optimizer of parameters whose gradients are reduced steps while others accumulate, as with two optimizers on
     parts of one model, of which one steps less often."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     first, last = (torch.optim.SGD(module[i].parameters(), lr=0.1) for i in (0, 2))
     module[2].set_requires_gradient_sync(False)
     for step in range(2):
@@ -289,7 +290,7 @@ def test_other_optimizers_step(rank, world):
 @on_ranks(2)
 def test_a_step_before_finalize_backward_is_refused(rank, world):
     """With manual finalization the gradients that no hook reduced are there after ``finalize_backward`` only."""
-    module, _ = beside_one_process(stack)
+    module = sharded()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.set_manual_backward_finalization(True)
     module.set_requires_gradient_sync(False)

@@ -458,6 +458,14 @@ def beside_one_process(
     return module, alone
 
 
+def sharded(build: Callable[[], nn.Module] = stack, fsdp: Any = api.ours, **options: Any) -> Any:
+    """Return a new model, sharded as ``shard_each`` does: over all ranks unless ``options`` say otherwise."""
+    torch.manual_seed(SEED)
+    module = build()
+    shard_each(module, fsdp, **{"mesh": mesh_1d(), **options})
+    return module
+
+
 def assert_gradients(module: nn.Module, alone: nn.Module, where: object = "") -> None:
     """Assert that the gradients of a sharded module are those of a module in a single process, which has the same
     parameters in the same order."""

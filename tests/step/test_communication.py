@@ -288,18 +288,12 @@ def test_post_optim_event(rank, world):
 def test_share_comm_ctx(rank, world):
     """Two roots use the same lanes and one window of chunks in flight, and train as before."""
 
-    def program(run):
-        def share(module, fsdp):
-            fsdp.share_comm_ctx([module[0], module[2]])
-            fsdp.share_comm_ctx([])
-
-        run.configure(share)
-        for step in range(3):
-            run.backward(step)
-            run.update()
+    def share(module, fsdp):
+        fsdp.share_comm_ctx([module[0], module[2]])
+        fsdp.share_comm_ctx([])
 
     prepare = lambda module, fsdp: [fsdp.fully_shard(unit, mesh=mesh_1d()) for unit in module]
-    run = assert_parity(prepare, program=program)
+    run = assert_parity(prepare, program=setting(share, "before"))
     contexts = [unit._get_fsdp_state()._state_ctx.comm for unit in run.module]
     assert contexts[0] is contexts[2] is not contexts[1]
     with pytest.raises(ValueError, match="Expects FSDPModule"):

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support.counting import Collectives
 from tests.support.models import Layers
-from tests.support.parity import Run, mesh_1d, mesh_2d, shard_each
+from tests.support.parity import Run, beside_one_process, mesh_1d, mesh_2d, shard_each
 from tests.support.report import Absent, agrees, check, report, thrifty
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -141,11 +141,7 @@ class Normed(nn.Module):
 def test_batch_norm(rank, world, fsdp):
     """Running statistics in bfloat16 stop moving, so buffers stay in float32; a batch norm whose weights are cast to
     bfloat16 then has two dtypes, which its kernel refuses."""
-    torch.manual_seed(0)
-    module = Normed()
-    torch.manual_seed(0)
-    alone = Normed()
-    whole_in_bf16(module, fsdp)
+    module, alone = beside_one_process(Normed, lambda module: (), fsdp, mp_policy=BF16)
     data = torch.randn(16, 8)
     for _ in range(3):
         got, expected = module(data), alone(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 from functools import partial
@@ -301,10 +300,8 @@ def test_lazy_modules(rank, world):
 def test_a_forward_that_writes_to_its_weight(rank, world):
     """``nn.Embedding(max_norm=...)`` writes to its weight in forward. The write was lost with the full parameter,
     without a word, as with torch. With the remedy, training is that of one process."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 2))
-    module = copy.deepcopy(alone)
-    api.ours.fully_shard(module, mesh=mesh_of(world))
+    build = lambda: nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 2))
+    module, alone = beside_one_process(build, lambda module: ())
     tokens = torch.arange(6).view(2, 3)
     with pytest.raises(RuntimeError, match=r"0\.weight: the forward changed it in place.*torch\.renorm.*in a buffer"):
         module(tokens[rank])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import CASES
 from tests.support.models import Layers
-from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, sharded, stack
+from tests.support.parity import Run, beside_one_process, mesh_1d, on_one_axis, shard_each, sharded, stack
 from tests.support.report import agrees, check, full_grads, refused, report, same
+
+freed = partial(on_one_axis, reshard_after_forward=True)
 
 
 @report("What a unit returns, a view, is changed in place", 1, 2, 4)
@@ -51,8 +54,7 @@ def test_no_warning_for_linear(rank, world, fsdp):
 @report("A unit returns a plain object with tensors in it", 1, 2, 4)
 def test_plain_objects(rank, world, fsdp):
     """Model outputs of libraries are classes of their own. Backward through a tensor in one must gather the unit."""
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=True)
-    agrees(fsdp, prepare, CASES["wrapping_object"])
+    agrees(fsdp, freed, CASES["wrapping_object"])
 
 
 def curved() -> nn.Sequential:
@@ -80,8 +82,7 @@ def test_gradient_penalty(rank, world, fsdp):
 @report("Gradient penalty with everything freed after forward", 1, 2, 4)
 def test_gradient_penalty_resharding(rank, world, fsdp):
     """The same with ``reshard_after_forward=True`` everywhere, the root included."""
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=True)
-    agrees(fsdp, prepare, curved, penalty)
+    agrees(fsdp, freed, curved, penalty)
 
 
 class Detached(nn.Module):
@@ -191,8 +192,7 @@ def test_functional_call(rank, world, fsdp):
             output.square().mean().backward()
             run.update()
 
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=True)
-    agrees(fsdp, prepare, program=program)
+    agrees(fsdp, freed, program=program)
 
 
 @report("torch.func.functional_call with other sharded values", 1, 2, 4)

@@ -23,6 +23,7 @@ from tests.support.parity import (
     mesh_2d,
     on_one_axis,
     on_two_axes,
+    setting,
     sharded,
     stack,
 )
@@ -149,13 +150,7 @@ def test_partial_gradients_cannot_be_final(rank, world):
 @pytest.mark.parametrize("keep", [True, False])
 def test_keep_unsharded_storage(rank, world, keep):
     """Full parameters come back at the same addresses, and their memory is not given back in between."""
-
-    def program(run: Run) -> None:
-        run.configure(lambda module, fsdp: module.set_keep_unsharded_storage(keep))
-        for step in range(3):
-            run.backward(step)
-            run.update()
-
+    program = setting(lambda module, fsdp: module.set_keep_unsharded_storage(keep), "before")
     assert_parity(on_one_axis, program=program, against=AGAINST)
 
 

@@ -415,17 +415,13 @@ def test_zeroing_goes_on_in_the_iteration(rank, world):
 @on_ranks(4)
 def test_other_values_for_one_forward(rank, world):
     """``functional_call`` with other shards computes with these, and the next forward with the old ones again."""
-    module = stack()
-    prepare(module, api.ours)
+    module, alone = over_replicas(stack)
     (rows,) = batch(0)
     with torch.no_grad():
         before = module(rows)
-        doubled = {name: nn.Parameter(value.detach() * 2) for name, value in module.named_parameters()}
-        other = functional_call(module, doubled, (rows,))
-        alone = stack()
-        for name, value in module.named_parameters():
-            alone.get_parameter(name).data.copy_(value.full_tensor() * 2)
-        torch.testing.assert_close(other, alone(rows))
+        doubled = [{n: nn.Parameter(p.detach() * 2) for n, p in one.named_parameters()} for one in (module, alone)]
+        others = [functional_call(one, values, (rows,)) for one, values in zip((module, alone), doubled)]
+        torch.testing.assert_close(*others)
         assert torch.equal(module(rows), before)
 
 

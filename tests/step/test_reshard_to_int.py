@@ -148,27 +148,21 @@ def test_with_a_replicate_axis(rank, world):
     assert run.module[0].weight.device_mesh == small
 
 
-class TensorParallel(nn.Sequential):
-    """Two linear layers, of which the tests make tensor-parallel ones."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 16), nn.Linear(16, 8))
-
-
 @composes("reshard to int", "tensor parallel")
 @refuses("reshard to int", "tensor parallel", by="torch", reason="parameters that are DTensors")
 @on_ranks(4)
 def test_tensor_parallel_parameters(rank, world):
     """DTensor parameters, which torch refuses here, stay cut over half of the data-parallel ranks."""
     mesh = mesh_of(4, 1, names=("dp", "tp"))
+    build = partial(stack, layers=2)
 
     def prepare(module, fsdp):
         parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         shard_each(module, fsdp, mesh=mesh["dp"], reshard_after_forward=2)
 
-    run = assert_parity(prepare, build=TensorParallel, program=partial(train_and_look, 2), against=("alone",))
+    run = assert_parity(prepare, build=build, program=partial(train_and_look, 2), against=("alone",))
     torch.manual_seed(SEED)
-    original = dict(TensorParallel()[0].named_parameters())
+    original = dict(build()[0].named_parameters())
     assert len(run.notes) == 6
     for step, name, _, whole in run.notes:
         if step == 0:

@@ -311,7 +311,6 @@ def test_the_gathered_tensor_as_the_parameter(rank, world, reshard):
 @on_ranks(1)
 def test_wrong_extensions(rank, world):
     """Only one of the two functions, or a signature that is neither, is refused."""
-    module = nn.Sequential(nn.Linear(4, 4, bias=False))
     for fsdp in (api.ours, api.theirs):
         module = nn.Linear(4, 4, bias=False)
         module.weight.fsdp_pre_all_gather = lambda mesh: None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from tests.support import api
+from tests.support.models import linears, mlp
 from tests.support.parity import assert_gradients, beside_one_process
 from tests.support.pool import on_ranks
 
@@ -17,22 +20,9 @@ class Trouble(Exception):
     """Stands for memory that is exhausted."""
 
 
-class Between(nn.Module):
-    """Two units, and between them a place where backward may raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.raises = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        if self.raises:
-            hidden.register_hook(self.fail)
-        return self.second(hidden)
-
-    def fail(self, grad: torch.Tensor) -> None:
-        raise Trouble
+def fail(*unused: object) -> None:
+    """Be a hook that raises."""
+    raise Trouble
 
 
 def batch(step: int) -> torch.Tensor:
@@ -40,15 +30,16 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
 
 
-def interrupt_between(module: Between, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt_between(module: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let backward raise when it has left the second unit and not come to the first."""
-    module.raises = True
+    _, between, _ = module
+    handle = between.register_full_backward_hook(fail)
     with pytest.raises(Trouble):
         module(batch(1)).square().sum().backward()
-    module.raises = False
+    handle.remove()
 
 
-def interrupt_the_wait(module: Between, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt_the_wait(module: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C while backward waits for the last gradients."""
 
     def finish() -> None:
@@ -68,7 +59,7 @@ def interrupt_the_wait(module: Between, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_step_after_a_backward_that_did_not_end(rank, world, interrupt, trained, reshard):
     """Inside a unit an exception is noticed by the unit itself. Between two, ``zero_grad()`` and the next step without
     ``reset_iter_state()`` added the gradients of the failed iteration to those of the next, without a word."""
-    module, alone = beside_one_process(Between, reshard_after_forward=reshard)
+    module, alone = beside_one_process(partial(mlp, 6, 6, 6), linears, reshard_after_forward=reshard)
     if trained:
         module(batch(0)).square().sum().backward()
     module.zero_grad()

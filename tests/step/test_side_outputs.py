@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.support import api
 from tests.support.parity import assert_gradients, beside_one_process, mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
+from tests.support.shapes import Result
 
 
 class Routed(nn.Module):
@@ -151,29 +152,15 @@ def test_features_that_only_a_hook_saw(rank, world, build, layer, reshard):
     trains_like_one_process(build, Features(layer), units, reshard_after_forward=reshard)
 
 
-@dataclasses.dataclass
-class Passed:
-    """What blocks hand on."""
-
-    hidden: torch.Tensor
-
-
-class Plain:
-    """The same in a class of its own, which is passed on as it is."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
 class Writes(nn.Module):
-    """A block that returns nothing: its result replaces the hidden state in its argument."""
+    """A block that returns nothing: its result replaces the value in its argument."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
 
     def forward(self, passed: Any) -> None:
-        passed.hidden = torch.tanh(self.layer(passed.hidden))
+        passed.value = torch.tanh(self.layer(passed.value))
 
 
 class Collects(nn.Module):
@@ -209,10 +196,10 @@ class WritesToArguments(nn.Module):
                 x = block(x, seen, named)
             assert len(seen) == 5 and list(named) == [5]
             return x + seen[0] + sum(one for (one,) in seen[1:]) + named[5]
-        passed = Passed(x) if self.how == "dataclass" else Plain(x)
+        passed = Result(x, "a note") if self.how == "dataclass" else SimpleNamespace(value=x)
         for block in self.blocks:
             block(passed)
-        return passed.hidden
+        return passed.value
 
 
 @on_ranks(1, 2)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2._trace import listening
+from tests.build.test_added import Shifted
 from tests.support import api
 from tests.support.cases import Setup, assert_case
 from tests.support.models import Case, mlp, rows
@@ -212,17 +213,6 @@ def test_a_layer_that_does_not_read_the_cache_is_freed_when_backward_leaves_it(r
         assert events.index("reshard layers.1") > events.index("pre_backward layers.0"), events
 
 
-class Shifted(nn.Module):
-    """Scales and shifts what a layer returns, by a parameter that backward needs after its own gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.shift = nn.Linear(6, 6), nn.Parameter(torch.full((6,), 3.0))
-
-    def forward(self, x):
-        return self.inner(x) * self.shift.detach() + self.shift
-
-
 @api.fsdp2_only
 @on_ranks(2)
 @pytest.mark.parametrize("option", ["ignored_params", "replicated_params"])
@@ -231,8 +221,9 @@ def test_a_group_stays_for_the_backward_of_others(rank, world, option):
     gradients were finished, although the backward of the first still read it: a crash."""
     torch.manual_seed(0)
     alone = Shifted()
+    alone.shift = nn.Parameter(torch.full((5,), 3.0))  # which backward needs after its own gradient
     module = copy.deepcopy(alone)
     api.ours.fully_shard(module, mesh=mesh_of(world), **{option: set(module.inner.parameters())})
     for one in (module, alone):
-        one(torch.ones(2, 6)).square().sum().backward()
+        one(torch.ones(2, 3)).square().sum().backward()
     assert_gradients(module, alone)

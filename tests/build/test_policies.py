@@ -298,30 +298,28 @@ def test_names_of_the_old_arguments(rank, world):
     states = lambda part: {"ignored_states": [part.norm]} if is_block(part) else False
     fsdp2.fully_shard(module, policy=CustomPolicy(states))
     assert {type(block.norm.weight) for block in module.blocks} == {nn.Parameter}
-    refused = {
-        "backward_prefetch": (None, "set_modules_to_backward_prefetch"),
-        "forward_prefetch": (True, "set_modules_to_forward_prefetch"),
-        "limit_all_gathers": (True, "one unit ahead"),
-        "use_orig_params": (True, "keep their names"),
-        "sync_module_states": (True, "once the whole model is sharded"),
-        "param_init_fn": (None, "meta device"),
-        "device_id": (0, "the mesh's device"),
-        "process_group": (None, "DeviceMesh.from_group"),
-        "auto_wrap_policy": (None, "the policy of the call"),
-        "policy": (None, "the policy of the call"),
-        "mixed_precision": (torch.bfloat16, "expected a MixedPrecision"),
-        "cpu_offload": (3, "expected a CPUOffload"),
-        "ignored_states": ([1], "expected parameters or modules"),
-        "bogus": (1, "expected one of mesh, reshard_after_forward"),
-    }
-    refused |= {
-        "mixed_precision ": (MixedPrecision(buffer_dtype=torch.bfloat16), "buffers are not cast"),
-        "mixed_precision  ": (MixedPrecision(keep_low_precision_grads=True), "keep_low_precision_grads"),
-    }
+    refused = [
+        ("backward_prefetch", None, "set_modules_to_backward_prefetch"),
+        ("forward_prefetch", True, "set_modules_to_forward_prefetch"),
+        ("limit_all_gathers", True, "one unit ahead"),
+        ("use_orig_params", True, "keep their names"),
+        ("sync_module_states", True, "once the whole model is sharded"),
+        ("param_init_fn", None, "meta device"),
+        ("device_id", 0, "the mesh's device"),
+        ("process_group", None, "DeviceMesh.from_group"),
+        ("auto_wrap_policy", None, "the policy of the call"),
+        ("policy", None, "the policy of the call"),
+        ("mixed_precision", torch.bfloat16, "expected a MixedPrecision"),
+        ("cpu_offload", 3, "expected a CPUOffload"),
+        ("ignored_states", [1], "expected parameters or modules"),
+        ("bogus", 1, "expected one of mesh, reshard_after_forward"),
+        ("mixed_precision", MixedPrecision(buffer_dtype=torch.bfloat16), "buffers are not cast"),
+        ("mixed_precision", MixedPrecision(keep_low_precision_grads=True), "keep_low_precision_grads"),
+    ]
     module = Net()
-    for key, (value, match) in refused.items():
-        answer = lambda part, key=key, value=value: {key.strip(): value} if part is module.blocks[2] else is_block(part)
-        with pytest.raises(TypeError, match=f"(?s)policy: blocks.2: .*{key.strip()}.*{match}|{key.strip()}: {match}"):
+    for key, value, match in refused:
+        answer = lambda part, key=key, value=value: {key: value} if part is module.blocks[2] else is_block(part)
+        with pytest.raises(TypeError, match=f"(?s)policy: blocks.2: .*{key}.*{match}|{key}: {match}"):
             fsdp2.fully_shard(module, policy=answer)
         assert names_of_units(module) == []
 

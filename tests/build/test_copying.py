@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.build.models import Shifted
 from tests.support import api
 from tests.support.models import mlp
-from tests.support.parity import mean_output, mesh_of, sharded, stack, trains_like_one_process
+from tests.support.parity import mean_output, mesh_of, on_one_axis, sharded, stack, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -137,10 +137,9 @@ def test_a_copy_adopts_what_is_added_to_it(rank, world):
 def test_a_copy_of_a_compiled_module(rank, world):
     """``module.compile()`` keeps what it made on the module, and a deep copy took it over: the copy computed with the
     weights of the original, and its own got no gradients."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module = stack(4, layers=2)
     module[0].compile(backend="eager")
-    for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    on_one_axis(module, api.ours)
     clone = copy.deepcopy(module)
     clone(torch.ones(1, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in clone.parameters())
@@ -180,9 +179,7 @@ def test_copying_units_that_share_a_layer(rank, world):
     """Hooks on the layer referred to the group that the first unit had before the second one took part: "cannot pickle
     ProcessGroup"."""
     layer = nn.Linear(4, 4)
-    module = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer), nn.Linear(4, 2))
-    for unit in (module[0], module[1], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module = sharded(lambda: nn.Sequential(nn.Sequential(layer), nn.Sequential(layer), nn.Linear(4, 2)))
     clone = copy.deepcopy(module)
     for one in (module, clone):
         one(torch.ones(2, 4)).sum().backward()

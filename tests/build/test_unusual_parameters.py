@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support import api
 from tests.support.models import mlp
-from tests.support.parity import mesh_of
+from tests.support.parity import mesh_of, sharded
 from tests.support.pool import on_ranks
 
 
@@ -139,9 +139,7 @@ class Empty(nn.Module):
 def test_a_unit_of_empty_parameters(rank, world):
     """A single process has nothing to copy where all parameters of a unit are empty; torch's foreach copy refuses an
     empty list, with an error that names nothing."""
-    module = nn.Sequential(nn.Linear(3, 3), Empty())
-    for unit in (module[1], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module = sharded(lambda: nn.Sequential(nn.Linear(3, 3), Empty()))
     module(torch.ones(1, 3)).sum().backward()
     assert module[0].weight.grad is not None
     assert module[1].weight.grad is not None and module[1].weight.grad.shape == (2, 0)

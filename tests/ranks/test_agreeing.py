@@ -10,6 +10,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.ranks.board import Board
+from tests.support.parity import sharded
 from tests.support.pool import on_ranks
 
 X = torch.ones(2, 8)
@@ -63,10 +64,8 @@ def test_a_pattern_costs_no_word(rank, world, iteration: Callable[[nn.Module], N
     With one exception: if parameters stay after forward, a second forward takes no step, so ranks see nothing that
     distinguishes a backward on one forward from a backward on two, which takes more steps. Such backwards meet.
     """
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8))
-    for unit in (*model[:3], model):
-        fsdp2.fully_shard(unit, reshard_after_forward=reshard)
+    build = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8))
+    model = sharded(build, units=lambda model: [*model][:3], reshard_after_forward=reshard)
     asked, meet = [], Board.meet
 
     def counting(board, *args):

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp2
 from fsdp2._torch.collectives import default_store
 from fsdp2.check.strict import LiveBytes, settled
-from tests.support.parity import mesh_1d, sharded, stack
+from tests.support.parity import sharded, stack
 from tests.support.pool import on_ranks
 
 
@@ -65,10 +64,8 @@ def test_a_leaf_that_is_no_unit_does_not_keep_its_model(rank, world, shows, copi
     """``for module in model.modules(): ...`` leaves the last leaf in the variable. The hooks on it for state dicts held
     its group, and the group its modules: 85.5 of 85.5 MB stayed after ``del model``, of torch's model 0.25."""
     with LiveBytes() as live:
-        blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-        model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, 4))
-        for unit in (*blocks, model):
-            fsdp2.fully_shard(unit, mesh=mesh_1d())
+        build = lambda: nn.Sequential(stack(WIDTH, LAYERS), nn.Linear(WIDTH, 4))
+        model = sharded(build, units=lambda model: model[0])
         if copied:
             model = copy.deepcopy(model)
         for _ in range(2):
@@ -78,7 +75,7 @@ def test_a_leaf_that_is_no_unit_does_not_keep_its_model(rank, world, shows, copi
             model.unshard()
         leaf = model[1]
         gone = [weakref.ref(one) for one in (model, model[0], model[0][0].weight, model._get_fsdp_state())]
-        del model, unit, blocks
+        del model
         gc.collect()
         assert [one() for one in gone] == [None] * len(gone)
         weight = WIDTH * WIDTH * 4

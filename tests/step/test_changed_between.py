@@ -13,7 +13,7 @@ from torch.utils import swap_tensors
 
 from tests.support import api
 from tests.support.models import mlp
-from tests.support.parity import assert_gradients, beside_one_process, mesh_of
+from tests.support.parity import assert_gradients, beside_one_process, mesh_of, sharded
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -105,11 +105,9 @@ def test_cast_between_forward_and_backward(rank, world):
 def test_batch_norm_follows_its_buffers(rank, world, when):
     """torch's documentation casts the running statistics to the compute dtype after ``fully_shard``. The weights went
     on in the dtype that they had at the call: "mixed dtype (CPU): expect parameter to have scalar type of Float"."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     policy = api.ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-    for unit in (module[0], module[1], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), mp_policy=policy)
+    build = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module = sharded(build, units=lambda module: [*module][:2], mp_policy=policy)
 
     def cast(dtype: torch.dtype) -> None:
         for name in ("running_mean", "running_var"):

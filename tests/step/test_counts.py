@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
 from tests.support.models import Transformer
 from tests.support.nccl import too_with_nccl
+from tests.support.parity import sharded
 
 GATHER = torch.ops.c10d._allgather_base_
 REDUCE = torch.ops.c10d._reduce_scatter_base_
@@ -28,10 +31,8 @@ def mesh():
 
 def build(mesh, **options) -> nn.Module:
     """Return a transformer of units under a root with parameters of its own."""
-    module = Transformer(layers=LAYERS, width=64)
-    for unit in (*module.blocks, module):
-        api.ours.fully_shard(unit, mesh=mesh, **options)
-    return module
+    build = partial(Transformer, layers=LAYERS, width=64)
+    return sharded(build, units=lambda module: module.blocks, mesh=mesh, **options)
 
 
 def tokens() -> torch.Tensor:

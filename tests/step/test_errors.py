@@ -17,7 +17,7 @@ from fsdp2.ranks.process import _monitors
 from tests.support import api, processes
 from tests.support.cases import CASES, TRANSFERS, build, build_sharded
 from tests.support.models import mlp
-from tests.support.parity import assert_gradients, beside_one_process, mesh_of
+from tests.support.parity import assert_gradients, beside_one_process, mesh_of, sharded
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 
@@ -160,9 +160,7 @@ def test_submodule_after_the_root(rank, world):
 def test_a_refused_first_forward_is_looked_at_again(rank, world):
     """The second forward ran without the comparison of ranks that the first was refused by; and while somebody held the
     error, a collective that took long raised it again, on one rank alone."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-    for unit in (module[1], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module = sharded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"meta device.*1\.weight.*1\.bias") as held:
             module(torch.ones(1, 4))
@@ -203,9 +201,7 @@ def test_the_error_names_the_weight_that_failed(rank, world):
     """diffusers' DiT calls a submodule of its first block after the blocks. The error arises in ``nn.Linear``, whose
     line reads ``F.linear(input, self.weight, self.bias)``: every parameter called ``linear.weight`` was blamed for it,
     and not the one that failed."""
-    module = Borrowing()
-    for unit in (*module.blocks, module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module = sharded(Borrowing, units=lambda module: module.blocks)
     with pytest.raises(RuntimeError) as caught:
         module(torch.ones(2, 4))
     _, _, explained = str(caught.value).partition("\n")
@@ -217,9 +213,8 @@ def test_the_error_names_the_weight_that_failed(rank, world):
 def test_the_name_of_a_parameter_that_was_removed(rank, world):
     """A parametrization registered, or a weight pruned, after sharding takes the parameter from its module. The error
     called it "weight", of which a model has hundreds."""
-    module = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
-    for unit in (module[0][0], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    build = lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    module = sharded(build, units=lambda module: module[0])
     prune.random_unstructured(module[0][0], "weight", amount=0.0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter was replaced"):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-import fsdp2
 from tests.support import api
 from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
 from tests.support.nccl import strict_nccl
+from tests.support.parity import sharded
 
 pytestmark = api.fsdp2_only
 
@@ -64,11 +64,9 @@ def launched(func: Any, args: Any) -> Counter[str] | None:
 def launches(world: int, setup: str) -> dict[str, float]:
     """Return what one unit costs in a second step; chunks are a fraction of a unit, however small units are here."""
     with strict_nccl(), fake_mesh(world) as mesh:
-        torch.manual_seed(0)
-        module = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        for unit in (*module, module):
-            fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=True, **SETUPS[setup])
-        module.set_transfer_sizes(chunk_bytes=1, direct_param_bytes=64 << 10, direct_group_bytes=0)  # type: ignore[operator]
+        build = lambda: nn.Sequential(*(Block() for _ in range(LAYERS)))
+        module = sharded(build, mesh=mesh, reshard_after_forward=True, **SETUPS[setup])
+        module.set_transfer_sizes(chunk_bytes=1, direct_param_bytes=64 << 10, direct_group_bytes=0)
         x = torch.randn(2, HIDDEN, dtype=torch.bfloat16 if "mixed" in setup else torch.float32)
         module(x).sum().backward()
         module.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import pytest
@@ -18,6 +18,7 @@ from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
 from tests.support.models import mlp
+from tests.support.parity import sharded
 
 WORLD, LAYERS, WIDTH = 64, 6, 256
 FULL = MixedPrecisionPolicy()
@@ -60,10 +61,8 @@ def build(
     **options: object,
 ) -> nn.Module:
     """Return layers that are units under a root without parameters of its own."""
-    module = nn.Sequential(*(Layer(width, matrices) for _ in range(LAYERS)))
-    for unit in (*module, module):
-        implementation.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **options)
-    return module
+    layers = lambda: nn.Sequential(*(Layer(width, matrices) for _ in range(LAYERS)))
+    return sharded(layers, implementation, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **options)
 
 
 @cache
@@ -203,9 +202,7 @@ def test_chunks_leave_early_where_no_stream_delays_them():
 def test_moved_and_loaded_models_leave_nothing():
     """``to``, ``to_empty`` and ``load_state_dict(assign=True)`` do not keep what they replace."""
     with fake_mesh(WORLD) as mesh, LiveBytes() as live:
-        module = mlp(WIDTH, WIDTH, WIDTH)
-        for unit in (module[0], module):
-            api.ours.fully_shard(unit, mesh=mesh)
+        module = sharded(partial(mlp, WIDTH, WIDTH, WIDTH), mesh=mesh)
         module(torch.randn(1, WIDTH)).sum().backward()
         module.zero_grad()
         module.reshard()

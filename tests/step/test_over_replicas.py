@@ -38,6 +38,7 @@ from tests.support.parity import (
     mesh_of,
     play,
     shard_each,
+    sharded,
     stack,
     train,
 )
@@ -287,8 +288,8 @@ def test_the_replicate_axis_is_used_once_a_step(rank, world, batches):
     reduced over it once. On the shard axis as much is sent as with hybrid sharding."""
     counted = []
     for over in (True, False):
-        module = stack(16)
-        prepare(module, api.ours, reshard_after_forward=True, shard_over_replicas=over)
+        build = partial(stack, 16)
+        module = sharded(build, mesh=mesh_2d(), reshard_after_forward=True, shard_over_replicas=over)
         run = Run(module, api.ours, (rank, world))
         for _ in range(2):  # in the second iteration the last unit stays
             sent = Sent()
@@ -431,8 +432,7 @@ def test_other_values_for_one_forward(rank, world):
 def written_between(build: Callable[[], Any], rank: int, world: int) -> None:
     """Write to shards between two micro-batches: rank 0 to those of ``stack``, all to those of ``uneven``, of which
     some ranks have nothing."""
-    module = build()
-    prepare(module, api.ours)
+    module, _ = over_replicas(build)
     module.set_requires_all_reduce(False)
     (rows,) = batch(0)
     module(rows).sum().backward()
@@ -453,9 +453,7 @@ def test_ranks_that_do_not_see_the_same_writes(build):
 
 def one_without(rank: int, world: int) -> None:
     """Rank 0 alone keeps copies."""
-    module = stack()
-    prepare(module, api.ours, shard_over_replicas=rank > 0)
-    module(batch(0)[0])
+    sharded(mesh=mesh_2d(), shard_over_replicas=rank > 0)(batch(0)[0])
 
 
 def test_one_rank_without_the_option():
@@ -469,9 +467,7 @@ def test_units_that_some_ranks_skip(rank, world):
     """A rank that skips a unit gathers its portions with the others, and sends zeros."""
     losses = []
     for over in (True, False):
-        torch.manual_seed(0)
-        module = Layers()
-        prepare(module, api.ours, shard_over_replicas=over)
+        module = sharded(Layers, mesh=mesh_2d(), shard_over_replicas=over)
         module.set_reduce_scatter_unused_params(True)
         run = Run(module, api.ours, (rank, world))
         for step in range(3):

@@ -140,9 +140,7 @@ def test_post_accumulate_hooks_are_kept(rank, world, transfer):
 @on_ranks(2)
 def test_gradients_look_like_their_shards(rank, world):
     """A gradient has its shard's dtype, placements and contiguity, under mixed precision too."""
-    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
-    for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world), mp_policy=BF16)
+    module = sharded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), mp_policy=BF16)
     module(torch.randn(2, 3)).sum().backward()
     for name, parameter in module.named_parameters():
         gradient = parameter.grad

@@ -292,9 +292,7 @@ def test_requires_all_reduce_after_a_parameter_was_frozen(rank, world):
 @on_ranks(2)
 def test_without_replicas_there_is_no_all_reduce_to_leave_out(rank, world):
     """``set_requires_all_reduce(False)`` leaves sums over shards for later where there are replicas, and only there."""
-    module = stack()
-    for unit in (module[0], module):
-        api.ours.fully_shard(unit, mesh=mesh_of(world))
+    module = sharded()
     module.set_requires_all_reduce(False)
     module(torch.ones(2, module[0].in_features)).sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())

@@ -452,17 +452,22 @@ def beside_one_process(
     model in one process, for programs that are none of a ``Run``."""
     torch.manual_seed(SEED)
     alone = build()
-    module = copy.deepcopy(alone)
-    for unit in (*units(module), module):
-        fsdp.fully_shard(unit, **{"mesh": mesh_1d(), **options})
-    return module, alone
+    return sharded(lambda: copy.deepcopy(alone), fsdp, units, **options), alone
 
 
-def sharded(build: Callable[[], nn.Module] = stack, fsdp: Any = api.ours, **options: Any) -> Any:
-    """Return a new model, sharded as ``shard_each`` does: over all ranks unless ``options`` say otherwise."""
+def sharded(
+    build: Callable[[], nn.Module] = stack,
+    fsdp: Any = api.ours,
+    units: Callable[[Any], Iterable[Any]] = nn.Module.children,
+    **options: Any,
+) -> Any:
+    """Return a new model whose units and the rest are sharded over all ranks unless ``options`` say otherwise."""
     torch.manual_seed(SEED)
     module = build()
-    shard_each(module, fsdp, **{"mesh": mesh_1d(), **options})
+    if "mesh" not in options:
+        options["mesh"] = mesh_1d()
+    for unit in (*units(module), module):
+        fsdp.fully_shard(unit, **options)
     return module
 
 

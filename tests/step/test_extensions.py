@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from tests.support.parity import (
     STEPS,
     assert_parity,
     mesh_1d,
-    mesh_2d,
     mesh_of,
+    on_one_axis,
+    on_two_axes,
     shard_each,
     sharded,
     stack,
@@ -105,11 +107,11 @@ class Halves(Tensor):
         return None
 
 
-def of_halves(*widths: int) -> nn.Sequential:
-    """Return linear layers without biases whose weights are ``Halves``."""
+def of_halves(*widths: int, kind: type[Halves] = Halves) -> nn.Sequential:
+    """Return linear layers without biases whose weights are ``Halves``, or a ``kind`` of them."""
     layers = [nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:])]
     for layer in layers:
-        layer.weight = nn.Parameter(Halves(layer.weight.detach()))
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
     return nn.Sequential(*layers)
 
 
@@ -133,7 +135,7 @@ def halves_or_plain(widths: tuple[int, ...], sharded: list[bool]):
 def test_subclass_with_two_inputs(rank, world, widths, reshard):
     """Two inputs of two dtypes make the parameter, even or uneven, empty shards included, again and again."""
     even = all(width % world == 0 for width in widths) and world > 1
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=reshard)
+    prepare = partial(on_one_axis, reshard_after_forward=reshard)
     build = halves_or_plain(widths, [True, True, False] if even else [True, False])
     against = ("torch", "alone") if even else ("alone",)  # torch's wants padded inputs, and one of them on one rank
     run = assert_parity(prepare, build=build, against=against, tolerance=1e-4)
@@ -157,7 +159,7 @@ def test_an_evaluation_in_inference_mode_before_training(rank, world):
 def test_subclass_in_mixed_precision(rank, world):
     """The dtype of computation reaches the extension."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), mp_policy=policy)
+    prepare = partial(on_one_axis, mp_policy=policy)
     run = assert_parity(prepare, build=lambda: of_halves(8, 8, 8), against=("torch",), tolerance=0.05)
     run.module[0].unshard()
     assert run.module[0].weight.dtype == torch.bfloat16 and not isinstance(run.module[0].weight, Halves)
@@ -166,21 +168,15 @@ def test_subclass_in_mixed_precision(rank, world):
 @on_ranks(4)
 def test_subclass_with_a_replicate_axis(rank, world):
     """The extension is given the shard axis alone."""
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_2d())
-    build = halves_or_plain((8, 8, 8), [True, True, False])
-    assert_parity(prepare, build=build, tolerance=1e-4)
+    assert_parity(on_two_axes, build=halves_or_plain((8, 8, 8), [True, True, False]), tolerance=1e-4)
 
 
 @on_ranks(4)
 def test_subclass_that_stays_on_some_ranks(rank, world):
     """With an int to reshard to, what cannot stay is freed; other parameters of the unit stay."""
-
-    def build():
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        model[0].weight = nn.Parameter(Halves(model[0].weight.detach()))
-        return model
-
-    module = sharded(build, reshard_after_forward=2)
+    module = stack(layers=2)
+    module[0].weight = nn.Parameter(Halves(module[0].weight.detach()))
+    on_one_axis(module, api.ours, reshard_after_forward=2)
     for _ in range(2):
         loss = module(torch.ones(2, 8)).sum()
         assert isinstance(module[0].weight.to_local(), Halves) and module[0].weight.device_mesh.shape == (4,)
@@ -290,15 +286,8 @@ class Aliasing(Halves):
 def test_the_gathered_tensor_as_the_parameter(rank, world, reshard):
     """A result that aliases the gathered tensor is legal: its storage is the same object in every gather."""
     Aliasing.reused = 0
-
-    def build():
-        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
-        for layer in model:
-            layer.weight = nn.Parameter(Aliasing(layer.weight.detach()))
-        return model
-
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), reshard_after_forward=reshard)
-    run = assert_parity(prepare, build=build, against=("torch",))
+    prepare = partial(on_one_axis, reshard_after_forward=reshard)
+    run = assert_parity(prepare, build=lambda: of_halves(8, 8, 4, kind=Aliasing), against=("torch",))
     gathers = 2 * STEPS * (2 if reshard else 1)
     stays = STEPS - 1 if reshard else 0  # the unit that forward ends with, with ours, from the second iteration on
     assert Aliasing.reused == 2 * (gathers - 2) - stays
@@ -347,13 +336,9 @@ RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 @pytest.mark.parametrize("release", [False, True])
 def test_what_was_gathered_is_released_where_the_subclass_says_so(rank, world, keep, release):
     """After each gather, whatever becomes of the full parameter's own memory; training is the same."""
-    weight = nn.Linear(8, 8, bias=False).weight
-    torch.distributed.broadcast(weight.detach(), 0)
     Releasing.release, sums = release, []
     for of in (Releasing, Halves):
-        module = nn.Sequential(nn.Linear(8, 8, bias=False))
-        module[0].weight = nn.Parameter(of(weight.detach().clone()))
-        api.ours.fully_shard(module, mesh=mesh_1d(), reshard_after_forward=False)
+        module = sharded(lambda of=of: of_halves(8, 8, kind=of), units=lambda module: (), reshard_after_forward=False)
         module.set_keep_unsharded_storage(keep)
         (group,) = module._get_fsdp_state().groups
         for _ in range(3):
@@ -371,10 +356,8 @@ def test_what_was_gathered_is_released_where_the_subclass_says_so(rank, world, k
 def test_wrong_releases(rank, world):
     """It must be a bool, and belongs to an extension."""
     Releasing.release = 1
-    module = nn.Linear(8, 8, bias=False)
-    module.weight = nn.Parameter(Releasing(module.weight.detach()))
     with pytest.raises(AssertionError, match="must return a bool"):
-        api.ours.fully_shard(module, mesh=mesh_1d())
+        api.ours.fully_shard(of_halves(8, 8, kind=Releasing), mesh=mesh_1d())
     module = nn.Linear(8, 8)
     api.ours.fully_shard(module, mesh=mesh_1d())
     setattr(module.weight._local_tensor, RELEASE, lambda: True)
@@ -474,7 +457,7 @@ def test_views_of_the_shards_on_one_rank(rank, world, reshard, kind):
     """The full weights are where the shards are, in every forward, and loaded values are seen without a gather; so are
     those of a tensor that was put in the shard's place."""
     model, alone = frozen_first(kind), frozen_first(None)
-    shard_each(model, api.ours, mesh=mesh_1d(), reshard_after_forward=reshard)
+    on_one_axis(model, api.ours, reshard_after_forward=reshard)
     inputs, addresses = torch.randn(2, 8), set()
     for _ in range(3):
         for one in (model, alone):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import ROOT, api
-from tests.support.parity import assert_parity, mesh_1d, shard_each
+from tests.support.parity import assert_parity, mesh_1d, on_one_axis
 from tests.support.pool import on_ranks
 from tests.support.processes import loopback
 
@@ -36,7 +37,7 @@ def test_training_equals_torchs(rank, world, compute):
     """The same tensor subclass under torch's fully_shard gives the same losses, gradients and weights."""
     policy = MixedPrecisionPolicy(compute, torch.float32, torch.float32)
     run = assert_parity(
-        lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_1d(), mp_policy=policy),
+        partial(on_one_axis, mp_policy=policy),
         build=float8_layers,
         against=("torch",),
         tolerance=2e-5 if compute == torch.float32 else 0.01,

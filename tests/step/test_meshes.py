@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Collectives
 from tests.support.models import Three
-from tests.support.parity import assert_parity, mesh_1d, mesh_2d, shard_each, stack
+from tests.support.parity import assert_parity, mesh_1d, mesh_2d, on_two_axes, shard_each, stack
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -32,7 +33,7 @@ PLACES = api.torch_since("2.12")
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_two_dimensions_are_hybrid_sharding(rank, world, reshard):
     """Shards over the second dimension, copies over the first; training is torch's and a single process's."""
-    run = assert_parity(lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_2d(), reshard_after_forward=reshard))
+    run = assert_parity(partial(on_two_axes, reshard_after_forward=reshard))
     weight = run.module[0].weight
     assert weight.placements == (Replicate(), Shard(0)) and tuple(weight.device_mesh.shape) == (2, world // 2)
     assert weight.to_local().shape == (8 // (world // 2), 8)
@@ -43,8 +44,7 @@ def test_two_dimensions_are_hybrid_sharding(rank, world, reshard):
 def test_hybrid_sharding_of_uneven_parameters_in_mixed_precision(rank, world):
     """Neither the axis' size nor the dtypes matter."""
     build = lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1), nn.Linear(1, 3))
-    prepare = lambda module, fsdp: shard_each(module, fsdp, mesh=mesh_2d(), mp_policy=BF16)
-    assert_parity(prepare, build=build, against=("torch",), tolerance=0.05)
+    assert_parity(partial(on_two_axes, mp_policy=BF16), build=build, against=("torch",), tolerance=0.05)
 
 
 @composes("several meshes", "hybrid sharding", "shard dim")
@@ -133,7 +133,5 @@ def test_a_mesh_may_list_its_ranks_in_any_order(rank, world, order, prepare, res
             fsdp2.fully_shard(stack(), mesh=mesh)
         return
     right = prepare is shard_each or not order
-    assert_parity(
-        lambda module, fsdp: prepare(module, fsdp, mesh=mesh, reshard_after_forward=reshard),
-        against=("torch", "alone") if right else ("alone",),
-    )
+    against = ("torch", "alone") if right else ("alone",)
+    assert_parity(partial(prepare, mesh=mesh, reshard_after_forward=reshard), against=against)

@@ -47,9 +47,7 @@ def test_parameters_stay_on_two_ranks(rank, world, dim):
     original = dict(stack()[0].named_parameters())
     place = lambda p: Shard(min(dim, p.ndim - 1))
     run = assert_parity(
-        lambda module, fsdp: shard_each(
-            module, fsdp, mesh=mesh_1d(), reshard_after_forward=2, shard_placement_fn=place
-        ),
+        partial(shard_each, mesh=mesh_1d(), reshard_after_forward=2, shard_placement_fn=place),
         program=partial(train_and_look, 2),
         against=("torch", "alone") if dim == 0 else ("alone",),  # torch's shows Shard(0) whatever was cut
     )
@@ -141,9 +139,9 @@ def test_process_groups_do_not_follow_the_meshes_of_dtensors(rank, world):
 def test_with_a_replicate_axis(rank, world):
     """A (1, 4) mesh: replicate, then shard over four, two of them after forward."""
     mesh = mesh_of(1, 4, names=("replicate", "shard"))
-    assert_parity(lambda module, fsdp: shard_each(module, fsdp, mesh=mesh, reshard_after_forward=2))
+    assert_parity(partial(shard_each, mesh=mesh, reshard_after_forward=2))
     small = mesh_2d()  # (2, 2): 2 is the whole axis, so nothing stays
-    run = assert_parity(lambda module, fsdp: shard_each(module, fsdp, mesh=small, reshard_after_forward=2))
+    run = assert_parity(partial(shard_each, mesh=small, reshard_after_forward=2))
     run.module(torch.ones(2, 8))
     assert run.module[0].weight.device_mesh == small
 

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,16 +23,10 @@ from fsdp2.ranks import board, process
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.store import Connections, Keys
 from tests.ranks.apart import SOON, run_apart
+from tests.support.parity import sharded, stack
 from tests.support.stores import LIMIT, Complete, Written
 
-
-def sharded() -> nn.Sequential:
-    """Two units and a root."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit)
-    return model
+TWO = partial(stack, layers=2)
 
 
 def train(model: nn.Module) -> None:
@@ -61,10 +56,10 @@ def late(rank: int, world: int, store: Any = None) -> None:
     Board.look = noting  # type: ignore[method-assign]
     if rank == world - 1:
         before_comparing(lambda: store.wait(["looked"], LIMIT))
-    model = sharded()
+    model = sharded(TWO)
     for _ in range(3):
         train(model)
-    expected = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    expected = TWO()
     expected.load_state_dict({name: param.full_tensor() for name, param in model.named_parameters()})
     for _ in range(3):
         train(expected)
@@ -95,7 +90,7 @@ def test_a_rank_is_later_than_the_timeout_of_the_store():
     assert [one.status for one in ended] == [0, 0], ended
 
 
-def on_a_store_in_python(rank: int, world: int, kind: type[Written]) -> None:
+def on_a_store_in_python(kind: type[Written], rank: int, world: int) -> None:
     """Start anew on a store of that kind."""
     real = default_store().clone()
     dist.destroy_process_group()
@@ -103,27 +98,18 @@ def on_a_store_in_python(rank: int, world: int, kind: type[Written]) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        late(rank, world, real) if kind is Complete else train(sharded())
+        late(rank, world, real) if kind is Complete else train(sharded(TWO))
     told = [str(one.message) for one in caught if "ranks are not compared" in str(one.message)]
     assert len(told) == (kind is Written), told
     assert all("the store of the process group has no compare_set" in text for text in told)
 
 
-def complete(rank: int, world: int) -> None:
-    """A store in Python that has all operations."""
-    on_a_store_in_python(rank, world, Complete)
-
-
-def incomplete(rank: int, world: int) -> None:
-    """A store in Python that has those which a process group needs."""
-    on_a_store_in_python(rank, world, Written)
-
-
-@pytest.mark.parametrize("program", [complete, incomplete], ids=lambda program: program.__name__)
-def test_a_store_written_in_python(program):
+@pytest.mark.parametrize("kind", [Complete, Written])
+def test_a_store_written_in_python(kind):
     """A subclass of ``torch.distributed.Store`` has no ``clone``, so the first forward raised. Ranks compare themselves
-    in it if it has the operations for that; else they say that they do not, and train."""
-    ended = run_apart(program, 2)
+    in it if it has the operations for that, and not only those which a process group needs; else they say that they do
+    not, and train."""
+    ended = run_apart(partial(on_a_store_in_python, kind), 2)
     assert [one.status for one in ended] == [0, 0], ended
 
 
@@ -149,16 +135,19 @@ def test_a_thread_that_waits_does_not_keep_another_from_the_store():
     assert got == ["here"]
 
 
+def pause(store: dist.Store) -> None:
+    """Wait for a second, or until the store is not there any more."""
+    with contextlib.suppress(RuntimeError):
+        store.wait(["nothing"], timedelta(seconds=1))
+
+
 def slow_reader(rank: int, world: int) -> None:
     """Rank 0, which hosts the store, fails before the other one has come to see that; that one is slow."""
     store = default_store().clone()
 
     def until_the_host_is_gone() -> None:
         store.wait(["raised"], LIMIT)
-        try:
-            store.wait(["nothing"], timedelta(seconds=1))
-        except RuntimeError:
-            pass  # the time is over, or the store is not there any more
+        pause(store)
 
     if rank == 0:
         with torch.device("meta"):
@@ -183,7 +172,7 @@ def test_the_host_of_the_store_fails_first():
 
 def host_raises(rank: int, world: int) -> None:
     """Rank 0, which hosts the store, raises an exception of its own between two steps, while the others wait for it."""
-    model = sharded()
+    model = sharded(TWO)
     for _ in range(3):
         train(model)
     if rank == 0:
@@ -209,7 +198,7 @@ def host_is_gone(rank: int, world: int) -> None:
     if rank > 0:
         with contextlib.suppress(dist.DistNetworkError):
             store.wait(["nothing"], LIMIT)
-        train(sharded())
+        train(sharded(TWO))
 
 
 def test_the_host_of_the_store_is_gone_before_the_first_forward():
@@ -247,10 +236,7 @@ def slow_to_leave(rank: int, world: int) -> None:
 
     def slow(keys: Keys, key: str, seconds: float) -> str | None:
         if rank == 1 and key.startswith("go/"):
-            try:
-                store.wait(["nothing"], timedelta(seconds=1))
-            except RuntimeError:
-                pass  # the time is over, or the store is not there any more
+            pause(store)
         return get_within(keys, key, seconds)
 
     model = fsdp2.fully_shard(nn.Linear(8, 8))

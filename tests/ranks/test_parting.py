@@ -64,13 +64,17 @@ def skip_last_unit_later(rank: int, world: int) -> None:
         train(model, use_c=step < 3 or rank != world - 1)
 
 
-def no_gradient(rank: int, world: int) -> None:
+def no_gradient(rank: int, world: int, *, accumulates: bool = False) -> None:
     """The output of a unit takes part in the loss of all ranks but the last."""
     model = sharded()
     model.b.register_forward_hook(lambda module, args, output: output.detach() if detach else None)
     for step in range(4):
         detach = step == 3 and rank == world - 1
-        train(model)
+        if accumulates:
+            accumulate(model)
+            model.synchronize_gradients()
+        else:
+            train(model)
 
 
 def evaluates(rank: int, world: int) -> None:
@@ -107,33 +111,24 @@ def accumulate(model: nn.Module, **branches: bool) -> None:
     train(model, **branches)
 
 
-def synchronizes_at_first(rank: int, world: int) -> None:
+def synchronizes_at_first(rank: int, world: int, *, steps: int = 1) -> None:
     """All ranks but the last one reduce what they have accumulated; the last one trains on."""
     model = sharded()
-    accumulate(model)
-    if rank != world - 1:
-        model.synchronize_gradients()
+    for step in range(steps):
+        accumulate(model)
+        if step < steps - 1 or rank != world - 1:
+            model.synchronize_gradients()
     train(model)
 
 
 def synchronizes_later(rank: int, world: int) -> None:
     """The same in an iteration in which every rank knows what the others do, so that they start without a word."""
-    model = sharded()
-    for step in range(4):
-        accumulate(model)
-        if step < 3 or rank != world - 1:
-            model.synchronize_gradients()
-    train(model)
+    synchronizes_at_first(rank, world, steps=4)
 
 
 def synchronizes_other_gradients(rank: int, world: int) -> None:
     """The output of a unit takes part in no loss of the last rank, so it has no gradients to reduce."""
-    model = sharded()
-    model.b.register_forward_hook(lambda module, args, output: output.detach() if detach else None)
-    for step in range(4):
-        detach = step == 3 and rank == world - 1
-        accumulate(model)
-        model.synchronize_gradients()
+    no_gradient(rank, world, accumulates=True)
 
 
 APART = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -206,8 +206,8 @@ def test_subclass_over_tensor_parallelism(rank, world):
     torch.testing.assert_close(module[0].weight.grad.full_tensor(), torch.full((8, 8), 4.0))
 
 
-def patch(module: nn.Module, calls: list[Any]) -> None:
-    """Give the local tensors of the weights an extension: bfloat16 on the wire, float32 in use; the short signature."""
+def patch(layers: Iterable[nn.Module], calls: list[Any]) -> None:
+    """Give the layers' local weights an extension: bfloat16 on the wire, float32 in use; the short signature."""
 
     def pre(local: Tensor, mesh: DeviceMesh):
         assert mesh.ndim == 1
@@ -223,7 +223,7 @@ def patch(module: nn.Module, calls: list[Any]) -> None:
             out.copy_(output)
         return None
 
-    for layer in module:
+    for layer in layers:
         local = layer.weight._local_tensor
         local.fsdp_pre_all_gather = functools.partial(pre, local)
         local.fsdp_post_all_gather = functools.partial(post, calls)

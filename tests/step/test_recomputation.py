@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.step.test_extensions import patch
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives, Operators
@@ -289,27 +290,6 @@ def keep_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE
 
 
-def sent_in_two(model: nn.Module) -> None:
-    """Let the weights of all experts say themselves how they travel: as the bfloat16 they compute in, and the rest."""
-
-    def before(local: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        upper = local.to(torch.bfloat16)
-        return (upper, (local - upper.float()).to(torch.float16)), None
-
-    def after(outputs: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
-        whole = (outputs[0].float() + outputs[1].float()).to(dtype)
-        if out is None:
-            return whole, (whole,)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(whole)
-        return None
-
-    for block in model[:3]:
-        for layer in block.experts[::2]:
-            local = layer.weight._local_tensor
-            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = partial(before, local), after
-
-
 @composes("selective recomputation")
 @on_ranks(1, 2)
 @api.fsdp2_only
@@ -338,7 +318,7 @@ def test_a_unit_inside_a_selective_checkpoint(rank, world, policy, prefetch, ext
             api.ours.fully_shard(block, mesh=mesh_1d(), mp_policy=BF16)
         api.ours.fully_shard(module, mesh=mesh_1d(), mp_policy=BF16)
         if extension:
-            sent_in_two(module)
+            patch([layer for block in module[:3] for layer in block.experts[::2]], [])
         for block, following in zip(module[:2], module[1:3]) if prefetch else ():
             block.set_modules_to_forward_prefetch([following, following.experts])
             following.set_modules_to_backward_prefetch([block, block.experts])

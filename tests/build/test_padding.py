@@ -22,10 +22,10 @@ ODD = [3, 5, 7, 12]
 class Experts(nn.Module):
     """Stacked weights of experts, as grouped matrix products want them."""
 
-    def __init__(self, experts: int, width: int, hidden: int, device: str | None = None) -> None:
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(experts, width, hidden, device=device))
-        self.down = nn.Parameter(torch.randn(experts, hidden, width, device=device))
+        self.up = nn.Parameter(torch.randn(experts, width, hidden))
+        self.down = nn.Parameter(torch.randn(experts, hidden, width))
 
     def forward(self, x):
         return torch.einsum("bw,ewh,ehv->bv", x, self.up, self.down)
@@ -44,7 +44,8 @@ def least(shape: tuple[int, ...], ranks: int) -> int:
 def test_more_ranks_than_experts(placement) -> None:
     """128 experts on 256 ranks: half the ranks would hold nothing but padding."""
     with fake_mesh(256) as mesh:
-        experts = Experts(128, 1024, 768, device="meta")
+        with torch.device("meta"):
+            experts = Experts(128, 1024, 768)
         fsdp2.fully_shard(experts, mesh=mesh, shard_placement_fn=placement)
         ((unit, ranks, parameters, padding),) = report = fsdp2.padding_report(experts)
         assert (unit, ranks, parameters) == ("", 256, 2 * 128 * 1024 * 768 * 4)
@@ -168,13 +169,9 @@ def test_160_experts_over_64_ranks() -> None:
     """A tenth and more of the memory may be padding, and ranks may hold nothing. Another dimension cuts them evenly;
     rows of one matrix do, too, and are gathered without a copy."""
     with fake_mesh(64) as mesh:
-        for build, placement, share in (
-            (lambda: Experts(160, 1408, 512, device="meta"), None, 0.2),
-            (lambda: Experts(160, 1408, 512, device="meta"), "auto", 0.0),
-            (lambda: Rows(160, 1408, 512).to("meta"), None, 0.0),
-        ):
+        for kind, placement, share in ((Experts, None, 0.2), (Experts, "auto", 0.0), (Rows, None, 0.0)):
             with torch.device("meta"):
-                experts = build()
+                experts = kind(160, 1408, 512)
             fsdp2.fully_shard(experts, mesh=mesh, shard_placement_fn=placement)
             ((_, _, parameters, padding),) = fsdp2.padding_report(experts)
             assert padding == share * parameters

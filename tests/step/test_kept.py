@@ -60,6 +60,12 @@ def shards(module: nn.Module) -> list[nn.Parameter]:
     return [param.sharded for group in module._get_fsdp_state().groups for param in group.params]
 
 
+def in_memory(module: nn.Module) -> list[str]:
+    """The names of the units that are whole."""
+    groups = [group for unit in fsdp2.fsdp_modules(module) for group in unit._get_fsdp_state().groups]
+    return [group.name for group in groups if group.is_unsharded]
+
+
 def halve(module: nn.Module, alone: nn.Module) -> None:
     """Write to what this rank has of the root's parameters, where it has something, and to those of the other model."""
     for sharded in shards(module):
@@ -377,10 +383,8 @@ def test_weights_used_without_gradients_are_freed(rank, world, before):
         evaluate(module, alone)
     with torch.no_grad(), fsdp2.use_weights(module):
         assert not any(isinstance(param, DTensor) for param in module.parameters())
-    units = [unit for unit in module.modules() if isinstance(unit, api.ours.FSDPModule)]
-    groups = [group for unit in units for group in unit._get_fsdp_state().groups]
     assert all(isinstance(param, DTensor) for param in module.parameters())
-    assert not any(group.is_unsharded for group in groups)
+    assert not in_memory(module)
     train(module, alone)
 
 
@@ -417,6 +421,5 @@ def test_a_teacher_in_a_recomputed_loss(rank, world, reentrant):
         for one, like in ((student, teacher), (alone, reference)):
             checkpoint(distance, one(inputs(1)), inputs(1), like, use_reentrant=reentrant).backward()
         assert all(isinstance(param, DTensor) for param in teacher.parameters())
-        units = [unit for unit in teacher.modules() if isinstance(unit, api.ours.FSDPModule)]
-        assert not any(group.is_unsharded for unit in units for group in unit._get_fsdp_state().groups)
+        assert not in_memory(teacher)
     assert_gradients(student, alone)

@@ -15,13 +15,21 @@ from tests.support import api
 from tests.support.cases import CASES, Setup, assert_case, build, build_sharded
 from tests.support.counting import Collectives, Operators
 from tests.support.models import mlp
-from tests.support.parity import WIDTH, Run, assert_gradients, assert_parity, batch, beside_one_process, mesh_of, stack
+from tests.support.parity import (
+    WIDTH,
+    Run,
+    assert_gradients,
+    assert_parity,
+    batch,
+    beside_one_process,
+    mesh_of,
+    sharded,
+    stack,
+)
 from tests.support.pool import on_ranks
 
-
-def chain(world: int, layers: int = 3, **options: object) -> nn.Sequential:
-    """Return linear units under a root without parameters of its own."""
-    return beside_one_process(partial(stack, 4, layers), **options)[0]
+chain = partial(sharded, partial(stack, 4))
+"""Makes linear units under a root without parameters of its own."""
 
 
 def data() -> torch.Tensor:
@@ -74,7 +82,7 @@ def test_asynchronous_unshard(rank, world):
 @on_ranks(2)
 def test_unshard_without_parameters(rank, world):
     """A unit without parameters has nothing to gather, and says so in the same way."""
-    module = chain(world)
+    module = chain()
     with Collectives() as seen:
         module.unshard()
         module.unshard(async_op=True).wait()
@@ -83,26 +91,9 @@ def test_unshard_without_parameters(rank, world):
 
 
 @on_ranks(2)
-def test_requires_gradient_sync(rank, world):
-    """Without sync a backward communicates no gradient and leaves none on the shards."""
-    module, alone = beside_one_process(partial(stack, 4))
-    module.set_requires_gradient_sync(False)
-    with Collectives() as seen:
-        module(data()).sum().backward()
-    assert seen.reductions == 0
-    assert all(parameter.grad is None for layer in module for parameter in layer.parameters() if is_sharded(layer))
-    module.set_requires_gradient_sync(True)
-    with Collectives() as seen:
-        module(data()).sum().backward()
-    assert seen.reductions == 3
-    (2 * alone(data()).sum()).backward()
-    assert_gradients(module, alone)
-
-
-@on_ranks(2)
 def test_reshard_after_forward(rank, world):
     """The setter changes what is gathered again in backward, for all units below or for one."""
-    module = chain(world)
+    module = chain()
     for recurse, value, gathers in [(True, False, 0), (True, True, 3), (False, False, 2)]:
         module.set_reshard_after_forward(value, recurse=recurse)
         loss = module(data()).sum()
@@ -122,7 +113,7 @@ def test_reshard_after_forward(rank, world):
 @on_ranks(2)
 def test_reshard_after_backward(rank, world):
     """Kept parameters are not gathered again for the next forward; new weights are, after a step."""
-    module = chain(world)
+    module = chain()
     module.set_reshard_after_backward(False)
     with Collectives() as seen:
         module(data()).sum().backward()

@@ -121,8 +121,7 @@ def sequence(rank: int, setup: str, transfer: str) -> tuple[list[Step], list[lis
         model: Any = Model(order, setup == "recomputed")
         for unit in (*model.layers, model):
             fsdp2.fully_shard(unit, mesh=mesh, **SETUPS[setup])
-        if TRANSFERS[transfer]:
-            model.set_transfer_sizes(**TRANSFERS[transfer])
+        model.set_transfer_sizes(**TRANSFERS[transfer])
         if setup == "listed":
             for before, after in zip(model.layers, model.layers[1:], strict=False):
                 before.set_modules_to_forward_prefetch([after])

@@ -13,7 +13,7 @@ from fsdp2._trace import listening
 from tests.build.test_added import Shifted
 from tests.support import api
 from tests.support.cases import Setup, assert_case
-from tests.support.models import Case, mlp, rows
+from tests.support.models import Case, Three, mlp, rows
 from tests.support.parity import assert_gradients, mesh_of
 from tests.support.pool import on_ranks
 
@@ -126,16 +126,11 @@ def test_inputs_out_of_reach_behind_frozen_weights(rank, world, kept, reshard):
     assert_case(case, Setup(reshard))
 
 
-class TiedBelow(nn.Module):
-    """The last layer, a unit, shares its weight with a layer of the root in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last.weight = self.middle.weight
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+def tied_below() -> Three:
+    """Return layers of which the last, a unit, shares its weight with a layer of the root in the middle."""
+    module = Three()
+    module.last.weight = module.middle.weight
+    return module
 
 
 @api.fsdp2_only
@@ -144,7 +139,7 @@ class TiedBelow(nn.Module):
 def test_a_weight_tied_between_a_unit_and_the_one_around_it(rank, world, reshard):
     """The unit's post-backward freed the weight, which the root's layer below still needed to pass its gradient on:
     "out of bounds for storage of size 0". Found by a random plan."""
-    case = Case(TiedBelow, rows(6), lambda model: [model.last], torch_takes_it=False)
+    case = Case(tied_below, rows(8), lambda model: [model.last], torch_takes_it=False)
     assert_case(case, Setup(reshard))
 
 

@@ -452,7 +452,9 @@ def beside_one_process(
     model in one process, for programs that are none of a ``Run``."""
     torch.manual_seed(SEED)
     alone = build()
-    return sharded(lambda: copy.deepcopy(alone), fsdp, units, **options), alone
+    module = copy.deepcopy(alone)
+    _shard(module, fsdp, units, options)
+    return module, alone
 
 
 def sharded(
@@ -464,11 +466,14 @@ def sharded(
     """Return a new model whose units and the rest are sharded over all ranks unless ``options`` say otherwise."""
     torch.manual_seed(SEED)
     module = build()
-    if "mesh" not in options:
-        options["mesh"] = mesh_1d()
+    _shard(module, fsdp, units, options)
+    return module
+
+
+def _shard(module: nn.Module, fsdp: Any, units: Callable[[Any], Iterable[Any]], options: dict[str, Any]) -> None:
+    options = options if "mesh" in options else {"mesh": mesh_1d(), **options}
     for unit in (*units(module), module):
         fsdp.fully_shard(unit, **options)
-    return module
 
 
 def assert_gradients(module: nn.Module, alone: nn.Module, where: object = "") -> None:

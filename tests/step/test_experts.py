@@ -22,6 +22,7 @@ from tests.support.parity import (
     SEED,
     STEPS,
     WIDTH,
+    Prepare,
     Run,
     assert_parity,
     assert_same,
@@ -118,6 +119,18 @@ def divide(module, fsdp, factor: int) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
+def on_their_own(mesh, dense, dim: int = 0, **options) -> Prepare:
+    """Return the function that makes experts a unit on ``mesh``, cut along ``dim``, and the rest one on ``dense``."""
+
+    def prepare(module, fsdp):
+        spread_experts(module, mesh["ep"])
+        fsdp.fully_shard(module.experts, mesh=mesh["edp"], shard_placement_fn=lambda p: Shard(dim))
+        divide(module.experts, fsdp, dist.get_world_size())
+        fsdp.fully_shard(module, mesh=dense, **options)
+
+    return prepare
+
+
 ODD = 3 if api.torch_since("2.12") else 4
 """Before, the backward of a DTensor with uneven shards communicated on some of its ranks only."""
 MORE = [pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 0, False), (8, 1, False)]]
@@ -138,14 +151,7 @@ def test_experts_as_a_unit_of_their_own(rank, world, count, dim, other):
     An expert's gradient is the sum over all ranks however few of them hold it, so it is divided by their number.
     """
     mesh, dense = mesh_of(2, 2, names=("edp", "ep")), mesh_2d() if other else mesh_1d()
-
-    def prepare(module, fsdp):
-        spread_experts(module, mesh["ep"])
-        fsdp.fully_shard(module.experts, mesh=mesh["edp"], shard_placement_fn=lambda p: Shard(dim))
-        divide(module.experts, fsdp, world)
-        fsdp.fully_shard(module, mesh=dense)
-
-    run = assert_parity(prepare, build=lambda: Mixture(count))
+    run = assert_parity(on_their_own(mesh, dense, dim), build=lambda: Mixture(count))
     assert run.module.experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
 
 
@@ -243,13 +249,7 @@ def test_experts_of_other_names_on_other_ranks(rank, world):
 @on_ranks(4)
 def test_clipping(rank, world):
     """One norm of gradients on several meshes."""
-    mesh = mesh_of(2, 2, names=("edp", "ep"))
-
-    def prepare(module, fsdp):
-        spread_experts(module, mesh["ep"])
-        fsdp.fully_shard(module.experts, mesh=mesh["edp"])
-        divide(module.experts, fsdp, world)
-        fsdp.fully_shard(module, mesh=mesh_1d())
+    prepare = on_their_own(mesh_of(2, 2, names=("edp", "ep")), mesh_1d())
 
     def program(run):
         for step in range(STEPS):

@@ -20,7 +20,7 @@ from torch.func import functional_call
 import fsdp2
 from fsdp2 import _trace
 from tests.ranks.apart import run_apart
-from tests.step.test_experts import Mixture, spread_experts
+from tests.step.test_experts import Mixture, on_their_own
 from tests.step.test_extensions import Halves, of_halves
 from tests.support import api
 from tests.support.composition import composes, refuses
@@ -190,14 +190,7 @@ def test_beside_parameters_on_another_mesh(rank, world):
 @on_ranks(4)
 def test_beside_experts(rank, world):
     """Experts on a mesh of their own, and dense parameters over replicas."""
-    mesh = mesh_of(2, 2, names=("edp", "ep"))
-
-    def shard(module: Any, fsdp: Any) -> None:
-        spread_experts(module, mesh["ep"])
-        fsdp.fully_shard(module.experts, mesh=mesh["edp"])
-        module.experts.set_gradient_divide_factor(float(world))
-        fsdp.fully_shard(module, mesh=mesh_2d(), shard_over_replicas=True)
-
+    shard = on_their_own(mesh_of(2, 2, names=("edp", "ep")), mesh_2d(), shard_over_replicas=True)
     module = assert_parity(shard, build=lambda: Mixture(4), against=("alone",)).module
     assert module.experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
 

@@ -21,7 +21,6 @@ from tests.support.parity import (
     assert_parity,
     assert_same,
     beside_one_process,
-    full,
     mesh_1d,
     mesh_2d,
     mesh_of,
@@ -34,28 +33,12 @@ from tests.support.parity import (
     stack,
 )
 from tests.support.pool import on_ranks
+from tests.support.report import full_grads
 
 whens = pytest.mark.parametrize("when", ["before", "after"])
 
 
-def over_replicas(module, fsdp) -> None:
-    """Shard each layer over both axes."""
-    shard_each(module, fsdp, mesh=mesh_2d(), shard_over_replicas=True)
-
-
-def sums(rank: int, world: int, divisor: float) -> dict[str, torch.Tensor]:
-    """Return the gradients of ``stack`` summed over every rank's rows of step 0 and divided, from one process."""
-    run = play(None, on_one_axis, program=lambda run: None)
-    for index in range(world):
-        run.module(Run.inputs(Run(run.module, None, (index, world)), 0)).square().mean().backward()
-    return {name: parameter.grad / divisor for name, parameter in run.module.named_parameters()}
-
-
-def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the whole gradients."""
-    return {name: full(parameter.grad) for name, parameter in module.named_parameters()}
-
-
+over_replicas = partial(on_two_axes, shard_over_replicas=True)
 SETTERS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
 
 
@@ -88,9 +71,10 @@ def test_divide_factor(rank, world, prepare, force_sum, setter, when):
         choose()
         module.zero_grad()
         module(rows).square().mean().backward()
-    custom, mean = sums(rank, world, 4.0), sums(rank, world, world)
-    expected = {name: (custom if name.startswith("0.") else mean)[name] for name in mean}
-    assert_same(gradients(module), expected, "the sum's")
+    alone = play(None, on_one_axis, program=lambda run: run.backward(0)).module  # the mean over ranks
+    factors = {"0": world / 4.0}
+    expected = {name: p.grad * factors.get(name[0], 1.0) for name, p in alone.named_parameters()}
+    assert_same(full_grads(module), expected, "the sum's")
 
 
 @on_ranks(2)

@@ -392,7 +392,7 @@ def _without_memory(tensor: torch.Tensor) -> bool:
 def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:
     """Return ``piece`` as a tensor on ``device`` with the layout's strides and a storage of its own."""
     spec = param.spec
-    if type(piece) is not torch.Tensor and not piece.is_meta:
+    if type(piece) is not torch.Tensor and has_extension(piece):
         copied = piece.detach().new_zeros(piece.shape)  # not clone: NF4's quantizes anew, with other blocks
         copied.copy_(piece.detach())
         return copied if copied.device == torch.device(device) else copied.to(device)

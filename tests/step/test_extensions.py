@@ -146,6 +146,28 @@ def test_subclass_with_two_inputs(rank, world, widths, reshard):
 
 
 @on_ranks(1, 2)
+@pytest.mark.parametrize("widths", [(8, 8, 8), (8, 7, 5)])
+def test_subclass_built_on_the_meta_device(rank, world, widths):
+    """Shards of a meta subclass were plain tensors, so after ``to_empty`` weights were sent without its extension."""
+    with torch.device("meta"):
+        model = of_halves(*widths)
+    shard_each(model, api.ours, mesh=mesh_1d(), reshard_after_forward=True)
+    model.to_empty(device="cpu")
+    torch.manual_seed(SEED)
+    reference = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:])))
+    for layer, original in zip(model, reference):
+        local = layer.weight.to_local()
+        assert isinstance(local, Halves)
+        start = rank * -(-len(original.weight) // world)
+        with torch.no_grad():
+            local.copy_(original.weight[start : start + len(local)])
+    for one in (model, reference):
+        one(torch.ones(2, 8)).sum().backward()
+    for layer, original in zip(model, reference):
+        torch.testing.assert_close(layer.weight.grad.full_tensor(), original.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(1, 2)
 def test_an_evaluation_in_inference_mode_before_training(rank, world):
     """The subclass made its full tensor in inference mode, where autograd may not save it, and training raised."""
     model = sharded(lambda: of_halves(8, 8, 8))

@@ -33,7 +33,12 @@ OURS = {
     "share_comm_ctx": share_comm_ctx,
 }
 THEIRS = {name: getattr(torch_fsdp, name) for name in OURS}
-_PUBLIC = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+_PUBLIC = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
 # Helpers of torch that patch the class of groups by name; torch's own replicate continues to use torch's class.
 _GROUP_USERS = ("torch.testing._internal.common_fsdp", "torch.distributed._tools.fsdp2_mem_tracker")
 _FROM_FSDP2 = re.compile(rf"\bfrom\s+fsdp2[\s.]|\bfsdp2\.({'|'.join(OURS)})\b")

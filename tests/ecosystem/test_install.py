@@ -17,7 +17,11 @@ from tests.support import api
 from tests.support.parity import mesh_1d, stack
 from tests.support.pool import on_ranks
 
-PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+PLACES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -531,12 +531,15 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients like ``nn.Module``, also those that modules do not show: of shards, and unreduced ones.
 
-        Called inside a backward, it leaves the gradients of units that this backward is computing.
+        Called inside a backward, it leaves the gradients of units that this backward is computing. In a unit of several
+        modules it leaves those of the other modules.
         """
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
+        modules = set(cast(nn.Module, self).modules())
         for group in [group for unit in self._units(recurse=True) for group in unit.groups]:
             if not group.phases.in_backward:
-                group.gradients.zero(set_to_none=set_to_none)
+                params = [param for param in group.params if any(site.module in modules for site in param.sites)]
+                group.gradients.zero(params, set_to_none=set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``half``, ``to_empty`` and similar methods to the shards."""

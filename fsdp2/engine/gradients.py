@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -275,15 +275,15 @@ class GroupGradients:
             if param.requires_grad:
                 param.expect_gradients(reduced=False, rounded=False)
 
-    def zero(self, *, set_to_none: bool) -> None:
-        """Have no gradients, or zeros on the shards that have one; none that is still to be reduced in any case."""
-        self.unreduced.clear()
-        for param in self._store.params:
+    def zero(self, params: Collection[FSDPParam], *, set_to_none: bool) -> None:
+        """Drop the gradients of ``params``, or make those of shards zeros; drop those that are still to be reduced."""
+        self.unreduced.forget(params)
+        for param in params:
             param.drop_gradient(to_zeros=not set_to_none)
 
     def reset(self) -> None:
         """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
-        self.unreduced.clear()
+        self.unreduced.forget(self._store.params)
         self._backward = self._expects_reduced = None
         for param in self._store.params:
             param.drop_gradient()

@@ -7,7 +7,7 @@ and clipping do not see them (``optim/unreduced.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -77,16 +77,16 @@ class Unreduced:
         """Drop the gradients of parameters with shards of these ids, unless a pass uses the group."""
         if self._in_use():
             return
-        for param in self._store.params:
-            if id(param.sharded) in shard_ids:
-                self.sums.pop(param, None)
-                self.accumulated.discard(param)
-                param.drop_unreduced_gradient()
+        params = [param for param in self._store.params if id(param.sharded) in shard_ids]
+        self.forget(params)
+        for param in params:
+            param.drop_unreduced_gradient()
 
-    def clear(self) -> None:
-        """Forget everything. The caller drops the gradients on full parameters."""
-        self.accumulated.clear()
-        self.sums.clear()
+    def forget(self, params: Iterable[FSDPParam]) -> None:
+        """Forget the gradients of ``params``. The caller drops those on full parameters."""
+        for param in params:
+            self.sums.pop(param, None)
+            self.accumulated.discard(param)
 
     def take_over(self, earlier: Unreduced) -> None:
         """Take over what is left of parameters that were in another group before."""

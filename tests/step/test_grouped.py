@@ -136,3 +136,19 @@ def test_a_member_left_out(rank, world):
         module(torch.ones(2, 8))
     assert isinstance(module.head.weight, DTensor)
     assert next(value for name, value in run.seen.items() if name.startswith("gradient of head.weight")) is None
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("reduced", [True, False])
+def test_zero_grad_of_one_member(rank, world, reduced):
+    """``zero_grad()`` of one module of a grouped call dropped the gradients of the others, reduced or not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    api.ours.fully_shard(list(model), mesh=mesh_1d())
+    api.ours.fully_shard(model, mesh=mesh_1d())
+    model.set_requires_gradient_sync(reduced)
+    model(torch.ones(1, 4)).sum().backward()
+    model[0].zero_grad()
+    model.synchronize_gradients()
+    assert model[0].weight.grad is None
+    torch.testing.assert_close(model[1].bias.grad.full_tensor(), torch.ones(4))

@@ -83,6 +83,7 @@ TESTS: dict[str, str] = {
     "FSDPModule.set_keep_unsharded_storage(recurse)": STEP
     + "test_manual_backward.py::test_kept_storage_stays_where_it_is",
     "FSDPModule.synchronize_gradients": STEP + "test_synchronize_gradients.py::test_synchronize_gradients",
+    "FSDPModule.get_pending_gradients": STEP + "test_synchronize_gradients.py::test_get_pending_gradients",
     "FSDPModule.set_manual_backward_finalization": STEP + "test_manual_backward.py::test_finalize_backward",
     "GradientReductionHandle": STEP + "test_manual_backward.py::test_finalize_backward",
     "FSDPModule.reset_iter_state": STEP + "test_errors.py::test_training_goes_on_after_an_exception",

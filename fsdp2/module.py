@@ -21,6 +21,7 @@ from fsdp2.engine.index import units_below
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.root import GradientReduction, RootContext
 from fsdp2.engine.unit import FSDPState, get_state
+from fsdp2.engine.unreduced import Pending
 from fsdp2.policies import AllGather, CompressionPolicy, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
@@ -247,6 +248,21 @@ class FSDPModule(TorchFSDPModule):
             by_root.setdefault(unit.root, {}).update(dict.fromkeys(unit.groups))
         for root, groups in by_root.items():
             root.synchronize(list(groups))
+
+    def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, Pending]:
+        """Return the gradients that backwards left unreduced, by sharded parameter. It does not communicate.
+
+        Each value is ``(unreduced, partial)``, either of which may be None: the gradient of the full parameter, and on
+        a mesh with a replicate dimension this rank's piece of the sum over only the shard dimension. The tensors are
+        those that the next reduction uses, so you can scale or inspect them. Call it again after a backward, a
+        reduction or ``zero_grad``.
+
+        Args:
+            recurse: Also return those of all units below this module.
+        """
+        groups = [group for unit in self._units(recurse) for group in unit.groups]
+        pending = [item for group in groups for item in group.gradients.unreduced.pending().items()]
+        return {param.sharded: gradients for param, gradients in pending if param.sharded is not None}
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks.

@@ -15,7 +15,9 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.param import FSDPParam, have_gradients
 from fsdp2.engine.registry import Registry
 
-__all__ = ["Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
+__all__ = ["Pending", "Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
+
+Pending = tuple[torch.Tensor | None, torch.Tensor | None]
 
 _noted: Registry[Unreduced] = Registry()  # that may contain something
 
@@ -71,6 +73,18 @@ class Unreduced:
         ]
         if not found and not self:
             _noted.discard(self)
+        return found
+
+    def pending(self) -> dict[FSDPParam, Pending]:
+        """Return, for each parameter that has one of them, its accumulated gradient and its sum over the shard axis."""
+        found, rank = {}, self._store.mesh.shard.rank
+        for param in self._store.params:
+            accumulated, layout, summed = None if param.full is None else param.full.grad, param.spec.layout, None
+            if param in self.sums:
+                slot, _ = self.sums[param]  # 1D, with padding
+                summed = slot.as_strided(layout.shard_shape(rank), layout.shard_stride(rank))
+            if accumulated is not None or summed is not None:
+                found[param] = accumulated, summed
         return found
 
     def drop(self, shard_ids: Collection[int]) -> None:

@@ -389,3 +389,29 @@ def test_nothing_is_left_after_an_optimizer_dropped_it(rank, world):
     optimizer.zero_grad()
     groups = [group for unit in (module[0], module[1]) for group in unit._get_fsdp_state().groups]
     assert not any(bool(group.gradients.unreduced) for group in groups)
+
+
+@api.fsdp2_only
+@on_ranks(4)
+@pytest.mark.parametrize("setter", SETTERS)
+def test_get_pending_gradients(rank, world, setter):
+    """What a loop changes in place between two micro-batches is what is reduced; reading it sends nothing."""
+    module, alone = beside_one_process(stack, mesh=mesh_2d())
+    getattr(module, setter)(False)
+    place = SETTERS.index(setter)  # of full gradients, or of pieces of sums over the shard dimension
+    for part in range(2):
+        for one in (module, alone):
+            one(torch.full((2, 8), 1.0 + part)).square().sum().backward()
+        with Collectives() as sent:
+            pending = module.get_pending_gradients()
+        assert not sent.counts and set(pending) == set(module.parameters())
+        for (shard, tensors), parameter in zip(pending.items(), alone.parameters(), strict=True):
+            assert tensors[1 - place] is None
+            assert tensors[place].shape == (shard.shape, shard.to_local().shape)[place]
+            tensors[place].mul_(3)
+            parameter.grad *= 3
+    assert module[0].get_pending_gradients().keys() == set(module[0].parameters())
+    assert module.get_pending_gradients(recurse=False) == {}
+    module.synchronize_gradients()
+    assert module.get_pending_gradients() == {}
+    assert_gradients(module, alone)

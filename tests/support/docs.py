@@ -69,6 +69,7 @@ EXTRA_PARAMETERS: dict[str, set[str]] = {
 """Parameters of ours, by function or method, that torch's does not have."""
 NEWER_METHODS = {
     "finalize_backward",
+    "get_pending_gradients",
     "reset_iter_state",
     "set_keep_unsharded_storage",
     "set_manual_backward_finalization",

@@ -39,8 +39,9 @@ class RootContext(Generic[U]):
     def __init__(self, device: torch.device, unit: U) -> None:
         self.comm = CommContext(device)
         self.all_states: list[U] = [unit]
-        self.known: list[FSDPParamGroup] = []  # the order in which the last forward met the groups
-        self._known_in_method: list[FSDPParamGroup] = []  # and the last forward that a registered method called
+        # The order in which the last forward met the groups, of each sort: whether it was observed, and whether a
+        # registered method called it.
+        self._orders: dict[tuple[bool, bool], list[FSDPParamGroup]] = {}
         self._pending = Pending()
         self.forward: ForwardPass | None = None  # the pass that runs
         self.backward: BackwardPass | None = None
@@ -108,7 +109,7 @@ class RootContext(Generic[U]):
     def forget_units(self) -> None:
         """Forget the order of groups, in which some may be that are no longer below the root."""
         self._ended_with = self._needed_first = None
-        self.known, self._known_in_method = [], []
+        self._orders.clear()
         self.observer.forget_units()
 
     def use_comm(self, comm: CommContext) -> None:
@@ -198,7 +199,8 @@ class RootContext(Generic[U]):
         aborted = running is not None and running.trains
         observer = Unobserved() if alone else self.observer
         pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
-        run = ForwardPass(self.groups, observer, unit, self.known, self._needed_first, pending, observed=not alone)
+        known = self._known_order(observed=not alone)
+        run = ForwardPass(self.groups, observer, unit, known, self._needed_first, pending, observed=not alone)
         for group in run.groups:
             group.begin_forward_pass(aborted=aborted)
         outdated = with_outdated_portions(run.groups)
@@ -231,16 +233,22 @@ class RootContext(Generic[U]):
         if not run.trains:
             if run.in_method:
                 self._note_order(run)
-            run.end_part(self._known_in_method)
+            run.end_part(self._known_order(observed=run.observed, in_method=True))
             run.in_method = True
             run.observer.begin(PassKind("evaluation in a method"), outermost=True)
 
     def _note_order(self, run: ForwardPass) -> None:
-        """Expect the order of ``run``, or of its last part, once more; not of what one replica alone has run."""
-        if run.observed and run.in_method:
-            self._known_in_method = run.order.calls
-        elif run.observed:
-            self.known = run.order.calls or self.known
+        """Expect the order of ``run``, or of its last part, once more."""
+        if run.order.calls:
+            self._orders[run.observed, run.in_method] = run.order.calls
+
+    def _known_order(self, *, observed: bool, in_method: bool = False) -> list[FSDPParamGroup]:
+        """Return the order that a forward is expected to have.
+
+        One that a replica may run alone follows the last one of its sort, since other replicas know nothing of that, or
+        else what all ranks have run.
+        """
+        return self._orders.get((observed, in_method)) or self._orders.get((True, in_method)) or []
 
     def numbers_of(self, groups: Iterable[FSDPParamGroup]) -> tuple[int, ...]:
         """Return the numbers by which all ranks know ``groups``, in ascending order."""
@@ -429,7 +437,8 @@ class RootContext(Generic[U]):
         for group in self.groups:
             group.reset()
         self.forward = self.backward = self._ended_with = self._needed_first = None
-        self._pending, self.known, self._known_in_method = Pending(), [], []
+        self._pending = Pending()
+        self._orders.clear()
 
     # ---- backwards that the caller ends ----
 

@@ -56,6 +56,20 @@ def test_prefetch_lists_of_some_units(rank, world):
 
 
 @api.fsdp2_only
+def test_a_teacher_on_replicas_gathers_ahead():
+    """One replica may evaluate alone, so other forwards must not follow the order of its evaluation. The next evaluation
+    did not either, so a teacher, which is only evaluated, waited for each gather."""
+    with fake_mesh(2, 2, names=("replicate", "shard")) as mesh:
+        model = sharded(partial(stack, 4), fsdp2, lambda module: module[:2], mesh=mesh)
+        events: list[str] = []
+        with torch.no_grad(), listening(lambda event, name: events.append(f"{event} {name}")):
+            for _ in range(2):
+                events.clear()
+                model(torch.ones(2, 4))
+    assert events.index("unshard 1") < events.index("post_forward 0")
+
+
+@api.fsdp2_only
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_gathers_asked_for_once(rank, world, reshard):

@@ -57,7 +57,7 @@ def test_prefetch_lists_of_some_units(rank, world):
 
 @api.fsdp2_only
 def test_a_teacher_on_replicas_gathers_ahead():
-    """One replica may evaluate alone, so other forwards must not follow the order of its evaluation. The next evaluation
+    """One replica may evaluate alone, so other forwards must not follow its evaluation. The next evaluation
     did not either, so a teacher, which is only evaluated, waited for each gather."""
     with fake_mesh(2, 2, names=("replicate", "shard")) as mesh:
         model = sharded(partial(stack, 4), fsdp2, lambda module: module[:2], mesh=mesh)

@@ -39,6 +39,10 @@ SHAPES = {
 }
 
 
+VOCABULARY = 128256
+"""Llama 3's."""
+
+
 class Attention(nn.Module):
     """Causal attention whose keys and values are shared by several heads."""
 
@@ -108,6 +112,21 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
         return x + self.feed(self.norm2(x))
+
+
+class Language(nn.Module):
+    """Blocks between an embedding and a projection to a vocabulary."""
+
+    def __init__(self, shape: Shape, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(VOCABULARY, shape.width), nn.ModuleList(blocks)
+        self.norm, self.output = nn.LayerNorm(shape.width, bias=False), nn.Linear(shape.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x))
 
 
 class Compiled(nn.Module):

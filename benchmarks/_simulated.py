@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from _calls import calls_of
-from _llama import SHAPES, Block, Compiled, running_on
+from _llama import SHAPES, VOCABULARY, Block, Compiled, Language, running_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -44,6 +44,8 @@ MACHINES = {
     "b200": replace(H100, name="b200", flops_per_second=2 * H100.flops_per_second),
 }
 """The H100 of the cost model, the same with half its network between nodes, and with a B200's arithmetic."""
+LANGUAGE = ("blocks", "ends", "end kept")
+"""Kinds of rows whose model is a language model."""
 STAYS = "other"
 """The kind of memory that the shards' gradients are said to be."""
 REDUCTIONS = ("reduce_scatter", "all_to_all")
@@ -151,8 +153,9 @@ def simulate(
 ) -> Result:
     """Forward and backward of the second step; in the first one the order of units is not known yet.
 
-    `build(mesh)` returns the sharded model, `data()` its input. With the backend "gloo" lanes are a CPU's, without
-    streams. `calls`: count the Python calls of one more step.
+    `build(mesh)` returns the sharded model, `data()` its input, of whole numbers if they are tokens, which the model is
+    to predict. With the backend "gloo" lanes are a CPU's, without streams. `calls`: count the Python calls of one more
+    step.
     """
     clock = Clock(hardware)
     running_on[:] = [clock]
@@ -161,15 +164,14 @@ def simulate(
         model, x = build(made), data()
         memory.set_kind(model.parameters(), "shards")
         shards = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
-        gradient = torch.empty_like(x)
-        model(x).backward(gradient)
+        _step(model, x)
         model.zero_grad()
         begin = clock.begin()
         memory.begin()
         output = model(x)
         forward = _above(shards, memory)
         memory.begin()
-        output.backward(gradient)
+        _backward(output, x)
         memory.set_kind([p.grad for p in model.parameters() if p.grad is not None], STAYS)
         backward = _above(shards, memory)
         model.zero_grad()
@@ -178,13 +180,20 @@ def simulate(
         lanes = lane_names(clock.spans)
         result.forward, result.backward = forward.named(lanes), backward.named(lanes)
         if calls:
-            result.calls = sum(calls_of(partial(_step, model, x, gradient)).values())
+            result.calls = sum(calls_of(partial(_step, model, x)).values())
         del model
     return result
 
 
-def _step(model: nn.Module, x: Tensor, gradient: Tensor) -> None:
-    model(x).backward(gradient)
+def _step(model: nn.Module, x: Tensor) -> None:
+    _backward(model(x), x)
+
+
+def _backward(output: Tensor, x: Tensor) -> None:
+    if x.is_floating_point():
+        output.backward(torch.empty_like(x))
+    else:
+        nn.functional.cross_entropy(output.float().flatten(0, -2), x.flatten()).backward()
 
 
 @contextlib.contextmanager
@@ -235,7 +244,9 @@ class Row:
     tokens: int = 8192
     layers: int = 6
     kind: str = "eager"
-    """eager, compiled, lists (experts are units, prefetched by hand), groups (two in a unit), hybrid, int8 (ours)."""
+    """eager, compiled, lists (experts are units, prefetched by hand), groups (two in a unit), hybrid, int8 (ours), or a
+    language model of eager blocks: blocks (are units, the root has the rest), ends (are units too), end kept (likewise,
+    the output layer with its norm, which stay after forward)."""
     gigabits: float = 0.0
     """Of a node's network a second; 0 for the hardware's."""
     reduce: str = "fp32"
@@ -258,6 +269,11 @@ class Row:
     def block(self) -> int:
         """Bytes of one unsharded block as it is computed with."""
         return SHAPES[self.model].numel * torch.bfloat16.itemsize
+
+    @property
+    def is_language(self) -> bool:
+        """Whether the model has an embedding, an output layer and a loss."""
+        return self.kind in LANGUAGE
 
     @property
     def machine(self) -> Hardware:
@@ -300,6 +316,8 @@ def unsharded(row: Row, *, calls: bool = False) -> Result:
 
     def plain(mesh: DeviceMesh) -> nn.Module:
         blocks = [Block(SHAPES[row.model]) for _ in range(row.layers)]
+        if row.is_language:
+            return Language(SHAPES[row.model], [*blocks]).to(torch.bfloat16)
         model = nn.Sequential(*(Compiled(block) if row.kind == "compiled" else block for block in blocks))
         return model.to(torch.bfloat16)
 
@@ -308,7 +326,7 @@ def unsharded(row: Row, *, calls: bool = False) -> Result:
 
 def alone(row: Row, *, calls: bool = False) -> Result:
     """`unsharded`, which does not depend on ranks and on what is reduced."""
-    kind = "compiled" if row.kind == "compiled" else "eager"
+    kind = "compiled" if row.kind == "compiled" else LANGUAGE[0] if row.is_language else "eager"
     row = replace(row, ranks=1, reduce="fp32", gigabits=0.0, kind=kind, keep_last=False)
     return unsharded(row, calls=calls)
 
@@ -321,14 +339,18 @@ def least_seconds(row: Row) -> float:
     one of the last, and a reduction.
     """
     machine, ranks = row.machine, range(row.ranks)
-    gather = machine.collective_seconds(row.block, ranks)
-    reduction = machine.collective_seconds(row.block * (2 if row.reduce == "fp32" else 1), ranks)
-    last = reduction if row.kind == "compiled" else machine.collective_seconds(0, ranks)
-    return max(gather + alone(row).busy + last, (2 * row.layers - 1) * gather + row.layers * reduction)
+    ends = [VOCABULARY * SHAPES[row.model].width * torch.bfloat16.itemsize] if row.is_language else []
+    units = [*ends, *[row.block] * row.layers, *ends]
+    gathers = [machine.collective_seconds(nbytes, ranks) for nbytes in units]
+    reductions = [machine.collective_seconds(nbytes * (2 if row.reduce == "fp32" else 1), ranks) for nbytes in units]
+    last = reductions[0] if row.kind == "compiled" else machine.collective_seconds(0, ranks)
+    return max(gathers[0] + alone(row).busy + last, 2 * sum(gathers) - gathers[-1] + sum(reductions))
 
 
 def data(row: Row) -> Tensor:
-    """Input of the first block."""
+    """Input of the first block, or tokens."""
+    if row.is_language:
+        return torch.zeros(max(row.tokens // LENGTH, 1), min(row.tokens, LENGTH), dtype=torch.int64)
     return torch.empty(max(row.tokens // LENGTH, 1), LENGTH, SHAPES[row.model].width, dtype=torch.bfloat16)
 
 
@@ -351,10 +373,24 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
             options |= two_groups(block, mesh, which)
         which.fully_shard(layers[-1], **options)
     options.pop("reshard_after_forward", None)
+    if row.is_language:
+        return language(row, which, layers, options)
     model = which.fully_shard(nn.Sequential(*layers), **options)
     if row.kind == "lists":
         prefetch(layers)
     return model
+
+
+def language(row: Row, which: ModuleType, blocks: list[nn.Module], options: dict[str, Any]) -> nn.Module:
+    """The language model around `blocks`, which are units."""
+    model = Language(SHAPES[row.model], blocks)
+    if row.kind != LANGUAGE[0]:
+        which.fully_shard(model.embedding, **options)
+    if row.kind == "ends":
+        which.fully_shard(model.output, **options)
+    elif row.kind == "end kept":
+        which.fully_shard([model.norm, model.output], reshard_after_forward=False, **options)
+    return which.fully_shard(model, **options)
 
 
 def two_groups(block: Block, mesh: DeviceMesh, which: ModuleType) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed.fsdp as torchs
 from _common import arguments, markdown, publish
 from _llama import SHAPES
-from _simulated import MACHINES, Result, Row, alone, least_seconds, measure, stream_row
+from _simulated import LANGUAGE, MACHINES, Result, Row, alone, least_seconds, measure, stream_row
 
 import fsdp2
 from fsdp2.forecasting.pictures import draw_lanes
@@ -44,8 +44,10 @@ EXTRA = [
     *(Row("moe", ranks=ranks, kind="lists") for ranks in (8, 64)),
     *(Row(ranks=64, kind=kind) for kind in ("groups", "hybrid")),
     *(Row(ranks=64, kind=kind, gigabits=25) for kind in ("eager", "int8")),
+    *(Row(ranks=ranks, tokens=tokens, kind=kind) for tokens in (1024, 8192) for kind in LANGUAGE for ranks in RANKS),
 ]
-"""Experts that are units of their own, two meshes in a unit, replicas, and a slow network with compression."""
+"""Experts that are units of their own, two meshes in a unit, replicas, a slow network with compression, and language
+models, with an embedding, an output layer and a loss."""
 SOME_LESS, MANY = 0.5, 256
 TARGETS = {
     "live": "the peak of live bytes is half a block below torch's; blocks compiled and reduced in one dtype: not above",
@@ -192,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--all", action="store_true", help="every model, kind, number of ranks, reduction and machine, not just a few")
     add("--models", nargs="+", choices=SHAPES, help="of these (8b)")
-    add("--kinds", nargs="+", choices=(*KINDS, "hybrid"), help="blocks are eager, compiled, or have replicas")
+    add("--kinds", nargs="+", choices=(*KINDS, "hybrid", *LANGUAGE), help="of `Row.kind` (eager compiled)")
     add("--ranks", nargs="+", type=int, help="on so many ranks (8 64 256 1024)")
     add("--reduce", nargs="+", choices=REDUCE, help="in which gradients are reduced; parameters are bf16 (fp32)")
     add("--hardware", nargs="+", choices=MACHINES, help="on these machines (h100)")

@@ -369,7 +369,7 @@ class FSDPModule(TorchFSDPModule):
 
         def change(group: FSDPParamGroup) -> GroupOptions:
             lane = None if stream is None else Lane(group.mesh.device, stream=stream)
-            return replace(group.options, all_reduce_hook=hook, all_reduce_lane=lane)
+            return replace(group.store.options, all_reduce_hook=hook, all_reduce_lane=lane)
 
         self._change("set_all_reduce_hook", recurse, change)
 
@@ -413,7 +413,7 @@ class FSDPModule(TorchFSDPModule):
         def change(group: FSDPParamGroup) -> GroupOptions:
             shard, reduce = group.mesh.shard.group, group.gradients.axis.group
             comms = in_memory_of_groups(shard, reduce) if enable else (None, None)
-            return group.options.with_comms("set_allocate_memory_from_process_group", *comms)
+            return group.store.options.with_comms("set_allocate_memory_from_process_group", *comms)
 
         self._change("set_allocate_memory_from_process_group_for_comm", False, change)
 
@@ -432,8 +432,8 @@ class FSDPModule(TorchFSDPModule):
                     f"{group.name or 'the root'}: set_symm_mem_for_comm needs NCCL, got the backend {shard.backend!r} "
                     f"and {backend!r}; leave it out, or use set_custom_all_gather"
                 )
-            comms = in_symmetric_memory(shard.group, reduce if group.options.force_sum else None, backend)
-            return group.options.with_comms("set_symm_mem", *comms)
+            comms = in_symmetric_memory(shard.group, reduce if group.store.options.force_sum else None, backend)
+            return group.store.options.with_comms("set_symm_mem", *comms)
 
         self._change("set_symm_mem_for_comm", False, change)
 
@@ -474,7 +474,7 @@ class FSDPModule(TorchFSDPModule):
         given = TransferSizes.given(values | {"chunk_bytes": chunk_bytes, "exchange_bytes": exchange_bytes})
 
         def change(group: FSDPParamGroup) -> GroupOptions:
-            return replace(group.options, sizes=replace(group.options.sizes, **given))
+            return replace(group.store.options, sizes=replace(group.store.options.sizes, **given))
 
         self._change("set_transfer_sizes", recurse, change)
 
@@ -503,7 +503,7 @@ class FSDPModule(TorchFSDPModule):
                     "expected a call between two steps. Call it after the last backward, or after reset_iter_state() "
                     "on the root, which drops gradients, if no backward follows"
                 )
-        self._change("set_compression", recurse, lambda group: replace(group.options, compression=compression))
+        self._change("set_compression", recurse, lambda group: replace(group.store.options, compression=compression))
 
     # ---- internal ----
 
@@ -533,13 +533,13 @@ class FSDPModule(TorchFSDPModule):
         return units_below(module) if _bool("recurse", recurse) else [self._get_fsdp_state()]
 
     def _set(self, setter: str, recurse: bool, **changes: Any) -> None:
-        self._change(setter, recurse, lambda group: replace(group.options, **changes))
+        self._change(setter, recurse, lambda group: replace(group.store.options, **changes))
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""
         changes = [(unit, group, change(group)) for unit in self._units(recurse) for group in unit.groups]
         for unit, group, options in changes:  # all are made, and so validated, before the first one takes effect
-            alike = group.options.alike == options.alike
+            alike = group.store.options.alike == options.alike
             group.set_options(options)
             if not alike:
                 unit.root.options_changed(setter)

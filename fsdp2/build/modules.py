@@ -54,7 +54,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             "the whole model"
         )
     groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
-    before = [(group, group.options.reduce_gradients, group.options.all_reduce_gradients) for group in groups]
+    before = [
+        (group, group.store.options.reduce_gradients, group.store.options.all_reduce_gradients) for group in groups
+    ]
     try:
         for group in groups:
             _set_sync(group, False, False)
@@ -65,6 +67,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _set_sync(group: FSDPParamGroup, reduces: bool, all_reduces: bool) -> None:
-    if (reduces, all_reduces) != (group.options.reduce_gradients, group.options.all_reduce_gradients):
-        changed = replace(group.options, reduce_gradients=reduces, all_reduce_gradients=all_reduces)
+    if (reduces, all_reduces) != (group.store.options.reduce_gradients, group.store.options.all_reduce_gradients):
+        changed = replace(group.store.options, reduce_gradients=reduces, all_reduce_gradients=all_reduces)
         group.set_options(replace(changed, may_accumulate=True))

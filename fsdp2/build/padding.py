@@ -101,7 +101,7 @@ def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
 
 def _held(items: list[Item], group: FSDPParamGroup) -> int:
     """Return the bytes that one rank holds of ``items``."""
-    return plan_flat(items, group.options.sizes).shard_bytes
+    return plan_flat(items, group.store.options.sizes).shard_bytes
 
 
 def _share(layout: ShardLayout, parts: int) -> float:

@@ -62,7 +62,7 @@ _GROUP: Properties = {
     "fsdp_params": lambda group: group.params,
     "mesh_info": lambda group: group.mesh,
     "is_sharded": lambda group: isinstance(group.residency.state, (Sharded, InFlight)),
-    "reduce_scatter_max_input_buffers": lambda group: group.options.reduce_inputs or 1,
+    "reduce_scatter_max_input_buffers": lambda group: group.store.options.reduce_inputs or 1,
     "_module_fqn": lambda group: group.name,
     "_training_state": _training_state,
     "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(type(group.residency.state), "SHARDED")],

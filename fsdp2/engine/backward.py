@@ -71,7 +71,7 @@ class BackwardPass(Pass):
         Where ranks have ``planned`` it, the group's own backward must be over on this rank, or not come.
         """
         reduced = group.phases.phase is Phase.REDUCED
-        if not group.options.reduce_unused:  # all ranks use it: its gradients were left for later
+        if not group.store.options.reduce_unused:  # all ranks use it: its gradients were left for later
             return self._some_skip and not group.is_reduced and (self.over or reduced)
         if self.over and not group.is_reduced:
             return True
@@ -90,7 +90,7 @@ class BackwardPass(Pass):
         # then.
         if self.over:
             group.gradients.note_end()
-        ahead = self._more_follow and group.residency.is_gathering and not group.options.reduce_unused
+        ahead = self._more_follow and group.residency.is_gathering and not group.store.options.reduce_unused
         group.post_backward(self.launch, stays=self.creates_graph or ahead)
 
 

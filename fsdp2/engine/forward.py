@@ -60,7 +60,7 @@ class ForwardPass(Pass):
         would gather it before anything else, so the peak is the same. All ranks must decide alike: units that some
         ranks skip are left out.
         """
-        after, options = group.after_forward, group.options
+        after, options = group.after_forward, group.store.options
         if self.in_method and not self.trains and group in self.outermost.groups:
             return True  # the method ends, and no backward follows, although gradients may be enabled around it
         if not self.trains or group.in_root or options.reduce_unused:

@@ -51,7 +51,6 @@ class FSDPParamGroup:
         self.params = params = store.params
         self.modules = modules
         self.mesh = store.mesh
-        self.options = store.options
         self.comm = comm
         self.notice_backward = notice_backward
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
@@ -93,10 +92,9 @@ class FSDPParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""
-        if options.gathering != self.options.gathering:
+        if options.gathering != self.store.options.gathering:
             self.residency.refuse_summoned("a change of how parameters are gathered")
             self.reshard()  # shards move to a new buffer, and with them all that is made of them
-        self.options = options
         self.store.set_options(options)
         self.residency.follow_options()
 
@@ -137,7 +135,7 @@ class FSDPParamGroup:
 
         Compare with ``is``: 1 is a number of ranks, and equal to True.
         """
-        asked = self.options.reshard_after_forward
+        asked = self.store.options.reshard_after_forward
         return not self.in_root if asked is None else asked
 
     # ---- gather and free, by torch's names: memory trackers and torch's own test helpers patch these ----
@@ -319,7 +317,7 @@ class FSDPParamGroup:
         self.comm.lanes.compute.enter_backward()
         if _trace.recording:
             _trace.emit("pre_backward", self.name)
-        if self.options.unshard_in_backward:
+        if self.store.options.unshard_in_backward:
             self._unshard_for_compute(launch, in_backward=True)
         return True
 
@@ -337,7 +335,8 @@ class FSDPParamGroup:
 
         It always frees those of a unit that some ranks skip: that a forward gathers it tells all ranks that it is used.
         """
-        return self.options.reshard_after_backward or self.options.reduce_unused
+        options = self.store.options
+        return options.reshard_after_backward or options.reduce_unused
 
     @_trace.profiled("post_backward")
     def post_backward(self, launch: Launch = launch_unobserved, *, stays: bool = False) -> None:
@@ -349,14 +348,14 @@ class FSDPParamGroup:
         self.phases.enter("post_backward")
         if _trace.recording:
             _trace.emit("post_backward", self.name)
-        if not self.options.reduce_gradients:
+        if not self.store.options.reduce_gradients:
             self.gradients.leave_unreduced()
         if self.frees_after_backward and not stays:
             self.reshard()
         else:
             self.residency.hold()
         self.comm.start_postponed()  # into the memory that the group has just left, and before its gradients are packed
-        if self.options.reduce_gradients:
+        if self.store.options.reduce_gradients:
             self.gradients.reduce_rest(launch)
 
     @property
@@ -373,7 +372,8 @@ class FSDPParamGroup:
         """End the backward for the group; after the ``last`` one, drop a prefetch that was not used."""
         if last and self.residency.is_gathering and self.residency.held is None:
             self.reshard()
-        if self.options.reduce_gradients and self.options.all_reduce_gradients:
+        options = self.store.options
+        if options.reduce_gradients and options.all_reduce_gradients:
             self.residency.forget_portions()
         self.phases.enter("end_backward")
 

@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol
 
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam
 
 __all__ = [
@@ -38,7 +37,6 @@ class ObservedGroup(Protocol):
     """A group of parameters, as far as an observer has to know one (``FSDPParamGroup``, whose file imports this)."""
 
     name: str
-    options: GroupOptions
     params: list[FSDPParam]
     store: ShardStore
 

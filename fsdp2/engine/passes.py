@@ -91,7 +91,7 @@ class Pass:
         self._launched = 0  # collectives so far
         self._joining: list[FSDPParamGroup] = []  # whose collectives are being launched because other ranks need them
         # Asked for each reduction, so it is found once.
-        self._some_skip = any([group.options.reduce_unused for group in groups])
+        self._some_skip = any([group.store.options.reduce_unused for group in groups])
 
     # ---- collectives ----
 
@@ -109,7 +109,11 @@ class Pass:
                 can_join = _cannot_join  # the observer has to decide otherwise, or this would never end
         start()
         self._launched += 1
-        if collective.kind == "gather" and collective.group is not None and collective.group.options.reduce_unused:
+        if (
+            collective.kind == "gather"
+            and collective.group is not None
+            and collective.group.store.options.reduce_unused
+        ):
             self.gathered_skippable[collective.group] = None
         return True
 
@@ -150,7 +154,7 @@ class Pass:
 
     def _can_join_gather(self, group: FSDPParamGroup) -> bool:
         residency = group.residency
-        if not group.options.reduce_unused:
+        if not group.store.options.reduce_unused:
             return self._some_skip and residency.needs_gather and group.phases.phase is Phase.IDLE
         if residency.is_gathering:
             # A gather that this rank joined is in flight. The others have used and freed the group, and gather it
@@ -160,7 +164,7 @@ class Pass:
 
     def _can_join_reduction(self, group: FSDPParamGroup, planned: bool) -> bool:
         """Return whether gradients of ``group`` may leave, or zeros, although this rank has not come to that."""
-        return group.options.reduce_unused and group.is_idle
+        return group.store.options.reduce_unused and group.is_idle
 
     def join(self, collective: Collective) -> bool:
         """Launch ``collective``, which ``can_join`` accepts, because other ranks do; return whether one was launched.

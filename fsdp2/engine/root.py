@@ -127,7 +127,7 @@ class RootContext(Generic[U]):
         ``comm``, the largest limits hold.
         """
         groups = self.groups
-        asked = [group.options.reduce_inputs for group in groups if group.options.reduce_inputs is not None]
+        asked = [group.store.options.reduce_inputs for group in groups if group.store.options.reduce_inputs is not None]
         units = max(asked, default=1)
         chunks = asked or [chunks_in_flight(group.mesh.first) for group in groups]
         largest = max((group.store.full_bytes for group in groups), default=0)
@@ -142,7 +142,7 @@ class RootContext(Generic[U]):
         Not with units that some ranks skip: the ranks of a replica have to choose together what they gather, and they
         do so with all others.
         """
-        if torch.is_grad_enabled() or any(group.options.reduce_unused for group in self.groups):
+        if torch.is_grad_enabled() or any(group.store.options.reduce_unused for group in self.groups):
             return False
         return are_copied(self.groups)
 
@@ -336,12 +336,12 @@ class RootContext(Generic[U]):
         That is which groups send gradients, which units it meets that some ranks skip, and which are in memory.
         """
         groups = self.groups
-        reduce = _how_many([group.options.reduce_gradients for group in groups])
-        all_reduce = _how_many([group.options.all_reduce_gradients for group in groups])
+        reduce = _how_many([group.store.options.reduce_gradients for group in groups])
+        all_reduce = _how_many([group.store.options.all_reduce_gradients for group in groups])
         gathered = [group for group in self.pending.stayed if group.mesh.shard.size > 1]  # by a collective
         text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
         # Without units that ranks may skip, forwards that launch no collective need not be as many on all ranks.
-        forwards = self.pending.forwards if any(group.options.reduce_unused for group in groups) else 0
+        forwards = self.pending.forwards if any(group.store.options.reduce_unused for group in groups) else 0
         return PassKind(name, text, self.numbers_of(self.pending.used), self.numbers_of(gathered), forwards)
 
     def end_backward(self, run: BackwardPass) -> None:
@@ -383,14 +383,14 @@ class RootContext(Generic[U]):
 
         The forward computes with it, or has gathered it ahead, and the backward has no gradient of it.
         """
-        if group.options.reduce_unused or group.gradients.left_over():
+        if group.store.options.reduce_unused or group.gradients.left_over():
             return False
         return group.phases.phase in (Phase.FORWARD, Phase.IDLE)
 
     def _end_group(self, run: BackwardPass, group: FSDPParamGroup, manual: bool) -> None:
         if group.residency.summoned:
             return
-        reduced, reduces = group.is_reduced, group.options.reduce_gradients
+        reduced, reduces = group.is_reduced, group.store.options.reduce_gradients
         if manual and reduced and reduces:
             self.pending.deferred.pop(group, None)
         elif manual:
@@ -544,7 +544,7 @@ class RootContext(Generic[U]):
             )
         self._check_last_backward_ended("finalize_backward was called")
         for group in self.pending.deferred:
-            options = group.options
+            options = group.store.options
             if group.mesh.replicate.size > 1 and options.reduce_gradients and not options.all_reduce_gradients:
                 raise RuntimeError(
                     f"{group.name or 'the root'}: finalize_backward requires all-reduce; call "

@@ -486,9 +486,9 @@ class FSDPState(ComposableState):
                 last = not self._has_units_below and not pending.calls.expects(group)
                 later = last and group.gradients.gathers_later
                 for other in reversed(following.gathered_with):
-                    if other.options.unshard_in_backward and later:
+                    if other.store.options.unshard_in_backward and later:
                         comm.postpone_gather(other, partial(run.prefetch, other))
-                    elif other.options.unshard_in_backward:
+                    elif other.store.options.unshard_in_backward:
                         run.prefetch(other)
         for unit in self.backward_prefetch:
             if unit.root is root:  # as in forward

@@ -28,7 +28,7 @@ def others_use_everything() -> Iterator[None]:
     before = observer._make
 
     def make(root: RootContext[Any], kind: PassKind, error: Exception | None) -> Observer | None:
-        if error is None and any(group.options.reduce_unused for group in root.groups):
+        if error is None and any(group.store.options.reduce_unused for group in root.groups):
             return _Others(root)
         return None if before is None else before(root, kind, error)
 
@@ -84,7 +84,7 @@ class _Others:
 
     def _next(self, kinds: list[CollectiveKind], groups: list[Any], can_join: CanJoin) -> Collective | None:
         for group in groups:
-            for kind in kinds if group.options.reduce_unused else ():
+            for kind in kinds if group.store.options.reduce_unused else ():
                 if (kind, group) not in self._launched and can_join(Collective(kind, group), True):
                     self._launched.add((kind, group))  # only once: a group without gradients reduces nothing
                     return Collective(kind, group)

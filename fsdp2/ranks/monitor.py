@@ -63,7 +63,7 @@ class RankMonitor:
     @property
     def _may_skip(self) -> bool:
         """True if ranks may skip units that others use: all ranks then choose each collective that is not scheduled."""
-        return any(group.options.reduce_unused for group in self._root.groups)
+        return any(group.store.options.reduce_unused for group in self._root.groups)
 
     # ---- passes ----
 
@@ -102,7 +102,7 @@ class RankMonitor:
         """
         found = []
         for number, group in enumerate(self._root.groups):
-            options, residency = group.options, group.residency
+            options, residency = group.store.options, group.residency
             if not options.reduce_unused or group.mesh.shard.size == 1 or not residency.needs_gather:
                 continue
             if kind.name not in _FORWARDS:
@@ -140,7 +140,7 @@ class RankMonitor:
                     for collective in log.collectives
                     if collective.kind == "gather" and collective.group is not None
                 ]
-                self._needed_in_backward.update(group for group in gathered if group.options.reduce_unused)
+                self._needed_in_backward.update(group for group in gathered if group.store.options.reduce_unused)
             log.end()
 
     def joins_before_end(self, can_join: CanJoin) -> Collective | None:
@@ -264,7 +264,7 @@ class RankMonitor:
                 "collective": [collective.kind, number, list(collective.part)],
                 "order": self._order(log.kind, collective),
             }
-            want["optional"], want["prefetch"] = collective.group.options.reduce_unused, prefetch
+            want["optional"], want["prefetch"] = collective.group.store.options.reduce_unused, prefetch
         chosen = self.board.choose(log.epoch, json.dumps(want), state, _choose_among)
         if chosen is None:  # no collective suits all ranks: raise an error that compares the wanted collectives, too
             self.board.raise_difference(self._at_meeting(collective))
@@ -352,7 +352,7 @@ class RankMonitor:
         if group is None:
             return json.dumps(_Did(text))
         order = (collective.kind == "reduce", self._order(kind, collective))
-        return json.dumps(_Did(text, group.name, order, group.options.reduce_unused))
+        return json.dumps(_Did(text, group.name, order, group.store.options.reduce_unused))
 
     def _text(self, kind: object, collective: Collective) -> str:
         group = collective.group

@@ -89,7 +89,7 @@ def test_no_sync_restores_each_units_setting(rank, world):
     module.blocks[1].set_requires_all_reduce(False)
 
     def settings():
-        found = [unit._get_fsdp_state().groups[0].options for unit in fsdp2.fsdp_modules(module)]
+        found = [unit._get_fsdp_state().groups[0].store.options for unit in fsdp2.fsdp_modules(module)]
         return [(options.reduce_gradients, options.all_reduce_gradients) for options in found]
 
     before = [(True, True), (False, False), (True, False), (True, True)]
@@ -102,7 +102,7 @@ def test_no_sync_restores_each_units_setting(rank, world):
         module.set_reshard_after_backward(False)
         raise KeyError
     assert settings() == before
-    assert not module._get_fsdp_state().groups[0].options.reshard_after_backward
+    assert not module._get_fsdp_state().groups[0].store.options.reshard_after_backward
     with fsdp2.no_sync(module.blocks[2]):
         assert settings() == [*before[:3], (False, False)]
     parent = nn.Sequential(module, nn.Linear(8, 8))

@@ -103,12 +103,13 @@ class CountingStore:
 class Group:
     """A group of five parameters, as far as errors name them."""
 
-    options, store = SimpleNamespace(reduce_unused=False), SimpleNamespace(extensions=None, formats_digest=())
     mesh, residency = SimpleNamespace(shard=SimpleNamespace(size=2)), SimpleNamespace(needs_gather=True)
     params = [SimpleNamespace(name=f"p{i}") for i in range(5)]
 
     def __init__(self, name: str) -> None:
         self.name = name
+        options = SimpleNamespace(reduce_unused=False)
+        self.store = SimpleNamespace(options=options, extensions=None, formats_digest=())
 
 
 class Model:
@@ -228,7 +229,7 @@ def test_an_option_that_is_set_is_not_advised(marked: bool) -> None:
     for rank, units in enumerate(((0, 1, 2, 3), (0, 2, 3))):
         model = Model(board_on(CountingStore(Memory()), 0, 1), 4)
         for group in model.groups:
-            group.options = SimpleNamespace(reduce_unused=marked)
+            group.store.options = SimpleNamespace(reduce_unused=marked)
         model.run("forward", [Collective("gather", model.groups[unit]) for unit in units])
         texts[rank] = model.monitor.text(*model.monitor.position(), 2)
     error = model.monitor.refuse(texts)

@@ -186,4 +186,4 @@ def test_setters_of_one_or_all(rank, world, name, recurse, when):
         "set_requires_gradient_sync": "reduce_gradients",
     }[name]
     getattr(run.module[0], name)(False, recurse=recurse)
-    assert [getattr(group.options, option) for group in groups] == [True, False, not recurse]
+    assert [getattr(group.store.options, option) for group in groups] == [True, False, not recurse]

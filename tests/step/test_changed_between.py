@@ -144,11 +144,11 @@ def test_settings_that_reach_below(rank, world):
         "set_all_reduce_hook": (torch.Tensor.zero_, "all_reduce_hook"),
     }
     for method, (value, name) in settings.items():
-        before = getattr(inner.options, name)
+        before = getattr(inner.store.options, name)
         getattr(module, method)(value)
-        assert getattr(outer.options, name) == value and getattr(inner.options, name) == before
+        assert getattr(outer.store.options, name) == value and getattr(inner.store.options, name) == before
         getattr(module, method)(value, recurse=True)
-        assert getattr(inner.options, name) == value
+        assert getattr(inner.store.options, name) == value
 
 
 @on_ranks(2)

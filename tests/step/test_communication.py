@@ -158,9 +158,9 @@ def test_memory_from_the_process_group(rank, world, when):
 
     run = assert_parity(on_one_axis, program=setting(setter, when))
     group = run.module[0]._get_fsdp_state().groups[0]
-    assert type(group.options.all_gather).__name__ == "ProcessGroupAllocAllGather"
+    assert type(group.store.options.all_gather).__name__ == "ProcessGroupAllocAllGather"
     run.module[0].set_allocate_memory_from_process_group_for_comm(False)
-    assert group.options.all_gather is None and group.options.reduce_scatter is None
+    assert group.store.options.all_gather is None and group.store.options.reduce_scatter is None
     with Collectives() as seen:
         run.module(torch.ones(1, 8)).sum().backward()
     assert seen.gathers == 5  # the unit that forward ends with stays for backward

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -363,10 +364,9 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
         if tensor.is_leaf:  # not computed by the module, so backward does not enter it here
             continue
         _hook_before_others(tensor, starting)
-        base = view_base(tensor)
-        node: Any = None if base is None else base.grad_fn
-        if is_made_since(node, since):
-            node.register_prehook(lambda grads: starting(grads[0]))
+        base: Any = view_base(tensor)
+        if base is not None and is_made_since(base.grad_fn, since):
+            base.grad_fn.register_prehook(partial(_start_by, base.output_nr, starting))
     if functorch_active():
         output = map_tensors(
             lambda t: _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t,
@@ -374,6 +374,13 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
             objects=True,
         )
     return watched, output
+
+
+def _start_by(output: int, starting: Callable[[torch.Tensor], None], grads: tuple[torch.Tensor | None, ...]) -> None:
+    """Call ``starting`` with the gradient of one ``output`` of a node, unless backward comes by its other outputs."""
+    grad = grads[output]
+    if grad is not None:
+        starting(grad)
 
 
 def _hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

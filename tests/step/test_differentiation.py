@@ -88,6 +88,25 @@ def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, re
     trains_like_one_process(deep, loss, reshard_after_forward=reshard)
 
 
+class Means(nn.Module):
+    """Returns a view of the second output of an autograd node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.var_mean(self.layer(x).tanh().unflatten(-1, (4, 2)), -1, keepdim=True)[1].squeeze(-1)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_view_of_the_second_output_of_a_node(rank, world):
+    """The hook on the node of the view's base passed on the gradient of the node's first output, which there is none of
+    here. A backward with ``create_graph=True`` failed on that None."""
+    trains_like_one_process(lambda: nn.Sequential(Means(), nn.Linear(4, 1)), penalized)
+
+
 @api.fsdp2_only
 @on_ranks(1)
 def test_differentiation_by_other_values_is_refused(rank, world):

@@ -55,7 +55,10 @@ class SideOutputs:
             self._list_attributes()
         found = []
         for attributes, name in self._searched:
-            if name not in attributes or type(value := attributes[name]) in _PLAIN:
+            if name not in attributes:  # perhaps there is one of another name instead, so that their number is the same
+                self._list_attributes()
+                return self._find()
+            if type(value := attributes[name]) in _PLAIN:
                 continue
             if isinstance(value, torch.Tensor):
                 found.append(value)

@@ -47,6 +47,33 @@ def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
     return total
 
 
+class Renamed(nn.Module):
+    """Keeps its auxiliary loss under another name in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.name = nn.Linear(8, 8), "kept_0"
+        self.kept_0 = torch.zeros(())
+
+    def forward(self, x):
+        delattr(self, self.name)
+        self.name = f"kept_{int(self.name[-1]) + 1}"
+        setattr(self, self.name, self.layer(self.layer(x)).square().mean())
+        return x
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_side_output_of_another_name_in_each_forward(rank, world):
+    """There are as many attributes as before, so nobody looked for new ones: from the second step on backward read
+    freed weights."""
+
+    def loss(module: nn.Module, inputs: Tensor) -> Tensor:
+        return mean_output(module, inputs) + getattr(module[0], module[0].name)
+
+    trains_like_one_process(lambda: nn.Sequential(Renamed(), nn.Linear(8, 8), nn.Linear(8, 8)), loss)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["before", "after", "list", "dict", "nothing else"])
 def test_a_loss_kept_on_a_module(rank, world, kind):

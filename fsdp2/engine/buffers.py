@@ -114,10 +114,11 @@ class ShardStore:
         """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
         moved = self._sizes(options) != self._sizes(self.options)
         if options.compression != self.options.compression:
-            before = [param.formats.gather for param in self.params]
-            for param in self.params:
-                param.follow_compression(options.compression, param.sharded)
-            moved |= before != [param.formats.gather for param in self.params]
+            # All are chosen before the first is set: the caller's function (CompressionPolicy.skip) may raise.
+            chosen = [param.choose_formats(options.compression, param.sharded) for param in self.params]
+            for param, formats in zip(self.params, chosen):
+                moved |= formats.gather != param.formats.gather
+                param.formats = formats
             self.formats_digest = self._digest()
         self.options = options
         self.note_change()

@@ -348,9 +348,9 @@ class FSDPParam:
             return inside[0]
         return None
 
-    def follow_compression(self, policy: CompressionPolicy | None, shown: nn.Parameter | None) -> None:
-        """Choose the block formats that ``policy`` asks for; it is called with the parameter's name and ``shown``."""
-        self.formats = choose_formats(policy, self.name_in_unit, shown, self.spec.layout)
+    def choose_formats(self, policy: CompressionPolicy | None, shown: nn.Parameter | None) -> Formats:
+        """Return the block formats that ``policy`` asks for; it is called with the parameter's name and ``shown``."""
+        return choose_formats(policy, self.name_in_unit, shown, self.spec.layout)
 
     def write(self, value: torch.Tensor, *, full: bool) -> None:
         """Write this rank's piece of a whole plain ``value`` to the shard, and with ``full`` to the full parameter."""

@@ -326,6 +326,24 @@ def test_set_compression_between_forward_and_backward(rank, world):
 
 
 @on_ranks(2)
+def test_a_policy_that_raises_changes_nothing(rank, world):
+    """The formats of parameters before the one that its function raised on were kept: their gradients were compressed,
+    also after ``set_compression(None)``."""
+
+    def skip(name, parameter):
+        if name == "uneven.weight":
+            raise LookupError(name)
+        return False
+
+    model = shard(Products(), mesh=mesh_1d())
+    with pytest.raises(LookupError):
+        model.set_compression(policy(**BOTH, skip=skip))
+    with Sent() as seen:
+        result(model)
+    assert "alltoall_base" not in seen.bytes
+
+
+@on_ranks(2)
 def test_set_compression_of_one_unit(rank, world):
     """Without ``recurse`` units below stay as they are."""
     model = shard(Products(), mesh=mesh_1d())

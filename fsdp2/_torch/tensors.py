@@ -50,7 +50,6 @@ __all__ = [
     "storages_of",
     "versions_of",
     "without_dispatch",
-    "writes_to",
 ]
 
 # One kernel packs gradients into one row per rank, padded and cast.
@@ -67,11 +66,6 @@ def versions_of(tensors: Iterable[Any]) -> list[int]:
         return [t._version for t in tensors]
     except RuntimeError:  # some are inference tensors; to ask each one first would cost more than the rest
         return [-1 if t.is_inference() else t._version for t in tensors]
-
-
-def writes_to(tensors: Iterable[Any]) -> list[int]:
-    """Return each tensor's count of in-place changes; none of ``tensors`` may be an inference tensor."""
-    return [t._version for t in tensors]
 
 
 def lies_in(tensor: torch.Tensor, storage: Any) -> bool:

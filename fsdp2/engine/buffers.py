@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import functorch_active
-from fsdp2._torch.tensors import writes_to
+from fsdp2._torch.tensors import versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
@@ -356,7 +356,7 @@ class ShardStore:
 
     def full_versions(self) -> list[int]:
         """Return how often each full parameter was changed in place; gathers do not count."""
-        return writes_to([param.full for param in self._plain])
+        return versions_of([param.full for param in self._plain])
 
     def changed_since(self, versions: list[int]) -> list[str]:
         """Return the names of full parameters that were changed in place since they had these ``versions``."""

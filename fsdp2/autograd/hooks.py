@@ -10,6 +10,8 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 
 __all__ = [
-    "ChildCount",
+    "ChildList",
     "after_steps",
     "hook_error",
     "hook_forward",
@@ -48,6 +50,8 @@ __all__ = [
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_INSERTING = (nn.ModuleList, nn.Sequential)
+_children_of = attrgetter("_modules")
 
 
 def hook_forward(
@@ -163,7 +167,7 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
     register_module_module_registration_hook(registered)
 
 
-class ChildCount:
+class ChildList:
     """Counts registrations below ``module`` that call no hook: ``insert`` of torch's containers."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -171,13 +175,18 @@ class ChildCount:
         self._list()
 
     def _list(self) -> None:
-        self._children = [inner._modules for inner in self._module.modules() if inner._modules]
-        self._count = sum(map(len, self._children))
+        modules = self._module.modules()
+        self._parents = [inner for inner in modules if inner._modules or isinstance(inner, _INSERTING)]
+        self._children = self._find()
+
+    def _find(self) -> list[nn.Module | None]:
+        # In C, because each forward asks. A container may have another dictionary since: deleting makes a new one.
+        return [*chain.from_iterable(map(dict.values, map(_children_of, self._parents)))]
 
     def look(self) -> None:
-        """Count a registration if there are more or fewer children than before."""
+        """Count a registration if there are other children than before, or in another order."""
         global registrations
-        if self._count != sum(map(len, self._children)):
+        if self._children != self._find():
             self._list()
             registrations += 1
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp2 import _trace
 from fsdp2._torch.hooks import outside_dynamo
-from fsdp2.autograd.hooks import ChildCount
+from fsdp2.autograd.hooks import ChildList
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Synchronization
@@ -55,7 +55,7 @@ class RootContext(Generic[U]):
         self._needed_first: FSDPParamGroup | None = None
         self._ends_wide = False  # with a projection to a vocabulary, say; known from the first forward on
         self._compared = False  # whether the ranks have compared their units
-        self._children: ChildCount | None = None  # below the root's module, known from the first forward on
+        self._children: ChildList | None = None  # below the root's module, known from the first forward on
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -81,7 +81,7 @@ class RootContext(Generic[U]):
         """Be the root of ``units`` from now on, which are named as in ``module``, the module of the first of them."""
         self.all_states = units
         self._name_groups(module)
-        self._children = ChildCount(module)
+        self._children = ChildList(module)
         for group in self.groups:
             group.use_comm(self.comm)
 

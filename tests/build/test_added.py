@@ -204,10 +204,36 @@ def append_deeper(module: nn.Module) -> None:
     module[0][-1].append(nn.Linear(8, 8))
 
 
+def insert_and_delete(module: nn.Module) -> None:
+    """There are as many children as before, and deleting makes another dictionary of them."""
+    module.insert(0, nn.Linear(8, 8))
+    del module[2]
+
+
+def append_empty(module: nn.Module) -> None:
+    """A container without children, into which one is inserted later."""
+    module[0].append(nn.Sequential())
+
+
+def insert_deep(module: nn.Module) -> None:
+    """That one."""
+    module[0][-1].insert(0, nn.Linear(8, 8))
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("changes", [(insert, None), (None, insert), (append_deep, append_deeper)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (insert, None),
+        (None, insert),
+        (append_deep, append_deeper),
+        (None, insert_and_delete),
+        (append_empty, insert_deep),
+    ],
+)
 def test_modules_added_without_a_registration(rank, world, changes):
-    """Their parameters stayed as they were, and each rank trained its own: gradients were not averaged, silently."""
+    """Their parameters stayed as they were, and each rank trained its own: gradients were not averaged, silently. So it
+    still was where as many modules were deleted, and in containers that had been empty: only children were counted."""
 
     def program(run: Run) -> None:
         for step, change in enumerate([*changes, None]):

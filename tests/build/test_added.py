@@ -188,6 +188,19 @@ def test_two_ties_and_a_new_parameter_at_once(rank, world):
     assert_gradients(module, alone)
 
 
+@on_ranks(2)
+def test_what_was_set_before_holds_for_added_parameters(rank, world):
+    """They got the options of the ``fully_shard`` call: their gradients were divided by the number of ranks, silently,
+    where ``set_gradient_divide_factor`` had asked for the sum."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    module.set_gradient_divide_factor(1.0)
+    module(torch.ones(1, 4)).sum().backward()
+    module.append(nn.Linear(4, 4))
+    module(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(module[2].bias.grad.full_tensor(), torch.full((4,), float(world)))
+
+
 def insert(module: nn.Module) -> None:
     """Containers of torch insert without a registration."""
     module[0].insert(1, nn.Linear(8, 8))

@@ -89,7 +89,7 @@ def shards_of(params: list[Any]) -> list[Any]:
     """Return ``params`` with originals replaced by their shards; shards and full parameters of modules are kept."""
     if not originals_remembered():
         return params
-    managed = (None if is_managed_tensor(param) else param_of(param) for param in params)
+    managed = (param_of(p) if isinstance(p, torch.Tensor) and not is_managed_tensor(p) else None for p in params)
     return [param if found is None or found.sharded is None else found.sharded for param, found in zip(params, managed)]
 
 

@@ -386,3 +386,13 @@ def test_a_layer_that_tensor_parallelism_leaves_alone(rank, world, norm_type, ev
     model(x).square().mean().backward()
     params = list(model.parameters())
     assert_clipped(params, whole(params), norm_type, 0.01)
+
+
+@on_ranks(1)
+def test_what_is_no_tensor_is_named(rank, world):
+    """While somebody held a parameter from before sharding, the error was that a float cannot be referenced weakly."""
+    module = nn.Linear(4, 4)
+    original = module.weight
+    fsdp2.fully_shard(module)
+    with pytest.raises(TypeError, match="parameters must be tensors, got float at index 1"):
+        fsdp2.clip_grad_norm_([original, 1.0], max_norm=1.0)  # type: ignore[list-item]  # that is what is tested

@@ -115,6 +115,7 @@ class FSDPParamGroup:
         """Return a new group of ``param`` alone, which several units share; this group must be sharded."""
         store = self.store.of([param])
         alone = FSDPParamGroup(store, self.modules, self.comm, self.notice_backward, in_root=self.in_root, shared=True)
+        alone.gradients.use_axis(self.gradients.axis)
         alone.gradients.unreduced.take_over(self.gradients.unreduced)
         self.drop(param)
         return alone

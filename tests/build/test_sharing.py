@@ -452,3 +452,17 @@ def test_a_tie_between_two_roots(rank, world, tied):
         assert_gradients(models, alone, step)
         models.zero_grad()
         alone.zero_grad()
+
+
+@on_ranks(2)
+def test_a_tie_keeps_the_process_group_of_gradients(rank, world):
+    """A parameter that was tied after ``set_separate_reduce_scatter_group`` was reduced on that of gathers again."""
+    module = stack(4)
+    shard_each(module, fsdp2, mesh=mesh_1d())
+    module.set_separate_reduce_scatter_group()
+    module(torch.ones(1, 4)).sum().backward()
+    module[1].weight = module[0].weight
+    module(torch.ones(1, 4)).sum().backward()
+    groups = [group for unit in module for group in unit._get_fsdp_state().groups]
+    assert any(group.shared for group in groups)
+    assert all(group.gradients.axis.group is not group.mesh.shard.group for group in groups)

@@ -20,7 +20,7 @@ from tests.support.docs import snippets
 from tests.support.parity import losses_of_one_process
 from tests.support.processes import loopback
 
-pytestmark = api.fsdp2_only
+pytestmark = [api.fsdp2_only, pytest.mark.slow]
 
 SCONTROL = '#!/bin/bash\n[ "$1 $2 $3" = "show hostnames localhost,other" ] && printf "localhost\\nother\\n"\n'
 SRUN = '#!/bin/bash\nshift\n"$@" &\nfirst=$!\n"$@" || exit 1\nwait $first\n'
@@ -45,7 +45,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_forecasts_of_three_meshes(capsys):
     """The page's program, of a model with one layer, for one micro-batch and the slower network."""
     (block,) = snippets("many_nodes.md")
@@ -56,7 +55,6 @@ def test_forecasts_of_three_meshes(capsys):
     assert "replicate 8 x shard 8" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_job_on_two_hosts_survives_a_killed_rank(tmp_path):
     """The script for SLURM starts one torchrun for each host. A rank that is killed at step 4 makes both start their
     ranks again, and these go on from the checkpoint and end at step 8."""
@@ -164,7 +162,6 @@ def train_alone(example: Any) -> list[float]:
     return losses_of_one_process(model, loss, STEPS, lr=0.01)
 
 
-@pytest.mark.slow
 def test_a_replica_dies_and_comes_back(tmp_path):
     """All ranks of a replica are killed in the middle of a backward. The other repeats the step alone and goes on. The
     replica starts again, gets its state from the memory of the other, and both go on. Every loss is that of a single

@@ -17,6 +17,8 @@ from tests.support import api
 from tests.support.parity import mesh_1d, stack
 from tests.support.pool import on_ranks
 
+pytestmark = api.fsdp2_only
+
 PLACES = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",
@@ -31,7 +33,6 @@ def clean():
     fsdp2.uninstall()
 
 
-@api.fsdp2_only
 @on_ranks(2)
 def test_replaces_and_gives_back(rank, world):
     """Between ``install`` and ``uninstall`` torch's names are ours, and train; then they are torch's again."""
@@ -55,7 +56,6 @@ def test_replaces_and_gives_back(rank, world):
     assert not isinstance(theirs, fsdp2.FSDPModule)
 
 
-@api.fsdp2_only
 @on_ranks(1)
 def test_as_a_context_manager(rank, world):
     """The end of the block gives back, also after an exception."""
@@ -67,7 +67,6 @@ def test_as_a_context_manager(rank, world):
     assert home.fully_shard is before
 
 
-@api.fsdp2_only
 def test_early_importers_are_rebound():
     """An install that comes late names the modules that imported the function, and replaces it in them if asked to;
     ``uninstall`` gives it back."""
@@ -87,7 +86,6 @@ def test_early_importers_are_rebound():
         del sys.modules[early.__name__]
 
 
-@api.fsdp2_only
 @on_ranks(2)
 def test_mixing_is_refused(rank, world):
     """One module tree is managed by one of the two, whichever comes first; ``replicate`` refuses ours."""
@@ -108,7 +106,6 @@ def test_mixing_is_refused(rank, world):
     dist.barrier()
 
 
-@api.fsdp2_only
 @on_ranks(2)
 def test_torchs_search_for_the_modules_of_a_unit(rank, world):
     """A library that calls it gets the modules that torch's own would have managed, and mixing is refused as ever."""
@@ -128,7 +125,6 @@ def test_torchs_search_for_the_modules_of_a_unit(rank, world):
         api.theirs.fully_shard(nn.Sequential(module), mesh=mesh_1d())
 
 
-@api.fsdp2_only
 def test_blocks_may_be_nested():
     """A library that installs for a block of its own ended the installation of the program around it."""
     home = importlib.import_module(PLACES[0])
@@ -149,7 +145,6 @@ def test_blocks_may_be_nested():
     assert home.fully_shard is fsdp2.fully_shard
 
 
-@api.fsdp2_only
 def test_modules_imported_meanwhile(tmp_path, monkeypatch):
     """A module that imported torch's function while ours was there kept ours after ``uninstall``. It gets torch's back,
     under any name; one that asked fsdp2 for it keeps it; where nothing tells, a warning names it."""
@@ -180,7 +175,6 @@ def test_modules_imported_meanwhile(tmp_path, monkeypatch):
     assert clients["client_of_fsdp2"].shard is clients["client_of_both"].shard is fsdp2.fully_shard
 
 
-@api.fsdp2_only
 def test_what_others_replaced_meanwhile_stays(monkeypatch):
     """A library may wrap the function that it finds. ``uninstall`` threw its wrapper away."""
     home = importlib.import_module(PLACES[0])
@@ -192,7 +186,6 @@ def test_what_others_replaced_meanwhile_stays(monkeypatch):
     assert home.fully_shard is wrapper
 
 
-@api.fsdp2_only
 def test_several_threads():
     """Each thread has a block of its own. One raised ``list.remove(x): x not in list``."""
     home = importlib.import_module(PLACES[0])

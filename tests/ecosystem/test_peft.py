@@ -12,6 +12,11 @@ from tests.ecosystem.launching import launch, missing
 from tests.support import api
 
 MISSING = missing("peft", "transformers")
+pytestmark = [
+    api.fsdp2_only,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+]
 
 
 def run(which: str) -> dict[str, list[torch.Tensor]]:
@@ -20,9 +25,6 @@ def run(which: str) -> dict[str, list[torch.Tensor]]:
     return {name: [torch.tensor(values) for values in both] for name, both in found.items()}
 
 
-@api.fsdp2_only
-@pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 def test_a_second_adapter_added_after_sharding():
     """Its gradients were found to differ from torch's. They are those of one process: torch manages no parameter that
     is added later, so each rank goes on with the gradient of its own data."""
@@ -35,9 +37,6 @@ def test_a_second_adapter_added_after_sharding():
     assert any(not torch.allclose(theirs[name][1], gradient) for name, (_, gradient) in alone.items())
 
 
-@api.fsdp2_only
-@pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 def test_methods_beside_forward():
     """``generate`` of a PeftModel is no forward of a unit, ``save_pretrained`` writes what ``state_dict`` returns, and
     DoRA's ``merge_adapter`` assigns ``.data``: called as they are, they raise on a sharded model. docs/clients.md says

@@ -21,16 +21,6 @@ from tests.support.shapes import loss_of
 
 pytestmark = api.fsdp2_only
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-ODD = (
-    "uneven",
-    "smaller_than_world",
-    "scalars",
-    "three_dims",
-    "channels_last",
-    "non_contiguous",
-    "mixed_dtypes",
-    "tied",
-)
 
 
 def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

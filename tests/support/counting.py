@@ -14,12 +14,17 @@ GATHERS = ("allgather", "_allgather", "all_gather")
 REDUCTIONS = ("_reduce_scatter", "reduce_scatter", "alltoall", "allreduce")
 
 
+def events(run: Callable[[], object]) -> list[tuple[str, str]]:
+    """Return what groups do in ``run``: each event, with the name of its group."""
+    heard: list[tuple[str, str]] = []
+    with listening(lambda event, name: heard.append((event, name))):
+        run()
+    return heard
+
+
 def gathers(run: Callable[[], object]) -> int:
     """Return how many groups ``run`` gathers."""
-    events: list[str] = []
-    with listening(lambda event, name: events.append(event)):
-        run()
-    return events.count("unshard")
+    return [event for event, _ in events(run)].count("unshard")
 
 
 class Collectives(TorchDispatchMode):

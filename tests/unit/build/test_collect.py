@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2 import fully_shard
 from fsdp2._torch.modules import REGISTRY_KEY, RegistryItem
 from fsdp2.build.collect import Found, Managed, collect, move_to
-from tests.support.fake import fake_mesh
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Two ranks."""
-    with fake_mesh(2, names=("dp",)) as mesh:
-        yield mesh
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,21 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2._trace import listening
 from fsdp2.comm.reduce import ReducePlan
 from fsdp2.engine import gradients
-from tests.support.fake import fake_mesh
+from tests.support.counting import events
 from tests.support.nccl import too_with_nccl
+from tests.support.parity import shard_each
 
 pytestmark = too_with_nccl
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Two ranks."""
-    with fake_mesh(2, names=("dp",)) as mesh:
-        yield mesh
 
 
 class Branch(nn.Module):
@@ -41,20 +34,11 @@ class Branch(nn.Module):
         return branched if use else hidden
 
 
-def shard_units(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Make a unit of every child and of the model."""
-    for child in model.children():
-        fully_shard(child, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def backward_events(model: nn.Module, *args: object, requires_grad: bool = True) -> list[tuple[str, str]]:
     """Return what happens in a backward, without gathers."""
     output = model(torch.ones(2, 4, requires_grad=requires_grad), *args)
-    events: list[tuple[str, str]] = []
-    with listening(lambda event, name: events.append((event, name))):
-        output.sum().backward()
-    return [event for event in events if event[0] in ("pre_backward", "post_backward", "reduce", "root_post_backward")]
+    heard = events(output.sum().backward)
+    return [event for event in heard if event[0] in ("pre_backward", "post_backward", "reduce", "root_post_backward")]
 
 
 def test_large_gradients_leave_while_backward_is_still_inside(mesh: DeviceMesh) -> None:
@@ -62,47 +46,47 @@ def test_large_gradients_leave_while_backward_is_still_inside(mesh: DeviceMesh) 
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=mesh, mp_policy=policy)
     model.set_transfer_sizes(chunk_bytes=1)
-    events = [event for event, _ in backward_events(model)]
-    inside = events[events.index("pre_backward") : events.index("post_backward")]
-    assert "reduce" in inside
-    assert events[-1] == "root_post_backward"
+    seen = [event for event, _ in backward_events(model)]
+    assert "reduce" in seen[seen.index("pre_backward") : seen.index("post_backward")]
+    assert seen[-1] == "root_post_backward"
 
 
 def test_small_gradients_leave_together_at_the_end(mesh: DeviceMesh) -> None:
     model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=mesh)
-    events = [event for event, _ in backward_events(model)]
-    assert events == ["pre_backward", "post_backward", "reduce", "root_post_backward"]
+    seen = [event for event, _ in backward_events(model)]
+    assert seen == ["pre_backward", "post_backward", "reduce", "root_post_backward"]
 
 
 def test_a_unit_streams_where_the_largest_one_is_just_worth_two_chunks(mesh: DeviceMesh) -> None:
-    """On streams only the memory of the largest counts: 8 bytes in the sum for 4 of weights, for two ranks' chunks."""
+    """On streams only the memory of the largest counts: 8 bytes in the sum for 4 of weights, for four ranks' chunks."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     four = lambda width: nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(4, width), (width, 4)] * 2))
     model = nn.Sequential(four(192), four(192), four(256))
-    for unit in (*model, model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    model.set_transfer_sizes(chunk_bytes=1024 * 4 * 8 // 8)
+    shard_each(model, fsdp2, mesh=mesh, mp_policy=policy)
+    model.set_transfer_sizes(chunk_bytes=1024 * 4 * 8 // 16)
     for name in "012":
         events = [event for event, unit in backward_events(model) if unit == name]
         assert events[:2] == ["pre_backward", "reduce"]
 
 
 def test_units_reduce_in_the_order_of_backward(mesh: DeviceMesh) -> None:
-    model = shard_units(Branch(), mesh)
+    model = Branch()
+    shard_each(model, fsdp2, mesh=mesh)
     reduced = [name for event, name in backward_events(model) if event == "reduce"]
     assert reduced == ["branch", "trunk"]
 
 
 def test_without_inputs_that_need_gradients_the_last_parameter_ends_the_unit(mesh: DeviceMesh) -> None:
-    model = shard_units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
-    events = backward_events(model, requires_grad=False)
-    first = [event for event, name in events if name == "0"]
-    assert first == ["pre_backward", "post_backward", "reduce"]
-    assert events[-1] == ("root_post_backward", "")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard_each(model, fsdp2, mesh=mesh)
+    seen = backward_events(model, requires_grad=False)
+    assert [event for event, name in seen if name == "0"] == ["pre_backward", "post_backward", "reduce"]
+    assert seen[-1] == ("root_post_backward", "")
 
 
 def test_a_unit_without_gradients_reduces_nothing(mesh: DeviceMesh) -> None:
-    model = shard_units(Branch(), mesh)
+    model = Branch()
+    shard_each(model, fsdp2, mesh=mesh)
     for _ in range(2):
         assert [name for event, name in backward_events(model, False) if event == "reduce"] == ["trunk"]
 
@@ -110,7 +94,8 @@ def test_a_unit_without_gradients_reduces_nothing(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_a_unit_without_gradients_reduces_zeros_if_asked_to(mesh: DeviceMesh, earlier: int) -> None:
     """Other ranks may have used it: they wait for this one."""
-    model = shard_units(Branch(), mesh)
+    model = Branch()
+    shard_each(model, fsdp2, mesh=mesh)
     model.set_reduce_scatter_unused_params(True)
     for _ in range(earlier):
         backward_events(model)
@@ -149,12 +134,9 @@ def test_an_evaluation_that_passes_its_input_on_is_not_in_its_backward(mesh: Dev
     unit = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
     unit.forward = lambda x: x
     x = torch.ones(4, requires_grad=True) * 2
-    events: list[str] = []
     with torch.no_grad():
         output = unit(x)
-    with listening(lambda event, name: events.append(event)):
-        output.sum().backward()
-    assert not events
+    assert not events(output.sum().backward)
 
 
 def test_a_communicator_of_their_own_is_used_from_the_next_backward_on(mesh: DeviceMesh) -> None:

@@ -12,16 +12,9 @@ import torch
 from torch import nn
 
 import fsdp2
-from tests.support.fake import fake_mesh
 
-pytestmark = pytest.mark.usefixtures("process")
+pytestmark = pytest.mark.usefixtures("mesh")
 FEW, MANY = 8, 128
-
-
-@pytest.fixture
-def process():
-    with fake_mesh(2):
-        yield
 
 
 def sharded(units: int) -> Any:

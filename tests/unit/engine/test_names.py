@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,14 +16,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2._torch.fsdp import ShardedState, TrainingState
 from fsdp2.engine.group import FSDPParamGroup
-from tests.support.fake import fake_mesh
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Four ranks."""
-    with fake_mesh(4, names=("dp",)) as mesh:
-        yield mesh
+from tests.support.parity import shard_each
 
 
 def test_residencies_by_torchs_names(mesh: DeviceMesh) -> None:
@@ -94,8 +87,7 @@ def events(fsdp: ModuleType, groups: type, mesh: DeviceMesh, reshard: object, ru
     """What groups of a class do in ``run``, each with its module and the state it is in, as torch's tests note it."""
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     module.scale = nn.Parameter(torch.ones(4))  # the root's own
-    for unit in (*module, module):
-        fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    shard_each(module, fsdp, mesh=mesh, reshard_after_forward=reshard)
     seen: list[str] = []
 
     def noted(step: str, original: Callable[..., object]) -> Callable[..., object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -14,23 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp2
 from fsdp2 import fully_shard
-from fsdp2._trace import listening
 from fsdp2.comm.gather import Gathering, start_gather
 from fsdp2.engine import portions
 from fsdp2.engine.observer import Answer, CanJoin, Collective, Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.unit import FSDPState
+from tests.support.counting import gathers
 from tests.support.fake import fake_mesh
+from tests.support.parity import shard_each
 from tests.support.streams import Device
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Two ranks."""
-    with fake_mesh(2, names=("dp",)) as mesh:
-        yield mesh
 
 
 def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
@@ -93,8 +87,7 @@ def test_recovery_forgets_what_backward_wanted_to_gather(mesh: DeviceMesh) -> No
 def test_a_unit_that_raised_may_be_called_again_in_the_same_forward(mesh: DeviceMesh) -> None:
     """The second call is one like any other: backward gathers for it, and its gradients are reduced."""
     model = Trying()
-    for unit in (model.unit, model):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    shard_each(model, fsdp2, mesh=mesh, reshard_after_forward=True)
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         assert model.unit.weight.grad is not None
@@ -209,8 +202,7 @@ def test_the_host_waits_for_portions_that_no_unit_used(monkeypatch: pytest.Monke
     monkeypatch.setattr(portions, "start_gather", start)
     with fake_mesh(2, 2, names=("replicate", "shard")) as mesh:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for unit in (*model, model):
-            fully_shard(unit, mesh=mesh, shard_over_replicas=True)
+        shard_each(model, fsdp2, mesh=mesh, shard_over_replicas=True)
         model.forward = lambda x: model[0](x)  # does without the second
         with torch.no_grad():
             model(torch.ones(2, 4))
@@ -272,10 +264,7 @@ def test_what_a_backward_keeps_is_there_for_the_next_forward(mesh: DeviceMesh) -
     model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=True)
     model.set_reshard_after_backward(False)
     model(torch.ones(2, 4)).sum().backward()
-    events: list[str] = []
-    with listening(lambda event, name: events.append(event)):
-        model(torch.ones(2, 4))
-    assert "unshard" not in events
+    assert gathers(lambda: model(torch.ones(2, 4))) == 0
 
 
 class Elsewhere:
@@ -311,8 +300,7 @@ def test_a_unit_that_is_being_joined_is_not_joined_in_itself(mesh: DeviceMesh) -
 def test_gradients_of_a_unit_that_all_ranks_use_wait_for_its_own_backward(mesh: DeviceMesh) -> None:
     """Ranks that skip a unit come earlier to the reductions of the others, but these join only with their gradients."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh)
+    shard_each(model, fsdp2, mesh=mesh)
     model[1].set_reduce_scatter_unused_params(True)
     root = model._get_fsdp_state().root
     seen: list[bool] = []

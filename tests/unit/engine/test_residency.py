@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from fsdp2 import fully_shard, summon_full_params
-from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Full, InFlight, Pieces, Residency, Sharded
 from tests.support.counting import gathers
-from tests.support.fake import fake_mesh
 from tests.support.nccl import too_with_nccl
+from tests.support.parity import shard_each
+from tests.unit.engine.test_group import full_bytes, group_of
 
 pytestmark = too_with_nccl
 ONES = torch.ones(2, 8)
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Four ranks."""
-    with fake_mesh(4, names=("dp",)) as mesh:
-        yield mesh
-
-
-def group_of(module: nn.Module) -> FSDPParamGroup:
-    """Return the only group of a unit."""
-    (group,) = module._get_fsdp_state().groups
-    return group
-
-
 def residency(module: nn.Module) -> Residency:
     """Return where the parameters of a unit are."""
     return group_of(module).residency
-
-
-def memory(module: nn.Module) -> int:
-    """Return how many bytes the full parameters of a unit take now."""
-    full = group_of(module).params[0].full
-    return 0 if full is None else full.untyped_storage().size()
 
 
 def test_the_states_in_turn(mesh: DeviceMesh) -> None:
@@ -60,7 +40,7 @@ def test_the_states_in_turn(mesh: DeviceMesh) -> None:
         move()
         states.append(type(residency(module).state))
     assert states == [Sharded, InFlight, Full, Pieces, InFlight, Sharded, Sharded]
-    assert memory(module) == 0 and isinstance(module.weight, DTensor)
+    assert full_bytes(module) == 0 and isinstance(module.weight, DTensor)
 
 
 def test_a_move_that_is_not_allowed_changes_nothing(mesh: DeviceMesh) -> None:
@@ -100,12 +80,11 @@ def test_an_evaluation_leaves_nothing_in_memory(mesh: DeviceMesh, reshard: bool 
 def test_a_prefetch_by_hand_inside_an_evaluation_is_freed_with_the_rest(mesh: DeviceMesh) -> None:
     """``unshard(async_op=True)`` on the next block is how torch's users overlap by hand."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for unit in (*module, module):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    shard_each(module, fsdp2, mesh=mesh, reshard_after_forward=False)
     module[0].register_forward_pre_hook(lambda *unused: module[1].unshard(async_op=True) and None)
     with torch.no_grad():
         module(ONES)
-    assert not any(map(memory, module))
+    assert not any(map(full_bytes, module))
 
 
 def test_an_evaluation_between_forward_and_backward_leaves_what_backward_needs(mesh: DeviceMesh) -> None:
@@ -120,7 +99,7 @@ def test_an_evaluation_between_forward_and_backward_leaves_what_backward_needs(m
 
     assert gathers(evaluate) == 0
     assert gathers(loss.backward) == 0
-    assert not memory(module) and not memory(module[0])
+    assert not full_bytes(module) and not full_bytes(module[0])
 
 
 @pytest.mark.parametrize("change", ["in place", "local", "optimizer", "load"])
@@ -161,7 +140,7 @@ def test_a_state_dict_shows_shards_and_keeps_what_is_in_memory(mesh: DeviceMesh)
     module = fully_shard(nn.Linear(8, 8), mesh=mesh)
     module.unshard()
     assert all(isinstance(value, DTensor) for value in module.state_dict().values())
-    assert isinstance(module.weight, DTensor) and memory(module)  # optimizers and DCP look for shards
+    assert isinstance(module.weight, DTensor) and full_bytes(module)  # optimizers and DCP look for shards
     with torch.no_grad():
         assert gathers(lambda: module(ONES)) == 0
     assert not isinstance(module.weight, DTensor)
@@ -201,11 +180,11 @@ def test_the_unit_that_forward_ends_with_stays_for_backward(mesh: DeviceMesh) ->
     for step, expected in enumerate((3 + 2, 3 + 1, 3 + 1)):
         assert gathers(lambda: module(ONES).sum().backward()) == expected, step
     module(ONES)  # no backward comes
-    assert memory(module[1]) and not memory(module[0])
+    assert full_bytes(module[1]) and not full_bytes(module[0])
     with torch.no_grad():
         assert gathers(lambda: module(ONES)) == 1
     module.reshard(recurse=True)
-    assert not memory(module[1])
+    assert not full_bytes(module[1])
 
 
 class Again(nn.Module):
@@ -223,8 +202,7 @@ class Again(nn.Module):
 def test_what_backward_gathered_ahead_in_vain_is_freed_with_its_end(mesh: DeviceMesh) -> None:
     """The unit was used twice, and backward came to one of its calls only: it was freed, and gathered once more."""
     module = Again()
-    for unit in (module.first, module.second, module):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    shard_each(module, fsdp2, mesh=mesh, reshard_after_forward=True)
     module.second.set_modules_to_backward_prefetch([module.first])
     assert gathers(module(ONES).sum().backward) == 3
     assert type(residency(module.first).state) is Sharded
@@ -233,8 +211,7 @@ def test_what_backward_gathered_ahead_in_vain_is_freed_with_its_end(mesh: Device
 def test_what_a_forward_broke_off_is_not_held(mesh: DeviceMesh) -> None:
     """Other ranks came less far in it, and hold other units: the next forward gathers all on all of them."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for unit in (*module, module):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    shard_each(module, fsdp2, mesh=mesh, reshard_after_forward=False)
     handle = module[1].register_forward_pre_hook(lambda layer, args: args[0].view(3, 3) and None)
     with pytest.raises(RuntimeError, match="invalid for input"):
         module(ONES)

@@ -89,9 +89,10 @@ class Chunk:
             for i, (g, p, d) in enumerate(zip(grads, self.plans, self.delivered))
         ]
 
-    def run(self, grads: list[list[Tensor]], **options: Any) -> list[list[Tensor]]:
+    def run(self, grads: list[list[Tensor]], *, exchange: bool = False, **options: Any) -> list[list[Tensor]]:
         """Reduce and return what each rank was delivered."""
-        drive(self.start([list(own) for own in grads], **options))
+        with simulated(exchange=exchange):
+            drive(self.start([list(own) for own in grads], **options))
         return self.delivered
 
     def sent(self, rank: int = 0) -> Message:
@@ -131,6 +132,16 @@ def assert_means(made: Chunk, grads: list[list[Tensor]]) -> None:
             assert torch.allclose(piece.double(), expected, rtol=2 * torch.finfo(made.dtypes[1]).eps + 2**-7, atol=0)
 
 
+def assert_reduced(
+    made: Chunk, grads: list[list[Tensor]] | None = None, *, exchange: bool = False
+) -> list[list[Tensor]]:
+    """Reduce ``grads``, or whole numbers, assert that every rank gets its means, and return the gradients."""
+    grads = gradients(made) if grads is None else grads
+    made.run(grads, exchange=exchange)
+    assert_means(made, grads)
+    return grads
+
+
 @st.composite
 def chunks(draw: st.DrawFn) -> Chunk:
     """Up to three gradients, one of them with elements, on up to 4x2 ranks."""
@@ -150,28 +161,11 @@ def chunks(draw: st.DrawFn) -> Chunk:
 @settings(max_examples=100)
 @given(chunks(), st.booleans(), st.booleans())
 def test_every_rank_gets_its_piece_of_the_mean(made: Chunk, contiguous: bool, exchange: bool) -> None:
+    """The user's gradients are not changed, and what was delivered is no part of one."""
     grads = gradients(made, contiguous=contiguous)
-    with simulated(exchange=exchange):
-        made.run(grads)
-    assert_means(made, grads)
-
-
-@settings(max_examples=50)
-@given(chunks(), st.booleans())
-def test_the_users_gradients_are_not_changed(made: Chunk, exchange: bool) -> None:
-    grads = gradients(made)
     before = [[grad.clone() for grad in own] for own in grads]
-    with simulated(exchange=exchange):
-        made.run(grads)
+    assert_reduced(made, grads, exchange=exchange)
     assert all(torch.equal(a, b) for own, kept in zip(grads, before) for a, b in zip(own, kept))
-
-
-@settings(max_examples=50)
-@given(chunks(), st.booleans())
-def test_what_was_delivered_is_no_part_of_a_gradient(made: Chunk, exchange: bool) -> None:
-    grads = gradients(made)
-    with simulated(exchange=exchange):
-        made.run(grads)
     held = {grad.untyped_storage().data_ptr() for own in grads for grad in own}
     assert not held & {piece.untyped_storage().data_ptr() for own in made.delivered for piece in own if piece.numel()}
 
@@ -206,21 +200,15 @@ def weight(rows: int, columns: int = 4, ranks: int = 2, order: tuple[int, int] =
 @pytest.mark.parametrize("exchange", [False, True])
 def test_a_single_even_gradient_is_sent_as_it_is(layout: ShardLayout, exchange: bool) -> None:
     made = Chunk([layout])
-    grads = gradients(made)
-    with simulated(exchange=exchange):
-        made.run(grads)
+    grads = assert_reduced(made, exchange=exchange)
     assert made.sent().sent.data_ptr() == grads[0][0].data_ptr()
-    assert_means(made, grads)
 
 
 @pytest.mark.parametrize("layout", [weight(7), weight(8, dim=1), weight(8, order=(1, 0))], ids=str)
 def test_other_gradients_are_packed(layout: ShardLayout) -> None:
     made = Chunk([layout])
-    grads = gradients(made)
-    with simulated():
-        made.run(grads)
+    grads = assert_reduced(made)
     assert made.sent().sent.untyped_storage().data_ptr() != grads[0][0].untyped_storage().data_ptr()
-    assert_means(made, grads)
 
 
 @pytest.mark.parametrize("dtypes", [FP32, DTYPES[2]], ids=["as they are", "cast"])
@@ -230,8 +218,7 @@ def test_large_gradients_and_the_packed_rest_are_one_chunk(dtypes: tuple[torch.d
     made = Chunk([weight(3), weight(8), weight(6, dim=1), weight(16)], dtypes)  # type: ignore[arg-type]
     made.row = RowPlan(made.layouts, 4, (1, 3))
     grads = gradients(made)
-    with simulated():
-        drive(made.start([list(own) for own in grads], finished=finished))
+    made.run(grads, finished=finished)
     assert_means(made, grads)
     messages = sent(made.plans[0].shard)
     assert len(messages) == 3
@@ -246,24 +233,20 @@ def test_a_gradient_that_lies_otherwise_is_copied_before_it_is_sent() -> None:
     grads = gradients(made)
     for own in grads:
         own[0] = own[0].t().contiguous().t()
-    with simulated():
-        made.run(grads)
-    assert_means(made, grads)
+    assert_reduced(made, grads)
 
 
 def test_half_precision_is_divided_before_the_sum_in_memory_of_its_own() -> None:
     made = Chunk([weight(8)], (torch.float16, torch.float16, torch.float32))
     grads = [[torch.full((8, 4), 60000.0, dtype=torch.float16)] for _ in range(2)]
-    with simulated():
-        made.run(grads)
+    made.run(grads)
     assert torch.equal(made.delivered[0][0], torch.full((4, 4), 60000.0))
     assert torch.equal(grads[0][0], torch.full((8, 4), 60000.0, dtype=torch.float16))
 
 
 def test_an_exchange_sums_in_fp32_what_travelled_in_less() -> None:
     made = Chunk([weight(8)], (torch.bfloat16, torch.bfloat16, torch.float32))
-    with simulated(exchange=True):
-        made.run([[torch.full((8, 4), value, dtype=torch.bfloat16)] for value in (256.0, 1.0)])
+    made.run([[torch.full((8, 4), value, dtype=torch.bfloat16)] for value in (256.0, 1.0)], exchange=True)
     assert made.sent().sent.dtype is torch.bfloat16
     assert torch.equal(made.delivered[0][0], torch.full((4, 4), 128.5))
 
@@ -271,11 +254,8 @@ def test_an_exchange_sums_in_fp32_what_travelled_in_less() -> None:
 def test_a_single_gradient_is_sent_with_the_padding_of_its_row() -> None:
     """It was sent without, and NCCL refuses an input that is not the output's size times the ranks."""
     made = Chunk([weight(14, columns=1)], pad_to=4)
-    grads = gradients(made)
-    with simulated():
-        made.run(grads)
+    assert_reduced(made)
     assert made.sent().sent.numel() == 2 * made.sent().output.numel() == 16
-    assert_means(made, grads)
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
@@ -363,11 +343,10 @@ def test_sums_that_are_kept_go_no_further_until_they_are_settled() -> None:
 
         return defer_or_reduce
 
-    with simulated():
-        made.run(first, defer_or_reduce=keep)
-        assert made.delivered == [[]] * 4
-        assert [len(sent(plan.replicate)) for plan in made.plans] == [0] * 4
-        made.run(second, defer_or_reduce=join)
+    made.run(first, defer_or_reduce=keep)
+    assert made.delivered == [[]] * 4
+    assert [len(sent(plan.replicate)) for plan in made.plans] == [0] * 4
+    made.run(second, defer_or_reduce=join)
     assert_means(made, [[a + b for a, b in zip(*pair)] for pair in zip(first, second)])
 
 
@@ -381,8 +360,7 @@ def test_a_hook_sees_each_reduced_chunk_before_division_and_cast(replicas: int) 
 
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
     made = Chunk([weight(8)], dtypes, replicas, factor=3.0, options={"hook": hook})
-    with simulated():
-        made.run([[torch.full((8, 4), 6.0, dtype=torch.bfloat16)] for _ in made.plans])
+    made.run([[torch.full((8, 4), 6.0, dtype=torch.bfloat16)] for _ in made.plans])
     assert len(seen) == len(made.plans)
     assert all(torch.equal(one, torch.full((16,), 12.0 * replicas)) for one in seen)
     assert torch.equal(made.delivered[0][0], torch.full((4, 4), 40.0 * replicas, dtype=torch.bfloat16))
@@ -407,12 +385,9 @@ def test_a_custom_collective_gets_memory_that_it_allocated(dtypes: tuple[torch.d
     """Half precision is divided there, before it is sent."""
     arena = Arena(0)
     made = Chunk([weight(8)], dtypes, options={"custom": arena})  # type: ignore[arg-type]
-    grads = gradients(made)
-    with simulated(exchange=True):
-        made.run(grads)
+    assert_reduced(made, exchange=True)
     assert arena.allocated == [(32, dtypes[1]), (16, dtypes[1])] * 2
     assert made.sent().kind == "reduce_scatter"
-    assert_means(made, grads)
 
 
 # ---- defects there were ----
@@ -420,17 +395,13 @@ def test_a_custom_collective_gets_memory_that_it_allocated(dtypes: tuple[torch.d
 
 def test_memory_of_a_custom_collective_may_be_part_of_something_larger() -> None:
     made = Chunk([weight(8), weight(3)], options={"custom": Arena(skip=16)})
-    grads = gradients(made)
-    with simulated():
-        made.run(grads)
-    assert_means(made, grads)
+    assert_reduced(made)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_chunk_of_empty_gradients_is_delivered(count: int) -> None:
     made = Chunk([weight(0)] * count)
-    with simulated():
-        made.run(gradients(made))
+    made.run(gradients(made))
     assert [[tuple(piece.shape) for piece in own] for own in made.delivered] == [[(0, 4)] * count] * 2
 
 
@@ -438,9 +409,7 @@ def test_gradients_of_two_dtypes_are_packed() -> None:
     """One was kept by a backward without reduction (so in the reduce dtype), the other was unused in it."""
     made = Chunk([weight(8), weight(4)], FP32)
     grads = [[first, second.bfloat16()] for first, second in gradients(made)]
-    with simulated():
-        made.run(grads)
-    assert_means(made, grads)
+    assert_reduced(made, grads)
 
 
 def test_ranks_agree_on_the_wire_whatever_they_kept() -> None:
@@ -448,23 +417,19 @@ def test_ranks_agree_on_the_wire_whatever_they_kept() -> None:
     made = Chunk([weight(8)], (torch.bfloat16, torch.float32, torch.float32))
     grads = gradients(made)
     grads[0] = [grad.float() for grad in grads[0]]
-    with simulated(exchange=True):
-        made.run(grads)
-    assert_means(made, grads)
+    assert_reduced(made, grads, exchange=True)
 
 
 def test_an_exchange_sends_no_more_than_the_reduce_dtype_takes() -> None:
     made = Chunk([weight(8)], (torch.float32, torch.bfloat16, torch.float32))
-    with simulated(exchange=True):
-        made.run(gradients(made))
+    made.run(gradients(made), exchange=True)
     assert made.sent().sent.dtype is torch.bfloat16
 
 
 def test_an_exchange_sums_in_the_reduce_dtype() -> None:
     dtypes = (torch.float32, torch.float64, torch.float32)
     made = Chunk([weight(8, ranks=4)], dtypes)
-    with simulated(exchange=True):
-        made.run([[torch.full((8, 4), value)] for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)])
+    made.run([[torch.full((8, 4), value)] for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)], exchange=True)
     assert made.delivered[0][0][0, 0].item() * 4 == pytest.approx(1 + 3 * 2.0**-24, rel=2**-23)
 
 
@@ -483,8 +448,7 @@ def test_encoded_gradients_become_means_within_a_step(cuts, replicas, formats, b
     options = {"compression": Compression(formats[0], formats[1] if replicas > 1 else None, *noise)}
     made = Chunk(cuts, (dtype, torch.float32, torch.float32), replicas, pad_to=16 * replicas, options=options)
     grads = gradients(made)
-    with simulated():
-        made.run(grads)
+    made.run(grads)
     for i, layout in enumerate(cuts):
         total = torch.stack([own[i].double() for own in grads]).mean(0)
         for rank, pieces in enumerate(made.delivered):
@@ -496,30 +460,32 @@ def test_encoded_gradients_become_means_within_a_step(cuts, replicas, formats, b
         assert made.sent().sent.nbytes == (ranks - 1) * INT8.nbytes(made.row.numel)
 
 
+def int4() -> dict[str, Compression]:
+    """Return the options of a reduction that encodes by chance."""
+    return {"compression": Compression(BlockFormat("int4", 16), None, Noise(1))}
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_adds_its_own_row_as_it_is(ranks: int) -> None:
     """What does not travel is not rounded: where the others have zeros, the mean is exact."""
     layout = ShardLayout((6, 64), (64, 1), 0, ranks)
     for rank in range(ranks):
-        made = Chunk([layout], pad_to=16, options={"compression": Compression(BlockFormat("int4", 16), None, Noise(1))})
+        made = Chunk([layout], pad_to=16, options=int4())
         grads = [[torch.zeros(6, 64)] for _ in range(ranks)]
         grads[rank][0].copy_(torch.randn(6, 64, generator=torch.Generator().manual_seed(rank)))
-        with simulated():
-            delivered = made.run(grads)
+        delivered = made.run(grads)
         assert torch.equal(delivered[rank][0], chunk(grads[rank][0], layout, rank) / ranks)
 
 
 def test_encoded_sums_are_unbiased() -> None:
     """The mean of many reductions is the mean of the gradients, within five standard errors of a step."""
     count, layout = 300, ShardLayout((4, 64), (64, 1), 0, 2)
-    options = {"compression": Compression(BlockFormat("int4", 16), None, Noise(1))}
+    options = int4()
     grads = [[torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))] for rank in range(2)]
     total = [torch.zeros(2, 64, dtype=torch.float64) for _ in range(2)]
     for _ in range(count):
         made = Chunk([layout], pad_to=16, options=options)
-        with simulated():
-            delivered = made.run(grads)
-        for one, pieces in zip(total, delivered):
+        for one, pieces in zip(total, made.run(grads)):
             one += pieces[0]
     step = max(own[0].abs().max() for own in grads) / 7
     for rank, one in enumerate(total):
@@ -532,9 +498,8 @@ def test_encoded_gradients_that_are_not_finite_stay_so() -> None:
     for bad in (torch.inf, torch.nan):
         grads = [[torch.ones(4, 64)], [torch.ones(4, 64)]]
         grads[1][0][0, 20] = bad
-        made = Chunk([layout], pad_to=16, options={"compression": Compression(BlockFormat("int4", 16), None, Noise(1))})
-        with simulated():
-            delivered = made.run(grads)
+        made = Chunk([layout], pad_to=16, options=int4())
+        delivered = made.run(grads)
         assert not delivered[0][0][0, 16:32].isfinite().any() and delivered[1][0].isfinite().all()
 
 

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from tests.support.cases import CASES, PARAMETERS
 from tests.support.models import Transformer, mlp
-from tests.support.parity import mesh_1d, mesh_2d
+from tests.support.parity import full, mesh_1d, mesh_2d, on_one_axis, on_two_axes, shard_each
 
 CASE_NAMES = (
     *("mlp", "mlp_root_only", "mlp_grouped", "transformer", "transformer_grouped", "used_several_times"),
@@ -57,12 +57,6 @@ def sharded(name: str, *, meta: bool) -> Any:
     return module
 
 
-def each(module: Any, **options: Any) -> None:
-    """Make every child and the module a unit."""
-    for unit in (*module.children(), module):
-        fsdp2.fully_shard(unit, **options)
-
-
 def last_dim(parameter: nn.Parameter) -> Shard:
     """Cut the last dimension."""
     return Shard(max(parameter.ndim - 1, 0))
@@ -71,14 +65,14 @@ def last_dim(parameter: nn.Parameter) -> Shard:
 def with_ignored(module: Any) -> None:
     """Leave two parameters whole, one of them in the root."""
     ignored = {module[0].weight, module[2].bias}
-    each(module, mesh=mesh_1d(), ignored_params=ignored)
+    on_one_axis(module, fsdp2, ignored_params=ignored)
 
 
 def over_tensor_parallelism(module: Any, **options: Any) -> None:
     """Columns, rows, and a replicated layer, cut over data parallelism as well."""
     mesh = mesh_2d("dp", "tp")
     parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    each(module, mesh=mesh["dp"], **options)
+    shard_each(module, fsdp2, mesh=mesh["dp"], **options)
 
 
 def checkpointed(module: Any) -> None:
@@ -106,18 +100,18 @@ def linears(*widths: int) -> Callable[[], nn.Module]:
 SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "last_dim": (
         lambda: nn.Sequential(nn.Linear(5, 7), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)),
-        lambda m: each(m, mesh=mesh_1d(), shard_placement_fn=last_dim),
+        lambda m: on_one_axis(m, fsdp2, shard_placement_fn=last_dim),
     ),
-    "hybrid": (linears(5, 3, 1, 8), lambda m: each(m, mesh=mesh_2d())),
+    "hybrid": (linears(5, 3, 1, 8), lambda m: on_two_axes(m, fsdp2)),
     "direct": (
         linears(5, 7, 3),
         lambda m: (
-            each(m, mesh=mesh_1d()),
+            on_one_axis(m, fsdp2),
             m.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0, chunk_bytes=1),
         ),
     ),
-    "offloaded": (linears(5, 7, 3), lambda m: each(m, mesh=mesh_1d(), offload_policy=CPUOffloadPolicy())),
-    "half": (linears(5, 7, 3), lambda m: each(m, mesh=mesh_1d(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))),
+    "offloaded": (linears(5, 7, 3), lambda m: on_one_axis(m, fsdp2, offload_policy=CPUOffloadPolicy())),
+    "half": (linears(5, 7, 3), lambda m: on_one_axis(m, fsdp2, mp_policy=MixedPrecisionPolicy(torch.bfloat16))),
     "ignored": (lambda: mlp(4, 5, 3), with_ignored),
     "parent_not_sharded": (linears(5, 7, 3), lambda m: fsdp2.fully_shard(m[0], mesh=mesh_1d())),
     "checkpointed": (Transformer, checkpointed),
@@ -128,18 +122,13 @@ SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         linears(8, 6, 5, 8),
         lambda m: over_tensor_parallelism(m, shard_placement_fn=last_dim),
     ),
-    "subgroup": (linears(8, 6, 5), lambda m: each(m, mesh=mesh_1d(), reshard_after_forward=2)),
+    "subgroup": (linears(8, 6, 5), lambda m: on_one_axis(m, fsdp2, reshard_after_forward=2)),
 }
 """Kinds of their own: how to build and how to shard the model."""
 NEED_FOUR = ("tensor_parallel", "tensor_parallel_uneven", "tensor_parallel_last_dim", "subgroup")
 """Kinds for four ranks only."""
 KINDS = (*CASE_NAMES, *(name for name in SHARDED if name not in ("hybrid", *NEED_FOUR)))
 """Kinds for any number of ranks."""
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full value of a tensor of any kind."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def cleaned(name: str) -> str:
@@ -151,7 +140,7 @@ def assert_holds(module: nn.Module, expected: Mapping[str, Tensor]) -> None:
     """Assert that a module holds exactly these values, and nothing on the meta device."""
     state = {cleaned(name): value for name, value in module.state_dict(keep_vars=True).items()}
     assert list(state) == list(expected)
-    found = {name: whole(value) for name, value in state.items()}
+    found = {name: full(value) for name, value in state.items()}
     for name, value in found.items():
         assert not state[name].is_meta and not value.is_meta, name
         assert value.dtype == state[name].dtype and value.shape == expected[name].shape, name
@@ -185,10 +174,10 @@ def load_new(name, path, values, *, meta):
 
 def assert_refused(kind, text, module, values, rank, **options):
     """Assert that every rank raises, with these words, and that nothing changed."""
-    before = {name: whole(value).clone() for name, value in module.state_dict().items() if not value.is_meta}
+    before = {name: full(value).clone() for name, value in module.state_dict().items() if not value.is_meta}
     metas = [name for name, value in module.state_dict().items() if value.is_meta]
     with pytest.raises(kind, match=text):
         fsdp2.broadcast_from_rank0(module, values if rank == 0 else None, **options)
     after = module.state_dict()
     assert metas == [name for name, value in after.items() if value.is_meta]
-    assert all(torch.equal(whole(after[name]), value) for name, value in before.items())
+    assert all(torch.equal(full(after[name]), value) for name, value in before.items())

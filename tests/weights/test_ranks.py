@@ -10,9 +10,9 @@ from torch import nn
 
 import fsdp2
 from fsdp2.weights.ranks import Ranks, device_of
-from tests.support.parity import mesh_1d, mesh_2d, mesh_of
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of, on_two_axes
 from tests.support.pool import on_ranks
-from tests.weights.models import assert_holds, each, linears, plain, values_of
+from tests.weights.models import assert_holds, linears, plain, values_of
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def test_models_over_the_dimensions_of_a_mesh(rank, world, tmp_path, meta):
         values = values_of(plain("hybrid"))
         with torch.device("meta" if meta else "cpu"):
             module = linears(5, 3, 1, 8)()
-        each(module, mesh=mesh_2d())
+        on_two_axes(module, fsdp2)
         fsdp2.broadcast_from_rank0(module, values if rank == 0 else None, bucket_mb=100 / 2**20)
         assert_holds(module, values)
         fsdp2.save_safetensors(module, tmp_path, bucket_mb=100 / 2**20)

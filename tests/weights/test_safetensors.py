@@ -17,20 +17,18 @@ from fsdp2.check.strict import LiveBytes
 from fsdp2.weights import safetensors as files
 from tests.step.test_extensions import of_halves
 from tests.support.cases import CASES
-from tests.support.parity import mesh_1d
+from tests.support.parity import full, mesh_1d, on_one_axis
 from tests.support.pool import on_ranks
 from tests.weights.models import (
     KINDS,
     NEED_FOUR,
     assert_holds,
-    each,
     linears,
     load_new,
     once,
     plain,
     sharded,
     values_of,
-    whole,
     write,
 )
 
@@ -146,7 +144,7 @@ def test_every_dtype(rank, world, tmp_path):
         tensor.detach().view(torch.uint8).zero_()
     fsdp2.load_safetensors(module, tmp_path)
     for key, value in module.state_dict().items():
-        assert torch.equal(whole(value).view(torch.uint8), expected[key].view(torch.uint8)), key
+        assert torch.equal(full(value).view(torch.uint8), expected[key].view(torch.uint8)), key
 
 
 @on_ranks(1, 2)
@@ -173,7 +171,7 @@ def test_training_and_copies(rank, world, tmp_path):
 def test_extensions(rank, world, tmp_path):
     """Tensor subclasses are loaded and saved as the values they stand for."""
     module = of_halves(5, 7, 3)
-    each(module, mesh=mesh_1d())
+    on_one_axis(module, fsdp2)
     values = values_of(linears(5, 7, 3)())
     values = {key: value for key, value in values.items() if "weight" in key}
     write(tmp_path / "model.safetensors", values, rank)
@@ -200,7 +198,7 @@ def test_memory_of_loading(rank, world, tmp_path, meta):
     write(tmp_path / "model.safetensors", values, rank)
     with torch.device("meta" if meta else "cpu"):
         module = linears(256, 384, 256)()
-    each(module, mesh=mesh_1d())
+    on_one_axis(module, fsdp2)
     with LiveBytes(p for p in module.parameters() if not p.is_meta) as live:
         before = live.now
         fsdp2.load_safetensors(module, tmp_path)
@@ -217,7 +215,7 @@ def test_memory_of_saving(rank, world, tmp_path, size):
     """One bucket on every rank, however large the tensors and files are."""
     bucket = 64 << 10
     module = linears(256, 384, 256)()
-    each(module, mesh=mesh_1d())
+    on_one_axis(module, fsdp2)
     with LiveBytes(module.parameters()) as live:
         before = live.now
         fsdp2.save_safetensors(module, tmp_path, size, bucket_mb=bucket / 2**20)
@@ -230,7 +228,7 @@ def test_loading_reads_slices_without_communication(rank, world, tmp_path):
     values = values_of(linears(64, 96, 64)())
     write(tmp_path / "model.safetensors", values, rank)
     module = linears(64, 96, 64)()
-    each(module, mesh=mesh_1d())
+    on_one_axis(module, fsdp2)
     read, original = [], files.WeightFiles.read
 
     def reading(self, name, box):

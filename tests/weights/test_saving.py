@@ -19,18 +19,9 @@ from torch import nn
 import fsdp2
 from fsdp2.weights import save
 from tests.support import processes
-from tests.support.parity import mesh_1d, mesh_2d, mesh_of
+from tests.support.parity import full, mesh_1d, mesh_2d, mesh_of
 from tests.support.pool import on_ranks
-from tests.weights.models import (
-    assert_holds,
-    linears,
-    load_new,
-    once,
-    plain,
-    sharded,
-    values_of,
-    whole,
-)
+from tests.weights.models import assert_holds, linears, load_new, once, plain, sharded, values_of
 
 
 @on_ranks(1, 2)
@@ -220,7 +211,7 @@ def test_ranks_with_experts_of_their_own(rank, world, tmp_path, size):
     """Each rank has an expert under a name of its own. The files held rank 0's names alone, without an error, so that
     all other experts were lost."""
     module = owned(rank, world)
-    before = {name: whole(value) for name, value in module.state_dict().items()}
+    before = {name: full(value) for name, value in module.state_dict().items()}
     fsdp2.save_safetensors(module, tmp_path, size, bucket_mb=40 / 2**20)
     written = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
     experts = {f"expert{r}.{kind}" for r in range(world) for kind in ("weight", "bias")}
@@ -231,7 +222,7 @@ def test_ranks_with_experts_of_their_own(rank, world, tmp_path, size):
         torch.nn.init.zeros_(parameter)
     assert fsdp2.load_safetensors(module, tmp_path, strict=False).missing_keys == []
     for name, value in module.state_dict().items():
-        assert torch.equal(whole(value), before[name]), name
+        assert torch.equal(full(value), before[name]), name
 
 
 @on_ranks(4)
@@ -252,7 +243,7 @@ def test_one_name_for_experts_of_several_ranks(rank, world, tmp_path):
         else:
             fsdp2.save_safetensors(module, tmp_path / "x")
     written = load_file(tmp_path / "x" / "model.safetensors")
-    assert torch.equal(written["expert.weight"], whole(module["expert"].weight)) == (rank < 2)
+    assert torch.equal(written["expert.weight"], full(module["expert"].weight)) == (rank < 2)
 
 
 @on_ranks(2)
@@ -270,7 +261,7 @@ def test_ranks_that_disagree(rank, world, tmp_path):
     fsdp2.save_safetensors(module, tmp_path, bucket_mb=(1 + rank) * 32 / 2**20, max_shard_bytes=40 + 40 * rank)
     written = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
     for name, value in sorted(module.state_dict().items()):
-        assert torch.equal(whole(value), written[name]), name
+        assert torch.equal(full(value), written[name]), name
 
 
 # ---- killed processes ----

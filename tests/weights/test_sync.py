@@ -11,16 +11,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fsdp2
 from fsdp2.check.strict import LiveBytes
 from tests.support.models import Counting
-from tests.support.parity import mesh_1d, mesh_2d
+from tests.support.parity import full, mesh_1d, mesh_2d, on_two_axes, shard_each
 from tests.support.pool import on_ranks
-from tests.weights.models import (
-    CASE_NAMES,
-    assert_holds,
-    each,
-    linears,
-    plain,
-    whole,
-)
+from tests.weights.models import CASE_NAMES, assert_holds, linears, plain
 
 TINY = 100 / 2**20
 
@@ -70,13 +63,13 @@ def test_hybrid_sharding(rank, world, meta):
     replica, part = divmod(rank, world // 2)
     with torch.device("meta" if meta and replica else "cpu"):
         module = linears(5, 7, 3, 1)()
-    each(module, mesh=mesh_2d())
+    on_two_axes(module, fsdp2)
     if not (meta and replica):
         fill(module, rank)
     before = list(module.parameters())
     fsdp2.sync_module_states(module, bucket_mb=TINY)
     other = linears(5, 7, 3, 1)()
-    each(other, mesh=mesh_2d())
+    on_two_axes(other, fsdp2)
     fill(other, part)
     for mine, expected, known in zip(module.parameters(), other.parameters(), before, strict=True):
         assert mine is known and torch.equal(mine.to_local(), expected.to_local())
@@ -111,7 +104,7 @@ def test_after_sharding(rank, world, kept):
         assert torch.equal(module.get_parameter(name).to_local(), value)
     for name in ("kept.weight", "kept.bias", "scale"):
         mine, expected = module.get_parameter(name), other.get_parameter(name)
-        assert torch.equal(whole(mine), whole(expected)), name
+        assert torch.equal(full(mine), full(expected)), name
     for mine, expected in zip(module.buffers(), other.buffers(), strict=True):
         assert torch.equal(mine, expected)
 
@@ -132,7 +125,7 @@ def test_tensor_parallelism(rank, world):
         assert torch.equal(mine.to_local(), expected.to_local())
     fill(other, 0)
     for mine, expected in zip(module[1].parameters(), other[1].parameters(), strict=True):
-        assert torch.equal(whole(mine), expected)
+        assert torch.equal(full(mine), expected)
 
 
 @on_ranks(4)
@@ -146,7 +139,7 @@ def test_sharded_over_tensor_parallelism(rank, world):
     ]
     parallelize_module(module[0], mesh["tp"], ColwiseParallel())
     distribute_module(module[1], mesh["tp"], replicate)
-    each(module, mesh=mesh["dp"])
+    shard_each(module, fsdp2, mesh=mesh["dp"])
     fill(module, rank)
     fsdp2.sync_module_states(module)
     for number, parameter in enumerate(module.parameters()):
@@ -225,7 +218,7 @@ def test_the_remedy_for_fsdp1s_argument(rank, world):
         fsdp2.fully_shard(module, mesh=mesh_1d(), sync_module_states=True)
     fsdp2.sync_module_states(module)
     fsdp2.fully_shard(module, mesh=mesh_1d())
-    assert whole(module.weight).tolist() == [[7, 7], [7, 7]]
+    assert full(module.weight).tolist() == [[7, 7], [7, 7]]
 
 
 @on_ranks(2)

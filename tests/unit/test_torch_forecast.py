@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from fsdp2 import ShardPlacementResult
 from fsdp2.forecasting.cost import _flops
 from fsdp2.sharding.mesh import listed_ranks
+from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes
@@ -44,16 +45,9 @@ def test_modules_of_fake_tensors_are_cast() -> None:
         weight = linear.weight
         assert linear.to(torch.bfloat16).weight is weight and weight.dtype is torch.bfloat16
     assert not _torch.makes_ranks_of_a_mesh()
-    seen = []
-
-    class Note(_torch.TorchDispatchMode):  # type: ignore[misc, name-defined]
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(_torch.makes_ranks_of_a_mesh())
-            return func(*args, **(kwargs or {}))
-
-    with fake_mesh(4), Note():
+    with fake_mesh(4), Operators(lambda func, args: _torch.makes_ranks_of_a_mesh()) as noted:
         init_device_mesh("cpu", (4,))
-    assert seen[0] is True
+    assert noted.seen[0] is True
 
 
 @probes("TorchDispatchMode", "operator_arguments", "operator_returns", "unboxed_group", "finished_work", "FakeStore")
@@ -80,18 +74,10 @@ def test_collectives_are_operators_that_a_mode_can_replace() -> None:
 
 
 def test_attention_of_fake_tensors_is_one_operator_each_way() -> None:
-    seen = set()
-
-    class Note(_torch.TorchDispatchMode):  # type: ignore[misc, name-defined]
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if count := _flops(func):
-                seen.add(count)
-            return func(*args, **(kwargs or {}))
-
-    with _torch.fake_tensors(), Note():
+    with _torch.fake_tensors(), Operators(lambda func, args: _flops(func)) as noted:
         q = torch.empty(1, 2, 64, 16, requires_grad=True)
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-    assert len(seen) == 2
+    assert len(set(noted.seen)) == 2
 
 
 @probes("without_dispatch")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import fully_shard
@@ -108,80 +109,74 @@ def test_state_is_cut_like_its_parameter(rank: int) -> None:
             torch.testing.assert_close(moment.to_local(), expected * 0.9 + 0.1)
 
 
-def test_groups_and_their_lists_stay_the_same() -> None:
+def test_groups_and_their_lists_stay_the_same(mesh: DeviceMesh) -> None:
     ours = model()
     groups = [{"params": list(ours[0].parameters()), "lr": 0.5}, {"params": list(ours[2].parameters())}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     lists = [group["params"] for group in optimizer.param_groups]
-    with fake_mesh(2, names=("dp",)) as mesh:
-        fully_shard(ours, mesh=mesh)
-        give_gradients(ours)
-        optimizer.step()
-        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-        assert all(group["params"] is before for group, before in zip(optimizer.param_groups, lists))
-        shown = [id(param) for param in ours.parameters()]
-        assert [id(param) for params in lists for param in params] == shown
+    fully_shard(ours, mesh=mesh)
+    give_gradients(ours)
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert all(group["params"] is before for group, before in zip(optimizer.param_groups, lists))
+    shown = [id(param) for param in ours.parameters()]
+    assert [id(param) for params in lists for param in params] == shown
 
 
-def test_optimizers_of_other_parameters_are_left_alone() -> None:
+def test_optimizers_of_other_parameters_are_left_alone(mesh: DeviceMesh) -> None:
     other, ours = nn.Linear(2, 2), model()
     optimizer = torch.optim.SGD([*other.parameters(), *ours[0].parameters()], lr=0.1)
     kept = list(other.parameters())
-    with fake_mesh(2, names=("dp",)) as mesh:
-        fully_shard(ours[2], mesh=mesh)
-        before = list(optimizer.param_groups[0]["params"])
-        optimizer.step()
-        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], before))
-        assert all(a is b for a, b in zip(other.parameters(), kept))
+    fully_shard(ours[2], mesh=mesh)
+    before = list(optimizer.param_groups[0]["params"])
+    optimizer.step()
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], before))
+    assert all(a is b for a, b in zip(other.parameters(), kept))
 
 
-def test_an_optimizer_whose_module_is_gone_steps_what_it_has() -> None:
+def test_an_optimizer_whose_module_is_gone_steps_what_it_has(mesh: DeviceMesh) -> None:
     ours = model()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     originals = list(ours.parameters())
-    with fake_mesh(2, names=("dp",)) as mesh:
-        fully_shard(ours, mesh=mesh)
-        del ours
-        gc.collect()
-        optimizer.step()
-        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], originals))
+    fully_shard(ours, mesh=mesh)
+    del ours
+    gc.collect()
+    optimizer.step()
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], originals))
 
 
-def test_state_of_another_shape_is_refused_by_name() -> None:
+def test_state_of_another_shape_is_refused_by_name(mesh: DeviceMesh) -> None:
     ours = model()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     optimizer.state[ours[0].weight]["row_mean"] = torch.zeros(5)
-    with fake_mesh(2, names=("dp",)) as mesh:
-        fully_shard(ours, mesh=mesh)
-        with pytest.raises(RuntimeError, match=r"0.weight: .* state 'row_mean' has shape \(5,\), expected \(5, 3\)"):
-            optimizer.step()
-        with pytest.raises(RuntimeError, match="'row_mean'"):  # and not lost for the next step
-            optimizer.step()
+    fully_shard(ours, mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"0.weight: .* state 'row_mean' has shape \(5,\), expected \(5, 3\)"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="'row_mean'"):  # and not lost for the next step
+        optimizer.step()
 
 
-def test_state_that_is_no_tensor_or_a_number_is_kept() -> None:
+def test_state_that_is_no_tensor_or_a_number_is_kept(mesh: DeviceMesh) -> None:
     ours = model()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     optimizer.state[ours[0].weight].update(note="kept", count=torch.tensor([7.0]))
-    with fake_mesh(2, names=("dp",)) as mesh:
-        fully_shard(ours, mesh=mesh)
-        optimizer.step()
-        state = optimizer.state[ours[0].weight]
-        assert state["note"] == "kept" and state["count"].tolist() == [7.0]
+    fully_shard(ours, mesh=mesh)
+    optimizer.step()
+    state = optimizer.state[ours[0].weight]
+    assert state["note"] == "kept" and state["count"].tolist() == [7.0]
 
 
 # ---- defects there were ----
 
 
-def test_the_step_of_a_scalar_parameter_stays_a_plain_tensor() -> None:
+def test_the_step_of_a_scalar_parameter_stays_a_plain_tensor(mesh: DeviceMesh) -> None:
     ours = model()
     ours.scale = nn.Parameter(torch.tensor(1.0))
     optimizer = torch.optim.Adam(ours.parameters())
     optimizer.state[ours.scale] = {"step": torch.tensor(2.0), "exp_avg": torch.tensor(0.5)}
-    with fake_mesh(2, names=("dp",)) as mesh:
-        fully_shard(ours, mesh=mesh)
-        optimizer.step()
-        assert not isinstance(optimizer.state[ours.scale]["step"], DTensor)
+    fully_shard(ours, mesh=mesh)
+    optimizer.step()
+    assert not isinstance(optimizer.state[ours.scale]["step"], DTensor)
 
 
 def test_state_of_a_parameter_that_tensor_parallelism_cut_is_cut_further() -> None:

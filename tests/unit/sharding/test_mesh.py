@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from inspect import signature
+from typing import Any
 
 import pytest
 import torch
@@ -113,26 +114,63 @@ def test_named_dimensions_may_replicate_only(shard: str | tuple[str, ...], repli
         assert whole.spmd is mesh and whole.roles == ("replicate",) and whole.dims.shard_names == ()
 
 
-# ---- positional dimensions ----
+# ---- positional and named dimensions ----
 
 
-def test_a_mesh_of_one_dimension_shards() -> None:
-    with fake_mesh(4, rank=3) as mesh:
-        dp = DataParallelMesh.from_mesh(mesh)
-        assert (dp.shard.size, dp.shard.rank) == (4, 3)
-        assert_absent(dp.replicate)
-        assert dp.roles == ("shard",)
-        assert dp.mesh is mesh and dp.shard_mesh is mesh
-        assert dp.device == torch.device("cpu")
+@pytest.mark.parametrize(
+    ("sizes", "names", "rank", "dims", "shard", "replicate"),
+    [
+        ((4,), (), 3, {}, [0, 1, 2, 3], []),
+        ((2, 4), ("replicas", "shards"), 6, {}, [4, 5, 6, 7], [2, 6]),
+        ((2, 2), ("dp", "tp"), 3, {"shard": "dp"}, [1, 3], []),
+        ((2, 2), ("dp", "tp"), 3, {"replicate": "dp"}, [], [1, 3]),
+        ((2, 2, 2), ("shards", "tp", "replicas"), 5, {"shard": "shards", "replicate": "replicas"}, [1, 5], [4, 5]),
+        ((2, 2, 2, 2), NAMES, 15, {"shard": ("dp", "cp"), "replicate": "pp"}, [9, 11, 13, 15], [7, 15]),
+    ],
+    ids=["one", "two", "shards", "replicas", "in another order", "several are one axis"],
+)
+def test_dimensions_shard_and_replicate(
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    rank: int,
+    dims: dict[str, Any],
+    shard: list[int],
+    replicate: list[int],
+) -> None:
+    """Without names the last dimension shards, and the first of two replicates."""
+    with fake_mesh(*sizes, names=names, rank=rank) as mesh:
+        given = DataParallelMeshDims(**dims) if dims else None
+        dp = DataParallelMesh.from_mesh(mesh, given)
+        for axis, ranks in ((dp.shard, shard), (dp.replicate, replicate)):
+            if ranks:
+                assert (axis.size, axis.rank, ranks_of(axis)) == (len(ranks), ranks.index(rank), ranks)
+            else:
+                assert_absent(axis)
+        assert dp.roles == ("replicate",) * bool(replicate) + ("shard",) * bool(shard)
+        assert dp.mesh.ndim == len(dp.roles) and dp.device == torch.device("cpu")
+        assert dp.spmd is (mesh if dims else None) and dp.dims == given
+        assert dims or dp.mesh is mesh
+        if shard:
+            assert dp.shard_mesh.mesh.tolist() == shard
+        again = DataParallelMesh.from_mesh(mesh, given)
+        assert again.shard.group is dp.shard.group  # one communicator for all calls
 
 
-def test_a_mesh_of_two_dimensions_replicates_and_shards() -> None:
-    with fake_mesh(2, 4, names=("replicas", "shards"), rank=6) as mesh:
-        dp = DataParallelMesh.from_mesh(mesh)
-        assert (dp.replicate.size, dp.replicate.rank, ranks_of(dp.replicate)) == (2, 1, [2, 6])
-        assert (dp.shard.size, dp.shard.rank, ranks_of(dp.shard)) == (4, 2, [4, 5, 6, 7])
-        assert dp.roles == ("replicate", "shard")
-        assert dp.shard_mesh.mesh.tolist() == [4, 5, 6, 7]
+@pytest.mark.parametrize(
+    ("sizes", "names", "dims", "error", "text"),
+    [
+        ((2, 2, 2), NAMES[:3], None, ValueError, "expects a 1D or 2D DeviceMesh"),
+        ((2, 2), (), None, AssertionError, "with mesh_dim_names specified"),
+        ((2, 2), ("dp", "tp"), "cp", ValueError, "'cp' not found in"),
+        ((4,), (), "dp", ValueError, "must have mesh_dim_names when dp_mesh_dims"),
+        ((4,), ("dp",), (), ValueError, "At least one of shard or replicate"),
+    ],
+)
+def test_dimensions_that_the_mesh_lacks_are_refused(
+    sizes: tuple[int, ...], names: tuple[str, ...], dims: Any, error: type[Exception], text: str
+) -> None:
+    with fake_mesh(*sizes, names=names) as mesh, pytest.raises(error, match=text):
+        DataParallelMesh.from_mesh(mesh, None if dims is None else DataParallelMeshDims(shard=dims))
 
 
 def test_anything_but_a_mesh_is_refused() -> None:
@@ -140,74 +178,11 @@ def test_anything_but_a_mesh_is_refused() -> None:
         DataParallelMesh.from_mesh(2)
 
 
-def test_more_than_two_dimensions_need_names() -> None:
-    with fake_mesh(2, 2, 2, names=NAMES[:3]) as mesh, pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh"):
-        DataParallelMesh.from_mesh(mesh)
-
-
-def test_two_dimensions_need_names() -> None:
-    with fake_mesh(2, 2) as mesh, pytest.raises(AssertionError, match="with mesh_dim_names specified"):
-        DataParallelMesh.from_mesh(mesh)
-
-
 def test_a_mesh_without_this_rank_is_refused() -> None:
     with fake_mesh(4, rank=3):
         others = DeviceMesh("cpu", [0, 1])
         with pytest.raises(ValueError, match="rank 3 is not part of the mesh"):
             DataParallelMesh.from_mesh(others)
-
-
-# ---- named dimensions ----
-
-
-def test_one_named_dimension_shards() -> None:
-    with fake_mesh(2, 2, names=("dp", "tp"), rank=3) as mesh:
-        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="dp"))
-        assert (dp.shard.size, dp.shard.rank, ranks_of(dp.shard)) == (2, 1, [1, 3])
-        assert_absent(dp.replicate)
-        assert dp.roles == ("shard",) and dp.mesh.mesh.tolist() == [1, 3]
-        assert dp.spmd is mesh and dp.dims == DataParallelMeshDims(shard="dp")
-
-
-def test_one_named_dimension_replicates() -> None:
-    with fake_mesh(2, 2, names=("dp", "tp"), rank=3) as mesh:
-        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(replicate="dp"))
-        assert_absent(dp.shard)
-        assert (dp.replicate.size, dp.replicate.rank, ranks_of(dp.replicate)) == (2, 1, [1, 3])
-        assert dp.roles == ("replicate",)
-
-
-def test_named_dimensions_both_ways_in_any_order_of_the_mesh() -> None:
-    with fake_mesh(2, 2, 2, names=("shards", "tp", "replicas"), rank=5) as mesh:
-        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="shards", replicate="replicas"))
-        assert ranks_of(dp.shard) == [1, 5] and ranks_of(dp.replicate) == [4, 5]
-        assert dp.roles == ("replicate", "shard")
-        assert dp.mesh.ndim == 2
-
-
-def test_several_names_are_one_axis() -> None:
-    with fake_mesh(2, 2, 2, 2, names=NAMES, rank=15) as mesh:
-        dp = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=("dp", "cp"), replicate="pp"))
-        assert (dp.shard.size, dp.shard.rank) == (4, 3)
-        assert ranks_of(dp.shard) == [9, 11, 13, 15]
-        assert ranks_of(dp.replicate) == [7, 15]
-        again = DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=("dp", "cp"), replicate="pp"))
-        assert again.shard.group is dp.shard.group  # one communicator for all calls
-
-
-def test_a_name_that_the_mesh_lacks_is_refused() -> None:
-    with fake_mesh(2, 2, names=("dp", "tp")) as mesh, pytest.raises(ValueError, match="'cp' not found in"):
-        DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="cp"))
-
-
-def test_names_need_a_mesh_with_names() -> None:
-    with fake_mesh(4) as mesh, pytest.raises(ValueError, match="must have mesh_dim_names when dp_mesh_dims"):
-        DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard="dp"))
-
-
-def test_empty_names_are_refused() -> None:
-    with fake_mesh(4, names=("dp",)) as mesh, pytest.raises(ValueError, match="At least one of shard or replicate"):
-        DataParallelMesh.from_mesh(mesh, DataParallelMeshDims(shard=()))
 
 
 # ---- default and regrouped meshes ----

@@ -191,6 +191,15 @@ def on_mesh(whole: Tensor, mesh: DeviceMesh, *placements: Replicate | Shard) -> 
     )
 
 
+def assert_lies_where_dtensor_says(spec: ShardedSpec, given: Tensor, whole: Tensor) -> None:
+    """Assert that what is cut from ``given``, this rank's part before, is where DTensor looks for it in the whole."""
+    shape, start = compute_local_shape_and_global_offset(whole.shape, spec.dtensor.mesh, spec.dtensor.placements)
+    piece = spec.cut(given)
+    assert tuple(piece.shape) == tuple(shape) == spec.shard_shape
+    assert torch.equal(piece, whole[tuple(slice(first, first + size) for first, size in zip(start, shape))])
+    assert spec.shard(piece).shape == whole.shape
+
+
 @pytest.mark.parametrize("rank", range(8))
 @pytest.mark.parametrize(("tp", "cut"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_the_pieces_lie_where_dtensor_says(rank: int, tp: int, cut: int) -> None:
@@ -204,11 +213,7 @@ def test_the_pieces_lie_where_dtensor_says(rank: int, tp: int, cut: int) -> None
         own = StridedShard(cut, split_factor=2) if tp == cut else Shard(cut)
         assert spec.dtensor.placements == (own, Shard(tp))
         assert spec.dtensor.mesh.mesh.tolist() == mesh.mesh.tolist()
-        shape, start = compute_local_shape_and_global_offset(whole.shape, mesh, spec.dtensor.placements)
-        piece = spec.cut(param.to_local())
-        assert tuple(piece.shape) == tuple(shape) == spec.shard_shape
-        assert torch.equal(piece, whole[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]])
-        assert spec.shard(piece).shape == whole.shape
+        assert_lies_where_dtensor_says(spec, param.to_local(), whole)
 
 
 def test_pieces_on_other_meshes_of_other_dimensions_or_of_other_tensors_are_not_placed_alike() -> None:
@@ -261,8 +266,7 @@ def test_a_subgroup_cuts_over_its_own_ranks_and_replicates_over_the_rest(rank: i
         assert torch.equal(spec.cut(whole), whole.chunk(2, dim)[rank % 2])
         assert spec.dtensor.mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert spec.dtensor.placements == (Replicate(), Shard(dim))
-        shape, _ = compute_local_shape_and_global_offset(whole.shape, spec.dtensor.mesh, spec.dtensor.placements)
-        assert tuple(shape) == spec.shard_shape
+        assert_lies_where_dtensor_says(spec, whole, whole)
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -275,9 +279,7 @@ def test_a_subgroup_keeps_what_tensor_parallelism_cut(rank: int, tp: int) -> Non
         spec = ShardedSpec.of(param, None, dp, "weight").on_subgroup(dp, 2)
         own = StridedShard(0, split_factor=2) if tp == 0 else Shard(0)
         assert spec.dtensor.placements == (Replicate(), own, Shard(tp))
-        shape, start = compute_local_shape_and_global_offset(whole.shape, spec.dtensor.mesh, spec.dtensor.placements)
-        piece = whole[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
-        assert torch.equal(spec.cut(param.to_local()), piece)
+        assert_lies_where_dtensor_says(spec, param.to_local(), whole)
 
 
 # ---- parameters on the whole mesh (dp_mesh_dims) ----
@@ -295,9 +297,7 @@ def test_a_parameter_on_the_whole_mesh_is_cut_on_its_data_parallel_dimension(ran
         own = StridedShard(0, split_factor=2) if tp == Shard(0) else Shard(0)
         assert spec.dtensor.placements == (own, tp) and spec.dtensor.mesh is mesh
         assert spec.dp_dims == frozenset({0})
-        shape, start = compute_local_shape_and_global_offset(whole.shape, mesh, spec.dtensor.placements)
-        piece = whole[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
-        assert torch.equal(spec.cut(param.to_local()), piece)
+        assert_lies_where_dtensor_says(spec, param.to_local(), whole)
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -309,10 +309,7 @@ def test_several_shard_dimensions_become_one(rank: int) -> None:
         spec = ShardedSpec.of(param, None, dp, "weight")
         assert spec.dtensor.mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert spec.dtensor.placements == (StridedShard(0, split_factor=2), Shard(0))
-        (rows, _), (start, _) = compute_local_shape_and_global_offset(
-            whole.shape, spec.dtensor.mesh, spec.dtensor.placements
-        )
-        assert torch.equal(spec.cut(param.to_local()), whole[start : start + rows])
+        assert_lies_where_dtensor_says(spec, param.to_local(), whole)
 
 
 def test_partial_gradients_on_data_parallel_dimensions_are_left_to_the_reduction() -> None:

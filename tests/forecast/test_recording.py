@@ -21,6 +21,7 @@ from fsdp2.forecasting.pictures import draw_lanes, picture
 from fsdp2.forecasting.rank import simulated_rank
 from fsdp2.forecasting.timeline import UNITS, Exposed, Span, Timeline, chrome_trace, on_one_clock
 from tests.support import api
+from tests.support.parity import shard_each
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -31,8 +32,7 @@ def build(mesh: Any) -> tuple[Any, Any]:
     """Return units of which two send enough for gloo's all-to-all and the others too little, and an optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8))
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    shard_each(model, fsdp2, mesh=mesh)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 

@@ -22,16 +22,18 @@ from fsdp2.__main__ import main
 from fsdp2.forecasting.comparing import compare, comparison
 from fsdp2.forecasting.cost import H100, Hardware, Link
 from tests.support import api
+from tests.support.parity import shard_each
 
 pytestmark = api.fsdp2_only
 WIDTH = 1 << 12
+FORECAST = ["forecast", "tests.forecast.test_run:build", "--mesh", "shard=8"]
+"""The command, as far as most tests agree."""
 
 
-def build(mesh: Any, layers: int = 4) -> tuple[Any, Any]:
-    """Return a model of layers that are units, 64 MiB each, and its optimizer."""
+def build(mesh: Any, layers: int = 4, over: bool = False) -> tuple[Any, Any]:
+    """Return a model of layers that are units, 64 MiB each, and its optimizer; ``over``: without copies on replicas."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    shard_each(model, fsdp2, mesh=mesh, shard_over_replicas=over)
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -92,14 +94,6 @@ def test_a_factor_that_changes_costs_nothing(update):
     assert changing.step_seconds == same.step_seconds and changing.bytes_by_kind == same.bytes_by_kind
 
 
-def build_with(mesh: Any, over: bool = False) -> tuple[Any, Any]:
-    """Return the model of ``build``; with ``over``, sharded over replicas too if the mesh has some."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=mesh, shard_over_replicas=over)
-    return model, torch.optim.AdamW(model.parameters())
-
-
 def accumulate(model: Any, optimizer: Any, batches: int = 8) -> None:
     """Train once with micro-batches, of which the last one sums gradients over replicas."""
     for number in range(batches):
@@ -115,7 +109,7 @@ def test_figures_over_replicas(batches):
     gathers and reduces each rank's piece for the shard axis once. The rest is as with hybrid sharding.
     """
     result = forecast(
-        partial(build_with, over=True), partial(accumulate, batches=batches), mesh={"replicate": 2, "shard": 8}, steps=2
+        partial(build, over=True), partial(accumulate, batches=batches), mesh={"replicate": 2, "shard": 8}, steps=2
     )
     layer = WIDTH * WIDTH * 4
     assert result.bytes_by_kind["shards"] == 4 * layer // 16
@@ -136,7 +130,7 @@ def test_over_replicas_beside_hybrid_and_full_sharding():
     """A comparison lists all three, and the mesh without replicas with its error. In memory the option is between the
     other two; it sends what hybrid sharding does and one gather of each rank's pieces more."""
     meshes = [{"shard": 16}, {"replicate": 2, "shard": 8}]
-    cases = compare(build_with, accumulate, meshes, {"over": [False, True]}, steps=2)
+    cases = compare(build, accumulate, meshes, {"over": [False, True]}, steps=2)
     full, refused, hybrid, over = (case.forecast for case in cases)
     assert refused is None and "needs a mesh with a replicate and a shard dimension" in cases[1].error
     assert full.peak_bytes < over.peak_bytes < hybrid.peak_bytes
@@ -154,26 +148,12 @@ def test_over_replicas_beside_hybrid_and_full_sharding():
 
 def test_command_line(capsys):
     """A table for people, or json; constants can be set."""
-    command = [
-        "forecast",
-        "tests.forecast.test_run:build",
-        "--mesh",
-        "shard=8",
-        "--set",
-        "memory_bytes_per_second=1e12",
-        "--link",
-        "8=0.001,2e11",
-    ]
+    command = [*FORECAST, "--set", "memory_bytes_per_second=1e12", "--link", "8=0.001,2e11"]
     main(command)
     table = capsys.readouterr().out
-    for text in (
-        "one rank of shard 8",
-        "optimizer state",
-        "shard all_gather",
-        "memory_bytes_per_second = 1e+12",
-        "8 ranks: 1 ms, 2e+11",
-    ):
+    for text in ("one rank of shard 8", "optimizer state", "shard all_gather", "8 ranks: 1 ms, 2e+11"):
         assert text in table
+    assert "memory_bytes_per_second = 1e+12" in table
     main([*command, "--json"])
     values = json.loads(capsys.readouterr().out)
     assert values["mesh"] == {"shard": 8} and values["peak"]["by_kind"]["shards"] > 0
@@ -182,7 +162,7 @@ def test_command_line(capsys):
 
 def test_settings_side_by_side(capsys, tmp_path):
     """Meshes and arguments of build in one table; which fit, and the fastest of these."""
-    command = ["forecast", "tests.forecast.test_run:build", "--mesh", "shard=8", "--mesh", "replicate=3,shard=2"]
+    command = [*FORECAST, "--mesh", "replicate=3,shard=2"]
     command += ["--compare", "layers=1,0,4", "--nodes-of", "4", "--steps", "2", "--save", str(tmp_path / "all.json")]
     assert main([*command, "--fit", "0.3GiB"]) == 0
     shown = capsys.readouterr()
@@ -201,8 +181,7 @@ def test_constants_of_a_machine(capsys, tmp_path):
     mine = replace(H100, name="mine", memory_bytes_per_second=7e11, links=(Link(2, 1e-4, 1e9), Link(8, 2e-4, 2e9)))
     mine.save(tmp_path / "mine.json")
     assert Hardware.load(tmp_path / "mine.json") == mine
-    command = ["forecast", "tests.forecast.test_run:build", "--mesh", "shard=8"]
-    assert main([*command, "--hardware", str(tmp_path / "mine.json"), "--set", "flops_per_second=1e12"]) == 0
+    assert main([*FORECAST, "--hardware", str(tmp_path / "mine.json"), "--set", "flops_per_second=1e12"]) == 0
     text = capsys.readouterr().out
     assert "one rank of shard 8, mine" in text and "memory_bytes_per_second = 7e+11" in text
     assert "flops_per_second = 1e+12" in text and "2 ranks: 0.1 ms" in text and "1024 ranks" not in text
@@ -229,7 +208,7 @@ def test_constants_that_are_wrong(capsys, tmp_path, text, problem):
     if text is not None:
         path.write_text(text)
     with pytest.raises(SystemExit):
-        main(["forecast", "tests.forecast.test_run:build", "--mesh", "shard=8", "--hardware", str(path)])
+        main([*FORECAST, "--hardware", str(path)])
     error = capsys.readouterr().err
     assert re.search(problem, error) and str(path) in error
 
@@ -247,20 +226,20 @@ def test_gloo_works_beside_compute():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["tests.forecast.test_run:build", "--mesh", "shard"], "expected NAME=SIZE"),
-        (["tests.forecast.test_run:nothing", "--mesh", "shard=8"], "no function 'nothing'"),
-        (["no_such_module:build", "--mesh", "shard=8"], "no_such_module"),
-        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--set", "speed=1"], "flops_per_second"),
-        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--fit", "much"], "a size such as 80GiB"),
-        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--compare", "depth=1,2"], "no argument 'depth'"),
-        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--compare", "layers"], "expected NAME=A,B"),
-        (["tests.forecast.test_run:build", "--mesh", "shard=8", "--link", "8=1"], "expected RANKS=SECONDS"),
+        (["forecast", "tests.forecast.test_run:build", "--mesh", "shard"], "expected NAME=SIZE"),
+        (["forecast", "tests.forecast.test_run:nothing", "--mesh", "shard=8"], "no function 'nothing'"),
+        (["forecast", "no_such_module:build", "--mesh", "shard=8"], "no_such_module"),
+        ([*FORECAST, "--set", "speed=1"], "flops_per_second"),
+        ([*FORECAST, "--fit", "much"], "a size such as 80GiB"),
+        ([*FORECAST, "--compare", "depth=1,2"], "no argument 'depth'"),
+        ([*FORECAST, "--compare", "layers"], "expected NAME=A,B"),
+        ([*FORECAST, "--link", "8=1"], "expected RANKS=SECONDS"),
     ],
 )
 def test_command_lines_that_are_wrong(capsys, arguments, text):
     """The error says what was expected."""
     with pytest.raises(SystemExit):
-        main(["forecast", *arguments])
+        main(arguments)
     assert text in capsys.readouterr().err
 
 
@@ -367,11 +346,7 @@ def test_weights_are_not_loaded(tmp_path):
         ({"mesh": {}}, ValueError, "mesh of 0 ranks"),
         ({"steps": 0}, ValueError, "steps=0.*expected at least one step"),
         ({"rank": 8}, ValueError, "rank 8 of a mesh of 8 ranks"),
-        (
-            {"build": lambda mesh: None},
-            TypeError,
-            "build returned NoneType; expected a module",
-        ),
+        ({"build": lambda mesh: None}, TypeError, "build returned NoneType; expected a module"),
     ],
 )
 def test_arguments_that_are_wrong(change, error, text):
@@ -449,7 +424,7 @@ def sent_without_images(mesh: dict[str, int], backend: str, zeros: bool) -> dict
         return model, torch.optim.AdamW(model.parameters())
 
     result = forecast(builds, step, mesh=mesh, backend=backend)
-    assert all(kind in ("all_gather", "reduce_scatter", "all_to_all") for kind in {c.kind for c in result.collectives})
+    assert {one.kind for one in result.collectives} <= {"all_gather", "reduce_scatter", "all_to_all"}
     gathers = [one for one in result.collectives if one.kind == "all_gather"]
     others = [one for one in result.collectives if one.kind != "all_gather"]
     return {

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import fsdp2
 from tests.ecosystem.launching import missing
-from tests.optim.test_full_params import OPTIMIZERS, THIRD_PARTY, on_mesh, resume, save, stack, train
+from tests.optim.test_full_params import THIRD_PARTY, on_mesh, pair, resume, save, train
 from tests.support.pool import POOL, on_ranks
 
 pytestmark = [
@@ -25,9 +24,7 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["one dimension", "hybrid", "tensor parallel"])
 def test_steps_are_those_of_one_process(rank, world, name, kind):
     """Uneven matrices, of which some ranks hold nothing, pieces of pieces and copies."""
-    module, reference = on_mesh(kind), stack()
-    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
-    train(module, optimizer, reference, OPTIMIZERS[name](reference.parameters()))
+    train(*pair(name, on_mesh(kind)))
 
 
 @pytest.mark.parametrize("name", ["pytorch_optimizer.SOAP", "pytorch_optimizer.Muon"])

@@ -89,9 +89,16 @@ def stack() -> nn.Sequential:
 
 def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Make every layer a unit."""
-    for unit in (*module.children(), module):
-        fsdp2.fully_shard(unit, mesh=mesh, **options)
+    shard_each(module, fsdp2, mesh=mesh, **options)
     return module
+
+
+def pair(name: str, module: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Return a sharded stack and its optimizer of this name, then one process's."""
+    module, reference = module or shard(stack(), mesh_1d()), stack()
+    optimizer = OPTIMIZERS[name](module.parameters())
+    assert fsdp2.use_full_params(optimizer, **options) is optimizer
+    return module, optimizer, reference, OPTIMIZERS[name](reference.parameters())
 
 
 def rows(step: int) -> Tensor:
@@ -111,10 +118,15 @@ def train(module: Any, optimizer: Any, reference: Any, plain: Any, steps: Iterab
     """Take steps on both with equal gradients; the weights agree bit for bit after each."""
     for step in steps:
         set_gradients(module, reference, step)
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
+        step_both(optimizer, plain)
         assert_equal(module.parameters(), reference.parameters())
+
+
+def step_both(*optimizers: torch.optim.Optimizer) -> None:
+    """Step and drop the gradients."""
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
 
 
 def assert_equal(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
@@ -144,10 +156,7 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_steps_are_those_of_one_process(rank, world, name):
     """Uneven matrices, in one bucket and in several; state dicts are those of one process too, and load there."""
     for bucket_mb in (64.0, 0.0005):
-        module, reference = shard(stack(), mesh_1d()), stack()
-        optimizer = OPTIMIZERS[name](module.parameters())
-        assert fsdp2.use_full_params(optimizer, bucket_mb=bucket_mb) is optimizer
-        plain = OPTIMIZERS[name](reference.parameters())
+        module, optimizer, reference, plain = pair(name, bucket_mb=bucket_mb)
         train(module, optimizer, reference, plain)
         saved = optimizer.state_dict()
         assert_same_state(saved, plain.state_dict())
@@ -182,18 +191,15 @@ def on_mesh(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", ["hybrid", "over replicas", "tensor parallel", "columns", "offloaded"])
 def test_meshes(rank, world, name, kind):
     """Copies on the replicate axis, pieces of pieces, and other cuts: the same steps."""
-    module, reference = on_mesh(kind), stack()
-    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
-    plain = OPTIMIZERS[name](reference.parameters())
+    module, optimizer, reference, plain = pair(name, on_mesh(kind))
     train(module, optimizer, reference, plain, range(2))
     assert_same_state(optimizer.state_dict(), plain.state_dict())
 
 
 def save(rank: int, world: int, path: str, name: str) -> None:
     """Train two steps and save model and optimizer."""
-    module, reference = shard(stack(), mesh_1d()), stack()
-    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
-    train(module, optimizer, reference, OPTIMIZERS[name](reference.parameters()), range(2))
+    module, optimizer, reference, plain = pair(name)
+    train(module, optimizer, reference, plain, range(2))
     state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
     dcp.save(state, checkpoint_id=path)
 
@@ -241,9 +247,7 @@ def test_resume_on_fewer_ranks(tmp_path: Path, name: str, with_torch: bool) -> N
 @on_ranks(2)
 def test_a_gradient_scaler(rank, world):
     """Gradients are unscaled before they travel; one infinity in one piece lets every rank skip the step, once."""
-    module, reference = shard(stack(), mesh_1d()), stack()
-    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
-    plain = OPTIMIZERS["Muon"](reference.parameters())
+    module, optimizer, reference, plain = pair("Muon")
     scaler = fsdp2.ShardedGradScaler("cpu", init_scale=8.0, growth_interval=100)
     steps: list[int] = []
     optimizer.register_step_post_hook(lambda *unused: steps.append(1))
@@ -296,16 +300,12 @@ def test_what_a_training_loop_does_with_an_optimizer(rank, world):
 @on_ranks(2)
 def test_parameters_without_gradient_are_left_alone(rank, world):
     """As by the optimizer itself: no decay, no moment; and the next step finds other gradients."""
-    module, reference = shard(stack(), mesh_1d()), stack()
-    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](module.parameters()))
-    plain = OPTIMIZERS["Muon"](reference.parameters())
+    module, optimizer, reference, plain = pair("Muon")
     for step in range(3):
         set_gradients(module, reference, step)
         for model in (module, reference):
             list(model.parameters())[step].grad = None
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
+        step_both(optimizer, plain)
         assert_equal(module.parameters(), reference.parameters())
 
 
@@ -491,9 +491,7 @@ def test_parameters_on_some_of_the_ranks(rank, world, kind):
             module(inputs(step)).square().sum().backward()
             for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
                 theirs.grad = mine.grad.full_tensor()
-            for one in (optimizer, plain):
-                one.step()
-                one.zero_grad()
+            step_both(optimizer, plain)
             assert_equal(module.parameters(), reference.parameters())
         saved = optimizer.state_dict()
         assert_same_state(saved, plain.state_dict())

@@ -15,7 +15,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
-from tests.optim.test_full_params import OPTIMIZERS, assert_equal, assert_same_state, rows, shard, stack, train, whole
+from tests.optim.test_full_params import (
+    OPTIMIZERS,
+    assert_equal,
+    assert_same_state,
+    pair,
+    rows,
+    shard,
+    stack,
+    step_both,
+    train,
+    whole,
+)
 from tests.support.counting import Collectives
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
@@ -41,9 +52,7 @@ def test_training_begins_before_sharding(rank, world, name, when):
         module(rows(step)).square().sum().backward()
         for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             theirs.grad = whole(mine.grad).clone()
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
+        step_both(optimizer, plain)
         assert_equal(module.parameters(), reference.parameters())
     assert_same_state(optimizer.state_dict(), plain.state_dict())
 
@@ -74,9 +83,7 @@ def test_state_dicts_between_sharding_and_the_first_step(rank, world, loaded):
 def test_flattened_state_dicts(rank, world, name, fresh):
     """torch asks the optimizer for the names of each parameter's state, of those that other ranks own too."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    module, reference = shard(stack(), mesh_1d()), stack()
-    optimizer = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
-    plain = OPTIMIZERS[name](reference.parameters())
+    module, optimizer, reference, plain = pair(name)
     train(module, optimizer, reference, plain, range(2))
     saved = get_optimizer_state_dict(module, optimizer, options=options)
     again = optimizer

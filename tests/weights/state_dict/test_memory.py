@@ -1,8 +1,9 @@
-"""What saving and loading need on top of the model, in bytes, on real processes."""
+"""What saving, loading and showing need on top of the model, in bytes, on real processes."""
 
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -116,3 +117,26 @@ def test_optimizer_state(rank, world):
         held += tensors_in(state)
         used, _ = peak(held, lambda: fsdp2.optim_state_dict_to_load(module, optimizer, state))
         assert used <= total // world + 2 * UNIT + SLACK
+
+
+@on_ranks(2)
+def test_showing_and_exporting(rank, world):
+    """The whole where it is shown and two parameters beside it, and two buckets of what is exported.
+
+    Each is the least of three runs: gloo's threads hold the tensors of a finished collective until they run again.
+    """
+    module = sharded()
+    total = sum(p.numel() * 4 for p in module.parameters())
+
+    def show(**options: Any) -> None:
+        with fsdp2.summon_full_params(module, **options):
+            pass
+
+    def least(action: Callable[[], Any]) -> int:
+        return min(peak(module.parameters(), action)[0] for _ in range(3))
+
+    assert total <= least(show) <= total + 2 * WEIGHT + SLACK
+    shown = 0 if rank else total
+    assert shown <= least(lambda: show(rank0_only=True, writeback=False)) <= shown + 2 * WEIGHT + SLACK
+    exported = lambda: deque(fsdp2.iter_full_params(module, bucket_mb=WEIGHT / 2**20), maxlen=0)
+    assert WEIGHT <= least(exported) <= 2 * WEIGHT + SLACK

@@ -8,23 +8,11 @@ import io
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests.optim.stepping import (
-    assert_equal,
-    assert_same_training,
-    batch,
-    build,
-    make,
-    pair,
-    train,
-)
+from tests.optim.stepping import assert_equal, assert_same_training, batch, build, make, pair, train
 from tests.support import api
 from tests.support.pool import on_ranks
 

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests.optim.stepping import (
-    assert_same_training,
-    batch,
-    build,
-    pair,
-    train,
-)
+from tests.optim.stepping import assert_same_training, batch, build, pair, train
 from tests.support.pool import on_ranks
 
 # ---- optimizers that are not torch's ----

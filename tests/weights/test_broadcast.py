@@ -14,15 +14,7 @@ from tests.support.cases import CASES
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
-from tests.weights.models import (
-    KINDS,
-    NEED_FOUR,
-    assert_holds,
-    assert_refused,
-    plain,
-    sharded,
-    values_of,
-)
+from tests.weights.models import KINDS, NEED_FOUR, assert_holds, assert_refused, plain, sharded, values_of
 
 TINY = 100 / 2**20
 """A bucket of 96 bytes: most tensors travel in several."""

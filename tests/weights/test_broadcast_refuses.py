@@ -10,13 +10,7 @@ import fsdp2
 from tests.support.cases import CASES
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
-from tests.weights.models import (
-    assert_holds,
-    assert_refused,
-    plain,
-    sharded,
-    values_of,
-)
+from tests.weights.models import assert_holds, assert_refused, plain, sharded, values_of
 
 TINY = 100 / 2**20
 

@@ -14,15 +14,7 @@ from safetensors.torch import save_file
 
 import fsdp2
 from tests.support.pool import on_ranks
-from tests.weights.models import (
-    assert_holds,
-    load_new,
-    once,
-    plain,
-    sharded,
-    values_of,
-    write,
-)
+from tests.weights.models import assert_holds, load_new, once, plain, sharded, values_of, write
 from tests.weights.test_broadcast_refuses import broken
 
 

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2._torch.autograd import autograd_sequence_number
-from fsdp2.autograd.hooks import (
-    hook_forward,
-    hook_gradient,
-    hook_state_dict,
-    watch_exit,
-    watch_inputs,
-    watch_outputs,
-)
+from fsdp2.autograd.hooks import hook_forward, hook_gradient, hook_state_dict, watch_exit, watch_inputs, watch_outputs
 
 
 class Log(list):

@@ -25,9 +25,7 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictSettings,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 import fsdp2

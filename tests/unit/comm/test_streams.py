@@ -15,8 +15,10 @@ CPU = torch.device("cpu")
 
 
 def test_a_cpu_lane_is_program_order() -> None:
-    lane = Lane(CPU, priority=-1)
-    log = []
+    """Whatever stream it is given, and also after an error."""
+    lane, log = Lane(CPU, priority=-1, stream=object()), []
+    with pytest.raises(KeyError), lane.after():
+        raise KeyError("inside")
     with lane.after(None) as done:
         log.append("inside")
     log.append("behind")
@@ -25,27 +27,11 @@ def test_a_cpu_lane_is_program_order() -> None:
     assert lane.async_op
 
 
-def test_cpu_lanes_nest() -> None:
-    lanes = Lanes(CPU)
+def test_lanes_of_a_cpu_have_no_events() -> None:
+    lanes, compute = Lanes(CPU), ComputeLane(CPU)
     with lanes.gather.after(lanes.compute) as outer, lanes.reduce.after(outer.event) as inner:
         pass
     assert outer.event is None and inner.event is None
-
-
-def test_an_error_leaves_a_cpu_lane_usable() -> None:
-    lane = Lane(CPU)
-    with pytest.raises(KeyError), lane.after():
-        raise KeyError("inside")
-    with lane.after() as done:
-        assert done.event is None
-
-
-def test_a_cpu_lane_ignores_a_given_stream() -> None:
-    assert Lane(CPU, stream=object()).async_op
-
-
-def test_the_compute_lane_of_a_cpu_has_no_events() -> None:
-    compute = ComputeLane(CPU)
     assert compute.event() is None
     assert compute.wait(None) is None
 

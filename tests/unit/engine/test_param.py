@@ -36,8 +36,10 @@ def manage(original: nn.Parameter, dp: DataParallelMesh, *sites: Site, dtype: to
         original, ShardedSpec.of(original, None, dp, "weight"), list(sites), "layers.0.weight", MixedPrecisionPolicy()
     )
     plain = original.to_local() if isinstance(original, DTensor) else original
-    param.set_shard(param.spec.cut(plain.detach()).clone())
-    param.set_full(plain.detach().clone().to(dtype or original.dtype).view(-1))
+    piece = param.spec.cut(plain.detach()).clone()
+    param.set_shard(piece)
+    assert param.local is piece
+    param.set_full(plain.detach().clone().to(dtype or original.dtype).reshape(-1))
     return param
 
 
@@ -52,24 +54,26 @@ def local(grad: Tensor | None) -> Tensor:
     return grad.to_local()
 
 
+@pytest.fixture
+def param(dp2: DataParallelMesh) -> FSDPParam:
+    """What manages a matrix of four rows, two of them here."""
+    return manage(weight(4, 3), dp2)
+
+
+@pytest.fixture
+def low(dp2: DataParallelMesh) -> FSDPParam:
+    """The same with a full parameter in bfloat16."""
+    return manage(weight(4, 3), dp2, dtype=BF16)
+
+
 # ---- the shard and the full parameter ----
 
 
-def test_the_shard_is_a_parameter_around_the_piece_itself(dp2: DataParallelMesh) -> None:
-    original = weight(4, 3)
-    param = FSDPParam(
-        original, ShardedSpec.of(original, None, dp2, "w"), [Site(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
-    )
-    piece = torch.ones(2, 3)
-    param.set_shard(piece)
-    assert isinstance(param.sharded, nn.Parameter) and isinstance(param.sharded, DTensor)
-    assert param.local is piece and param.sharded.shape == (4, 3) and param.sharded.requires_grad
-    assert param.dtype is FP32
-
-
-def test_a_moved_shard_keeps_its_parameter(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_the_shard_is_a_parameter_around_the_piece_itself(param: FSDPParam) -> None:
+    """And stays the same one when it moves."""
     before, piece = param.sharded, torch.ones(2, 3)
+    assert isinstance(before, nn.Parameter) and isinstance(before, DTensor)
+    assert before.shape == (4, 3) and before.requires_grad and param.dtype is FP32
     param.set_shard(piece)
     assert param.sharded is before and param.local is piece
     assert torch.equal(local(before), piece)
@@ -77,25 +81,20 @@ def test_a_moved_shard_keeps_its_parameter(dp2: DataParallelMesh) -> None:
 
 def test_the_full_parameter_is_the_place_in_the_buffer(dp2: DataParallelMesh) -> None:
     original = nn.Parameter(torch.arange(12.0).view(4, 3).t())
-    param = FSDPParam(
-        original, ShardedSpec.of(original, None, dp2, "w"), [Site(nn.Module(), "weight")], "w", MixedPrecisionPolicy()
-    )
-    buffer = torch.arange(14.0)
+    param, buffer = manage(original, dp2), torch.arange(14.0)
     param.set_full(buffer[:12])
     assert param.full.data_ptr() == buffer.data_ptr() and param.full.stride() == (1, 3)
     assert torch.equal(param.full, original) and param.full.is_leaf
 
 
-def test_a_new_full_parameter_takes_over_the_gradient(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_a_new_full_parameter_takes_over_the_gradient(param: FSDPParam) -> None:
     param.full.grad = torch.ones(4, 3)
     param.set_full(torch.zeros(12))
     assert torch.equal(param.full.grad, torch.ones(4, 3)) and have_gradients([param])[0]
     assert torch.equal(take_gradients([param], CPU)[0], torch.ones(4, 3))
 
 
-def test_names_and_sizes_are_shown(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_names_and_sizes_are_shown(param: FSDPParam) -> None:
     assert repr(param) == "FSDPParam(layers.0.weight, (4, 3), dim=0, ranks=2)"
     assert param._param_fqn == "layers.0.weight" and param.fsdp_placement == Shard(0)
     assert param.sharded_param is param.sharded and param.unsharded_param is param._unsharded_param is param.full
@@ -114,8 +113,8 @@ def test_a_module_that_watches_its_attributes_is_told(dp2: DataParallelMesh) -> 
     assert [id(w) for w in lstm._flat_weights] == [id(param.sharded) for param in params]
 
 
-def test_moving_between_modules_goes_by_its_slots(dp2: DataParallelMesh) -> None:
-    param, other = manage(weight(4, 3), dp2), nn.Module()
+def test_moving_between_modules_goes_by_its_slots(param: FSDPParam) -> None:
+    other = nn.Module()
     param.set_sites([Site(other, "moved")])
     show([param], "full")
     assert other._parameters["moved"] is param.full and param.module is other
@@ -147,8 +146,7 @@ def test_an_adopted_shard_brings_what_it_knows(dp2: DataParallelMesh) -> None:
 # ---- gradients ----
 
 
-def test_a_gradient_is_taken_once(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_a_gradient_is_taken_once(param: FSDPParam) -> None:
     assert not have_gradients([param])[0] and not take_gradients([param], CPU)[0].any()
     (param.full * 2).sum().backward()
     assert have_gradients([param])[0]
@@ -156,23 +154,20 @@ def test_a_gradient_is_taken_once(dp2: DataParallelMesh) -> None:
     assert not have_gradients([param])[0] and param.full.grad is None
 
 
-def test_a_sparse_gradient_is_refused_by_name(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_a_sparse_gradient_is_refused_by_name(param: FSDPParam) -> None:
     nn.functional.embedding(torch.tensor([1]), param.full, sparse=True).sum().backward()
     with pytest.raises(NotImplementedError, match=r"layers.0.weight: its gradient is torch.sparse_coo.*sparse=False"):
         take_gradients([param], CPU)[0]
 
 
-def test_a_differentiable_gradient_becomes_a_value(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_a_differentiable_gradient_becomes_a_value(param: FSDPParam) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a cycle between parameter and gradient
         param.full.square().sum().backward(create_graph=True)
     assert not take_gradients([param], CPU)[0].requires_grad
 
 
-def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(param: FSDPParam) -> None:
     for _ in range(2):
         param.full.sum().backward()
         param.expect_gradients(reduced=False, rounded=True)
@@ -180,45 +175,40 @@ def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(dp2
     assert torch.equal(take_gradients([param], CPU)[0], torch.full((4, 3), 2.0))
 
 
-def test_low_precision_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelMesh) -> None:
+def test_low_precision_gradients_are_kept_in_the_reduce_dtype(low: FSDPParam) -> None:
     """256 + 1 is 256 in bfloat16."""
-    param = manage(weight(4, 3), dp2, dtype=BF16)
     for value in (256.0, 1.0, 1.0):
-        (param.full * value).sum().backward()
-        param.expect_gradients(reduced=False, rounded=True)
-        assert param.full.grad.dtype is FP32
-    total = take_gradients([param], CPU)[0]
+        (low.full * value).sum().backward()
+        low.expect_gradients(reduced=False, rounded=True)
+        assert low.full.grad.dtype is FP32
+    total = take_gradients([low], CPU)[0]
     assert total.dtype is FP32 and torch.equal(total, torch.full((4, 3), 258.0))
 
 
-def test_the_last_backward_joins_what_was_kept(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2, dtype=BF16)
-    param.full.sum().backward()
-    param.expect_gradients(reduced=False, rounded=True)
-    param.full.sum().backward()
-    assert torch.equal(take_gradients([param], CPU)[0], torch.full((4, 3), 2.0))
-    assert not have_gradients([param])[0]
+def test_the_last_backward_joins_what_was_kept(low: FSDPParam) -> None:
+    low.full.sum().backward()
+    low.expect_gradients(reduced=False, rounded=True)
+    low.full.sum().backward()
+    assert torch.equal(take_gradients([low], CPU)[0], torch.full((4, 3), 2.0))
+    assert not have_gradients([low])[0]
 
 
-def test_keeping_nothing_is_nothing(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_keeping_nothing_is_nothing(param: FSDPParam) -> None:
     param.expect_gradients(reduced=False, rounded=True)
     assert not have_gradients([param])[0]
 
 
-def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2, dtype=BF16)
-    param.full.sum().backward()
-    param.expect_gradients(reduced=False, rounded=True)
-    param.full.sum().backward()
-    accumulate_gradients([param], [torch.ones(2, 3)])
-    param.drop_gradient()
-    assert param.sharded.grad is None
-    assert not have_gradients([param])[0] and not take_gradients([param], CPU)[0].any()
+def test_recovery_forgets_all_gradients(low: FSDPParam) -> None:
+    low.full.sum().backward()
+    low.expect_gradients(reduced=False, rounded=True)
+    low.full.sum().backward()
+    accumulate_gradients([low], [torch.ones(2, 3)])
+    low.drop_gradient()
+    assert low.sharded.grad is None
+    assert not have_gradients([low])[0] and not take_gradients([low], CPU)[0].any()
 
 
-def test_reduced_gradients_accumulate_on_the_shard(dp2: DataParallelMesh) -> None:
-    param = manage(weight(4, 3), dp2)
+def test_reduced_gradients_accumulate_on_the_shard(param: FSDPParam) -> None:
     piece = torch.ones(2, 3)
     accumulate_gradients([param], [piece])
     first = param.sharded.grad
@@ -238,8 +228,8 @@ def multiply(grad: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hook", [multiplied, multiply])
-def test_a_hook_may_change_the_reduced_gradient(dp2: DataParallelMesh, hook: Callable[[Tensor], Tensor | None]) -> None:
-    param, seen = manage(weight(4, 3), dp2), []
+def test_a_hook_may_change_the_reduced_gradient(param: FSDPParam, hook: Callable[[Tensor], Tensor | None]) -> None:
+    seen: list[Tensor] = []
     param.sharded.register_hook(lambda grad: seen.append(local(grad).clone()))
     param.sharded.register_hook(hook)
     accumulate_gradients([param], [torch.ones(2, 3)])

@@ -6,13 +6,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp2.comm.scaling import Scaling, choose_scaling
 
 WIDE = (torch.float32, torch.bfloat16, torch.float64)
-HALF_MAX = torch.finfo(torch.float16).max
 
 axes = st.integers(1, 64)
 factors = st.none() | st.integers(1, 10_000) | st.floats(2.0**-10, 2.0**20)
@@ -63,6 +62,7 @@ def test_a_factor_of_ones_own_divides_once_after_the_sum(
     assert scaling == (Scaling(post=factor) if factor != shard * replicate else choose_scaling(dtype, shard, replicate))
 
 
+@example(1024)
 @given(st.integers(1, 1 << 14))
 def test_half_precision_divides_by_about_the_root_before_and_the_rest_after(world: int) -> None:
     scaling = choose_scaling(torch.float16, world, 1)
@@ -72,15 +72,6 @@ def test_half_precision_divides_by_about_the_root_before_and_the_rest_after(worl
     assert scaling.pre <= max(2 * world**0.5, 1)
     if world & (world - 1) == 0:
         assert world**0.5 <= scaling.pre
-
-
-@pytest.mark.parametrize("world", [1, 2, 8, 64, 1024])
-def test_half_precision_sums_stay_in_range_where_their_mean_does(world: int) -> None:
-    scaling = choose_scaling(torch.float16, world, 1)
-    grad = torch.tensor(HALF_MAX / max(world / scaling.pre, 1), dtype=torch.float16)
-    total = torch.stack([grad.div(scaling.pre)] * world).double().sum().to(torch.float16)
-    assert torch.isfinite(total)
-    assert total.div(scaling.post).item() == pytest.approx(grad.item(), rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +84,3 @@ def test_half_precision_factors_of_small_worlds(world: int, pre: float, post: fl
 
 def test_a_half_precision_factor_below_one_multiplies_after_the_sum() -> None:
     assert choose_scaling(torch.float16, 8, 1, factor=0.5) == Scaling(pre=1.0, post=0.5)
-
-
-def test_no_scaling_divides_by_one() -> None:
-    assert Scaling().divisor == 1.0 and not Scaling().average

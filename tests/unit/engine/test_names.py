@@ -50,14 +50,11 @@ def test_a_state_and_its_communication_by_torchs_names(mesh: DeviceMesh) -> None
     assert running == [{module}]
 
 
-def test_unset_buffers_are_one_as_torch_says(mesh: DeviceMesh) -> None:
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    assert module._get_fsdp_state()._fsdp_param_group.reduce_scatter_max_input_buffers == 1
-
-
-def test_a_mesh_by_torchs_names(mesh: DeviceMesh) -> None:
-    info = fully_shard(nn.Linear(4, 4), mesh=mesh)._get_fsdp_state()._fsdp_param_group.mesh_info
+def test_a_mesh_and_unset_buffers_by_torchs_names(mesh: DeviceMesh) -> None:
+    group = fully_shard(nn.Linear(4, 4), mesh=mesh)._get_fsdp_state()._fsdp_param_group
+    info = group.mesh_info
     assert info.shard_process_group is mesh.get_group() and (info.shard_mesh_size, info.shard_mesh_rank) == (4, 0)
+    assert group.reduce_scatter_max_input_buffers == 1
 
 
 def test_dtypes_of_a_group_by_torchs_names(mesh: DeviceMesh) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from argparse import Namespace
 from collections import Counter
 from typing import Any
@@ -19,15 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+import llama
+import train_llama_2d as train_llama
 from fsdp2.check.strict import LiveBytes
 from fsdp2.forecasting.cost import tensors_in
-from tests.support import ROOT, api
+from gpt import model as gpt
+from tests.support import api
 from tests.support.pool import on_ranks
-
-sys.path.append(str(ROOT / "examples"))
-gpt: Any = importlib.import_module("gpt.model")
-llama: Any = importlib.import_module("llama")
-train_llama: Any = importlib.import_module("train_llama_2d")
 
 pytestmark = api.fsdp2_only
 STEPS, WIDTH = 2, 256

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import float8_linear
 import fsdp2
 from fsdp2 import iter_full_params, summon_full_params
-from tests.support import ROOT, api
+from tests.support import api
 from tests.support.parity import full, mesh_1d, mesh_2d, shard_each, stack
 from tests.support.pool import on_ranks
 from tests.weights.test_summon import BF16
@@ -153,22 +153,13 @@ def test_several_meshes_and_dimensions(rank, world, reshard):
     check(module, expected)
 
 
-def example() -> Any:
-    """Return ``examples/float8_linear.py``."""
-    if str(ROOT / "examples") not in sys.path:
-        sys.path.append(str(ROOT / "examples"))
-    import float8_linear
-
-    return float8_linear
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_float8_weights(rank, world, reshard):
     """What is shown, written and exported is in full precision; forward goes on with the rounded values."""
     build = lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 8))
     module, expected = twins(build)
-    example().use_float8(module)
+    float8_linear.use_float8(module)
     shard_each(module, fsdp2, mesh=mesh_1d(), reshard_after_forward=reshard, mp_policy=BF16)
     before = module(torch.ones(2, 8))
     with summon_full_params(module):
@@ -179,7 +170,7 @@ def test_float8_weights(rank, world, reshard):
     before.sum().backward()
     for (_, got), want in zip(iter_full_params(module), expected.parameters()):
         assert torch.equal(got, want)
-    assert type(module[0].weight.to_local()) is example().Float8Weight or not reshard
+    assert type(module[0].weight.to_local()) is float8_linear.Float8Weight or not reshard
     torch.testing.assert_close(module(torch.ones(2, 8)).float(), expected(torch.ones(2, 8)), rtol=0.2, atol=1)
 
 
@@ -187,16 +178,16 @@ def test_float8_weights(rank, world, reshard):
 def test_extensions_that_hide_their_elements(rank, world):
     """A subclass that says of more or of other tensors that they are inside is refused by name, before anything."""
 
-    class Scaled(example().Float8Weight):
+    class Scaled(float8_linear.Float8Weight):
         def __tensor_flatten__(self):
             return ["_tensor", "_tensor"], None
 
     module = nn.Sequential(nn.Linear(8, 4))
-    example().use_float8(module)
+    float8_linear.use_float8(module)
     shard_each(module, fsdp2, mesh=mesh_1d())
     for parameter in module.parameters():
         local = parameter._local_tensor
-        if isinstance(local, example().Float8Weight):
+        if isinstance(local, float8_linear.Float8Weight):
             local.__class__ = Scaled
     for act in (lambda: summon_full_params(module).__enter__(), lambda: next(iter_full_params(module))):
         with pytest.raises(NotImplementedError, match="0.weight: its shard is a Scaled"):

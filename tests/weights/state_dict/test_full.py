@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections import OrderedDict
 
 import pytest
@@ -14,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from tests.support import ROOT, api
+from float8_linear import use_float8
+from tests.support import api
 from tests.support.cases import CASES, PARAMETERS, Setup, build_sharded, parametrize_cases
 from tests.support.cases import build as build_case
 from tests.support.counting import Collectives
@@ -325,9 +325,6 @@ def test_cpu_offloading(rank, world, assign):
 @on_ranks(2)
 def test_tensors_that_say_what_travels(rank, world):
     """Weights that are gathered as float8 are saved in their own dtype, and take plain tensors."""
-    sys.path.append(str(ROOT / "examples"))
-    from float8_linear import use_float8
-
     module, plain = (nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 8)) for _ in range(2))
     module.load_state_dict(plain.state_dict())
     use_float8(module)

@@ -60,12 +60,6 @@ def param(dp2: DataParallelMesh) -> FSDPParam:
     return manage(weight(4, 3), dp2)
 
 
-@pytest.fixture
-def low(dp2: DataParallelMesh) -> FSDPParam:
-    """The same with a full parameter in bfloat16."""
-    return manage(weight(4, 3), dp2, dtype=BF16)
-
-
 # ---- the shard and the full parameter ----
 
 
@@ -167,30 +161,18 @@ def test_a_differentiable_gradient_becomes_a_value(param: FSDPParam) -> None:
     assert not take_gradients([param], CPU)[0].requires_grad
 
 
-def test_a_gradient_of_the_reduce_dtype_is_kept_where_autograd_adds_the_next(param: FSDPParam) -> None:
-    for _ in range(2):
-        param.full.sum().backward()
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gradients_are_kept_in_the_reduce_dtype(dp2: DataParallelMesh, dtype: torch.dtype) -> None:
+    """Where autograd adds the next: 256 + 1 is 256 in bfloat16. The last backward joins what was kept."""
+    param = manage(weight(4, 3), dp2, dtype=dtype)
+    for value in (256.0, 1.0):
+        (param.full * value).sum().backward()
         param.expect_gradients(reduced=False, rounded=True)
-    assert param.full.grad is not None
-    assert torch.equal(take_gradients([param], CPU)[0], torch.full((4, 3), 2.0))
-
-
-def test_low_precision_gradients_are_kept_in_the_reduce_dtype(low: FSDPParam) -> None:
-    """256 + 1 is 256 in bfloat16."""
-    for value in (256.0, 1.0, 1.0):
-        (low.full * value).sum().backward()
-        low.expect_gradients(reduced=False, rounded=True)
-        assert low.full.grad.dtype is FP32
-    total = take_gradients([low], CPU)[0]
+        assert param.full.grad.dtype is FP32
+    param.full.sum().backward()
+    total = take_gradients([param], CPU)[0]
     assert total.dtype is FP32 and torch.equal(total, torch.full((4, 3), 258.0))
-
-
-def test_the_last_backward_joins_what_was_kept(low: FSDPParam) -> None:
-    low.full.sum().backward()
-    low.expect_gradients(reduced=False, rounded=True)
-    low.full.sum().backward()
-    assert torch.equal(take_gradients([low], CPU)[0], torch.full((4, 3), 2.0))
-    assert not have_gradients([low])[0]
+    assert not have_gradients([param])[0]
 
 
 def test_keeping_nothing_is_nothing(param: FSDPParam) -> None:
@@ -198,14 +180,15 @@ def test_keeping_nothing_is_nothing(param: FSDPParam) -> None:
     assert not have_gradients([param])[0]
 
 
-def test_recovery_forgets_all_gradients(low: FSDPParam) -> None:
-    low.full.sum().backward()
-    low.expect_gradients(reduced=False, rounded=True)
-    low.full.sum().backward()
-    accumulate_gradients([low], [torch.ones(2, 3)])
-    low.drop_gradient()
-    assert low.sharded.grad is None
-    assert not have_gradients([low])[0] and not take_gradients([low], CPU)[0].any()
+def test_recovery_forgets_all_gradients(dp2: DataParallelMesh) -> None:
+    param = manage(weight(4, 3), dp2, dtype=BF16)
+    param.full.sum().backward()
+    param.expect_gradients(reduced=False, rounded=True)
+    param.full.sum().backward()
+    accumulate_gradients([param], [torch.ones(2, 3)])
+    param.drop_gradient()
+    assert param.sharded.grad is None
+    assert not have_gradients([param])[0] and not take_gradients([param], CPU)[0].any()
 
 
 def test_reduced_gradients_accumulate_on_the_shard(param: FSDPParam) -> None:

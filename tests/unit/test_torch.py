@@ -31,9 +31,8 @@ from tests.unit.probing import PROBED, probes
 
 
 def test_every_symbol_has_a_probe() -> None:
-    assert (
-        test_torch_collectives and test_torch_helpers and test_torch_optimizers and test_torch_forecast
-    )  # have their parts of the probes
+    # These have their parts of the probes.
+    assert test_torch_collectives and test_torch_helpers and test_torch_optimizers and test_torch_forecast
     assert sorted(PROBED) == sorted(vars(_torch))
 
 

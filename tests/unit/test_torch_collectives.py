@@ -101,20 +101,9 @@ def test_several_gathers_or_reductions_can_be_one_call() -> None:
 
 @probes("AllGather", "ReduceScatter")
 def test_custom_collectives_are_called_as_we_call_them() -> None:
-    assert list(inspect.signature(_torch.AllGather.__call__).parameters)[1:] == [
-        "output_tensor",
-        "input_tensor",
-        "group",
-        "async_op",
-    ]
-    assert list(inspect.signature(_torch.ReduceScatter.__call__).parameters)[1:] == [
-        "output_tensor",
-        "input_tensor",
-        "group",
-        "op",
-        "async_op",
-    ]
-    for interface in (_torch.AllGather, _torch.ReduceScatter):
+    first = ["self", "output_tensor", "input_tensor", "group"]
+    for interface, others in ((_torch.AllGather, ["async_op"]), (_torch.ReduceScatter, ["op", "async_op"])):
+        assert list(inspect.signature(interface.__call__).parameters) == [*first, *others]
         assert list(inspect.signature(interface.allocate).parameters)[1:] == ["size", "dtype", "device"]
         assert interface.__abstractmethods__ == {"__call__", "allocate"}
 

@@ -30,12 +30,8 @@ def test_fake_tensors_have_storages_of_any_size() -> None:
             assert torch.arange(3).sum() == 3
         storage.resize_(0)
         assert x.untyped_storage().nbytes() == 0
-        assert (
-            _torch.key_of(storage)
-            == _torch.storage_key(x)
-            == _torch.storage_key(x[3:])
-            != _torch.storage_key(x.clone())
-        )
+        assert _torch.key_of(storage) == _torch.storage_key(x) == _torch.storage_key(x[3:])
+        assert _torch.storage_key(x) != _torch.storage_key(x.clone())
 
 
 @probes("fake_tensors", "makes_ranks_of_a_mesh")
@@ -123,6 +119,5 @@ def test_a_mesh_for_parameters_in_torchs_words() -> None:
                 continue
             torch_fsdp.fully_shard(module, mesh=whole, shard_placement_fn=_torch.torch_placement(place, whole))
             for weight, dim in ((module[0].weight, 0), (module[1].weight, 1)):
-                assert weight.placements == (Shard(dim),) and weight.device_mesh == (
-                    half if name == "another" else whole
-                )
+                assert weight.placements == (Shard(dim),)
+                assert weight.device_mesh == (half if name == "another" else whole)

@@ -51,9 +51,10 @@ class Custom:
 # ---- one rank ----
 
 
-def test_one_rank_gathers_by_copying() -> None:
+@pytest.mark.parametrize("custom", [None, Custom()])  # which is not needed
+def test_one_rank_gathers_by_copying(custom: Any) -> None:
     outputs, inputs = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
-    assert all_gather(outputs, inputs, ALONE, async_op=True) == []
+    assert all_gather(outputs, inputs, ALONE, async_op=True, custom=custom) == []
     assert all(torch.equal(a, b) for a, b in zip(outputs, inputs))
 
 
@@ -231,20 +232,8 @@ def test_a_custom_reduce_scatter_is_called_as_torch_calls_it(work: Any) -> None:
     axis = Axis("group", 2, 0, "gloo")
     works = reduce_scatter(output, rows, axis, average=True, async_op=False, custom=custom)
     assert works == ([] if work is None else [work]) and not needs_one_buffer(custom)
-    (call,) = custom.calls
-    assert call == {
-        "output_tensor": output,
-        "input_tensor": rows,
-        "group": "group",
-        "op": dist.ReduceOp.AVG,
-        "async_op": False,
-    }
-
-
-def test_a_custom_collective_is_not_needed_on_one_rank() -> None:
-    output: Tensor = torch.zeros(2)
-    all_gather([output], [torch.ones(2)], ALONE, async_op=True, custom=Custom())
-    assert output.tolist() == [1.0, 1.0]
+    options = {"group": "group", "op": dist.ReduceOp.AVG, "async_op": False}
+    assert custom.calls == [{"output_tensor": output, "input_tensor": rows, **options}]
 
 
 class GroupInPython(dist.ProcessGroup):

@@ -187,11 +187,11 @@ TESTS: dict[str, str] = {
 
 HEAD = """# The API compared with torch's
 
-Written by `python docs/make_api.py` from the code of torch {torch} and fsdp2; do not edit.
+fsdp2 has every public name and parameter of torch's FSDP2, with the same meaning. To migrate, import `fully_shard` from
+`fsdp2` instead of `torch.distributed.fsdp`. In the tables, *same* means that fsdp2 has the name or parameter too, and
+*same class* that fsdp2 re-exports torch's own class. Each row names a test that uses it on several processes.
 
-To migrate, replace `from torch.distributed.fsdp import fully_shard` by `from fsdp2 import fully_shard`. fsdp2 has every
-public name and parameter of torch's FSDP2, with the same meaning. *same* means that fsdp2 has it under the same name,
-and *same class* that fsdp2 re-exports torch's own class. Each row names a test that exercises it on several processes.
+`python docs/make_api.py` writes this page from the code of torch {torch} and fsdp2; do not edit it.
 """
 
 
@@ -329,7 +329,7 @@ def text() -> str:
 
     lines = [HEAD.format(torch=".".join(torch.__version__.split("+")[0].split(".")[:2]))]
     for title, table in rows().items():
-        lines += [f"## {title}\n", "| torch | default | fsdp2 | test |", "|---|---|---|---|"]
+        lines += [f"## {title}\n", "| name | default | fsdp2 | test |", "|---|---|---|---|"]
         for row in table:
             name = f"&nbsp;&nbsp;`{row.parameter}`" if row.parameter else f"**`{row.name}`**"
             default = f"`{row.default}`" if row.default else ""

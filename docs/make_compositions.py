@@ -23,12 +23,12 @@ from tests.support.composition import FEATURES  # noqa: E402
 
 HEAD = """# Feature combinations
 
-`python docs/make_compositions.py` writes this page from the decorators of the tests; do not edit it.
-
 A dot marks a combination with at least one test on 2, 4 or 8 gloo processes. The test compares losses, gradients and
 weights with torch's `fully_shard` under the same plan, or with a single process if torch raises an error. A cross marks
 a combination for which fsdp2 raises an error in some form; the last table lists these forms and the reasons. An empty
-field is a combination without a test.
+cell is a combination without a test.
+
+`python docs/make_compositions.py` writes this page from the decorators of the tests; do not edit it.
 """
 
 

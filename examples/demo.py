@@ -1,4 +1,4 @@
-"""Run the whole demo: train on some processes, save a checkpoint, and resume it on another number of processes.
+"""Run the whole demo: train on some processes, save a checkpoint, and resume it on a different number of processes.
 
 At the end it compares a recording of the last step with its forecast.
 

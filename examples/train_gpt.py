@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py                                   # starts two processes itself
     torchrun --nproc-per-node 2 examples/train_gpt.py              # the same under torchrun
-    python examples/train_gpt.py --ranks 3 --resume runs/... --steps 600     # resumes on another number of processes
+    python examples/train_gpt.py --ranks 3 --resume runs/... --steps 600     # resumes on three processes
 
 Only `build` in gpt/train.py uses fully_shard, in a dozen lines; the model in gpt/model.py is plain PyTorch.
 """

@@ -26,7 +26,8 @@ examples:
   torchrun --nproc-per-node 8 -m fsdp2 -m torchtitan.train --job.config_file debug.toml
   accelerate launch --use_fsdp --fsdp_version 2 -m fsdp2 train.py
 
-Processes that the program starts itself (torch.multiprocessing) do not inherit this. They must call fsdp2.install()."""
+Processes that the program starts itself (torch.multiprocessing) still use torch's function, unless they call
+fsdp2.install()."""
 
 
 def _forecast(arguments: Sequence[str]) -> int:

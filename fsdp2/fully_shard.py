@@ -126,8 +126,8 @@ def fully_shard(
             contradict the strategy.
         TypeError: An argument has the wrong type.
         AssertionError: ``module`` already went through a fully_shard call (torch's contract).
-        NotImplementedError: Two of these are given: ``reshard_after_forward`` as an int, ``dp_mesh_dims``,
-            ``shard_over_replicas``. Or ``shard_over_replicas`` is given for a tensor with an all-gather extension.
+        NotImplementedError: The call combines two of ``reshard_after_forward`` as an int, ``dp_mesh_dims`` and
+            ``shard_over_replicas``, or ``shard_over_replicas`` with a tensor that has an all-gather extension.
 
     Example:
         ```python

@@ -87,13 +87,13 @@ class FSDPModule(TorchFSDPModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of full parameters after they are freed (True).
 
-        The next gather then uses the same addresses, as CUDA graphs need. It takes the memory of the full parameters
-        of all these units at once.
+        The next gather then uses the same addresses, as CUDA graphs need. All units with this setting then keep the
+        memory of their full parameters at the same time.
         """
         self._set("set_keep_unsharded_storage", recurse, keep_full_storage=_bool("keep", keep))
 
     def reset_iter_state(self) -> None:
-        """Recover after a backward that raised an error, or an interrupt. Then start a new iteration.
+        """Recover after a backward that raised an error, or after an interrupt; then start a new iteration.
 
         Call it on the root. After a forward that raised an error, no call is needed.
 
@@ -312,7 +312,7 @@ class FSDPModule(TorchFSDPModule):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Call ``set_gradient_divide_factor``: this is its old name."""
+        """Set the divide factor: the old name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     # ---- communication ----
@@ -376,7 +376,7 @@ class FSDPModule(TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the gathers of the next forward wait for ``event`` instead of all work before the forward.
 
-        The event is used once. With None, which is the event of a CPU stream, they wait for all work.
+        The event is used once. With None, which is the event of a CPU stream, the gathers wait for all work.
 
         Raises:
             TypeError: ``event`` is neither an event nor None.
@@ -545,7 +545,7 @@ class FSDPModule(TorchFSDPModule):
                 unit.root.options_changed(setter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients like ``nn.Module``, also those that modules do not show: of shards, and unreduced ones.
+        """Clear gradients like ``nn.Module``, and also those that modules do not show: of shards, or unreduced.
 
         Called inside a backward, it leaves the gradients of units that this backward is computing. In a unit of several
         modules it leaves those of the other modules.

@@ -75,8 +75,8 @@ def verify(folder: Path) -> Progress:
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's values into every rank's shards of `model` and `optimizer`.
 
-    It may have been saved by another number of ranks: for each shard, torch.distributed.checkpoint reads the pieces of
-    the saved shards that overlap it.
+    A different number of ranks may have saved it: for each shard, torch.distributed.checkpoint reads the pieces of the
+    saved shards that overlap it.
     """
 
     def read() -> None:

@@ -223,7 +223,7 @@ def install(*, rebind: bool = False) -> Installation:
 
 
 def uninstall() -> None:
-    """Restore torch's own functions, also in modules that imported fsdp2's meanwhile, and end open ``install`` blocks.
+    """Restore torch's own functions, also in modules that have imported fsdp2's, and end open ``install`` blocks.
 
     Without an earlier ``install`` it does nothing.
     """

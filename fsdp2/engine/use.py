@@ -37,7 +37,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         ``module``.
 
     Raises:
-        ValueError: no parameter of ``module`` is sharded.
+        ValueError: No parameter of ``module`` is sharded.
     """
     used = groups_below(module, required_by="use_weights")
     before = [(group.residency.held is not None, group.residency.shown) for group in used]

@@ -114,11 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--beside",
         choices=("torch",),
-        help="run the same functions with torch's own fully_shard as well, and show both side by side",
+        help="also run the functions with torch's own fully_shard, and show both side by side",
     )
     add("--fit", type=_bytes, metavar="SIZE", help="mark settings that fit into SIZE, such as 80GiB; name the fastest")
-    add("--save", nargs="+", default=[], metavar="FILE", help="pictures: .html, .png, .svg, .pdf; .json for Chrome")
-    add("--json", action="store_true", help="print the figures as JSON")
+    add("--save", nargs="+", default=[], metavar="FILE", help="pictures: .html, .png, .svg, .pdf; .json for Perfetto")
+    add("--json", action="store_true", help="print the figures as JSON instead of a table")
     return parser
 
 

@@ -139,6 +139,9 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
     Args:
         model: A module with units of ``fully_shard``.
 
+    Yields:
+        The record: ``timeline`` is its last step, ``of_ranks()`` gathers that step from all ranks, ``save`` draws it.
+
     Raises:
         ValueError: ``model`` has no units.
 

@@ -67,11 +67,11 @@ def forecast(
         The forecast; ``print`` shows it as a table.
 
     Raises:
-        RuntimeError: This process already has a process group. Or the code reads a value, needs a device, makes a mesh
-            of more ranks, or calls an operator without a fake kernel. Or, with ``beside``, it uses a feature that
-            torch's own lacks, or does not run with it.
+        RuntimeError: This process already has a process group; the code reads a value, needs a device, makes a mesh of
+            more ranks, or calls an operator without a fake kernel; or, with ``beside``, the code uses a feature that
+            torch's own lacks, or fails with torch's own.
         TypeError: ``build`` did not return a module.
-        ValueError: ``mesh`` is not a mesh, it does not have the ``rank``, or ``steps`` or ``beside`` is invalid.
+        ValueError: ``mesh`` is not a mesh, the mesh does not have the ``rank``, or ``steps`` or ``beside`` is invalid.
 
     Example:
         ```python

@@ -50,9 +50,9 @@ def clip_grad_norm_(
 
     Each rank of a parameter's mesh must call this with that parameter, with or without a gradient. Plain parameters
     must be passed on all ranks or on none. A parameter that is sharded over fewer data-parallel ranks than others
-    counts as an expert, which the other ranks do not have. If they have copies of it, and you sum the copies' gradients
-    yourself, each copy counts. Gradients of plain tensors should be equal on all ranks. If they differ, all ranks use
-    the mean of their powers. The norm of half-precision gradients is computed in float32.
+    counts as an expert, which the other ranks do not have. If the other ranks have copies of it, and you sum the
+    copies' gradients yourself, each copy counts. Gradients of plain tensors should be equal on all ranks. If they
+    differ, all ranks use the mean of their powers. The norm of half-precision gradients is computed in float32.
 
     Args:
         parameters: Sharded, replicated and plain parameters on any meshes, or a single one. A parameter that
@@ -60,7 +60,7 @@ def clip_grad_norm_(
         max_norm: The largest norm that is not scaled down.
         norm_type: The order of the norm: a positive number or ``inf``.
         error_if_nonfinite: Raise an error if the norm is NaN or infinite, before anything is scaled.
-        foreach: False computes with one gradient after the other, None or True with lists of gradients.
+        foreach: False computes with one gradient at a time, None or True with lists of gradients.
         pp_mesh: The 1D mesh of pipeline stages. Each stage calls this with its own parameters, and the norm is that of
             all stages.
 

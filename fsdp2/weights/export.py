@@ -25,8 +25,8 @@ def iter_full_params(
     """Yield (name, full plain tensor) for every parameter, in the order and under the names of ``named_parameters``.
 
     Use it to send weights to an inference engine. It yields tied parameters once and no buffers, and undoes tensor
-    parallelism. Every tensor is a copy that the caller owns. Values come from the shards, also when a module holds full
-    parameters or computes in another precision, and also between a forward and its backward.
+    parallelism. Every tensor is a copy that the caller owns. Values always come from the shards, even if a module holds
+    full parameters or computes in another precision, and between a forward and its backward.
 
     Each collective gathers a bucket of several parameters. **Every rank must therefore iterate, and as far as the other
     ranks**; a rank that does not need the weights discards them. All ranks use the first rank's ``bucket_mb`` and

@@ -51,8 +51,8 @@ def broadcast_from_rank0(
             name or under all. Other ranks ignore it and usually pass None.
         strict: Refuse missing and unexpected keys.
         bucket_mb: The size of the bucket in MiB. All ranks use rank 0's value.
-        progress: True shows a bar (of the package tqdm) on rank 0. A function is called on rank 0 with the bytes done
-            and the bytes in total.
+        progress: True shows a progress bar on rank 0, which needs the package tqdm. A function is called on rank 0 with
+            the number of bytes done and the total.
 
     Returns:
         ``(missing_keys, unexpected_keys)``; both are empty with ``strict``.
@@ -94,8 +94,8 @@ def load_safetensors(
         path: A file, an index (``model.safetensors.index.json``), or a folder with either. Tied parameters need only
             one of their names.
         strict: Refuse missing and unexpected keys.
-        progress: True shows a bar (of the package tqdm) on the first rank. A function is called on the first rank with
-            the bytes done and the bytes in total.
+        progress: True shows a progress bar on the first rank, which needs the package tqdm. A function is called on the
+            first rank with the number of bytes done and the total.
 
     Returns:
         ``(missing_keys, unexpected_keys)``; both are empty with ``strict``.

@@ -61,8 +61,8 @@ def save_safetensors(
             ``name.safetensors.index.json``. Default: 5 GB in a folder, no limit for a file.
         dtype: The dtype in which floating-point values are written. Default: their own.
         bucket_mb: The size of the bucket in MiB.
-        progress: True shows a bar (of the package tqdm) on rank 0. A function is called on rank 0 with the bytes done
-            and the bytes in total.
+        progress: True shows a progress bar on rank 0, which needs the package tqdm. A function is called on rank 0 with
+            the number of bytes done and the total.
 
     Raises:
         OSError: Rank 0 cannot write.

@@ -30,7 +30,7 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show full plain parameters on ``module`` inside a ``with`` block, like those of the unsharded model.
 
-    The parameters are gathered from the shards in the dtype of the shards, also with mixed precision. Names, order,
+    The parameters are gathered from the shards in the dtype of the shards, even with mixed precision. Names, order,
     ties, ``requires_grad`` and attributes are those of the original parameters. Tensor parallelism is undone too.
     Parameters that were unsharded before the block are not changed by it and stay unsharded after it. Every rank that
     holds the parameters must enter the block.

@@ -71,7 +71,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Call ``set_state_dict_type`` for the length of a ``with`` block, and restore each module's setting after it.
+    """Call ``set_state_dict_type`` for a ``with`` block, and restore each module's setting at its end.
 
     Example:
         ```python

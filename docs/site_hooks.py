@@ -1,4 +1,4 @@
-"""Links to files outside of the documentation become their text: the site is built from the documentation alone."""
+"""Changes to pages on the site: links to files outside of it become text; versions of a snippet get their names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import re
 from typing import Any
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:tests|fsdp2|examples|benchmarks)/[^)]*)\)")
+SNIPPET = re.compile(r"^## |^<!-- (\w+) -->\n```python$|^```python$", re.M)
 
 
-def on_page_markdown(markdown: str, **unused: Any) -> str:
-    """Replace such links; mkdocs calls this for each page."""
+def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
+    """Return the page as the site shows it; mkdocs calls this for each page."""
+    if page.file.src_uri == "migration.md":
+        markdown = _named(markdown)
     return OUTSIDE.sub(_text_of, markdown)
 
 
@@ -17,3 +20,19 @@ def _text_of(link: re.Match[str]) -> str:
     """Return the text of ``link``, as code if it is a path."""
     text = link[1]
     return text if "`" in text or " " in text else f"`{text}`"
+
+
+def _named(markdown: str) -> str:
+    """Give each snippet of a section a title: one marked fsdp2 its mark, the others FSDP1 and FSDP2 in this order."""
+    names: list[str] = []
+
+    def name(found: re.Match[str]) -> str:
+        if found[0] == "## ":
+            names[:] = ["FSDP1", "FSDP2"]
+        elif found[1] == "fsdp2":
+            return '```python title="fsdp2"'
+        elif not found[1]:
+            return f'```python title="{names.pop(0)}"'
+        return found[0]
+
+    return SNIPPET.sub(name, markdown)

@@ -12,11 +12,11 @@ import linecache
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import nn, optim
 
 from fsdp2.engine.param import FSDPParam
 
@@ -29,6 +29,7 @@ _REMEDY = (
     "use it inside `with fsdp2.use_weights(module):`, where module is the one that has the parameter, or call that "
     "module instead"
 )
+_STEP = "build it as fsdp2.use_full_params({}(...)), which runs the step on full parameters"
 _STORAGE = "access the data pointer on an invalid python storage"
 _WRITTEN = (
     "DTensors have no memory of their own to be written to a file: got a state dict of shards, expected whole tensors; "
@@ -64,16 +65,38 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
         return _WRITTEN
     if _TEXT not in text:
         return None
-    trace = error.__traceback__
-    while trace.tb_next is not None:
-        trace = trace.tb_next
     units = _shown(groups)
+    *callers, trace = _frames(error.__traceback__)
+    if (optimizer := _stepping(callers, trace)) is not None and _holds(optimizer, units):
+        name = type(optimizer).__name__
+        return f"{name}: its step got shards, and computes as if they were full parameters; {_STEP.format(name)}"
     used, named = _used(trace, units)
     if not used:
         return None
     names = ", ".join(f"{p.name} (unit {units[p]})" for p in used[:_SHOWN])
     names = f"{'' if named else 'possibly '}{names}{', ...' if len(used) > _SHOWN else ''}"
     return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _stepping(callers: Iterable[TracebackType], trace: TracebackType) -> optim.Optimizer | None:
+    """Return the optimizer whose step failed in its own source; None if another module's code failed (a closure's)."""
+    source = trace.tb_frame.f_globals.get("__name__")
+    for one in (*callers, trace):
+        found = one.tb_frame.f_locals.get("self")
+        if isinstance(found, optim.Optimizer) and type(found).__module__ == source:
+            return found
+    return None
+
+
+def _holds(optimizer: optim.Optimizer, params: Iterable[FSDPParam]) -> bool:
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return any(id(param.sharded) in held for param in params)
 
 
 def _used(trace: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPParam], bool]:

@@ -209,6 +209,32 @@ def test_the_error_names_the_weight_that_failed(rank, world):
     assert names == "blocks.0.embedder.weight (unit 'blocks.0'), blocks.0.embedder.bias (unit 'blocks.0')"
 
 
+STEPPING = """
+import torch, torch.distributed as dist, fsdp2
+from torch import nn
+
+class Rows(torch.optim.Optimizer):
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.grad.mean(-1).add_(torch.zeros(4))
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Sequential(nn.Linear(4, 4))
+fsdp2.fully_shard(model)
+optimizer = Rows(model.parameters(), {})
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_an_optimizer_that_needs_full_parameters() -> None:
+    """The Adafactor of transformers mixes plain state with shards. The explanation told its users to step inside
+    ``use_weights``, where the optimizer still holds shards."""
+    status, written = processes.ended(STEPPING)
+    assert status == 1 and "Rows: its step got shards" in written, written
+    assert "build it as fsdp2.use_full_params(Rows(...))" in written and "use_weights" not in written, written
+
+
 @on_ranks(2)
 def test_the_name_of_a_parameter_that_was_removed(rank, world):
     """A parametrization registered, or a weight pruned, after sharding takes the parameter from its module. The error

@@ -48,6 +48,7 @@ __all__ = [
     "pytree",
     "set_local_tensor",
     "storages_of",
+    "uncount_write",
     "versions_of",
     "without_dispatch",
 ]
@@ -66,6 +67,11 @@ def versions_of(tensors: Iterable[Any]) -> list[int]:
         return [t._version for t in tensors]
     except RuntimeError:  # some are inference tensors; to ask each one first would cost more than the rest
         return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+def uncount_write(tensor: torch.Tensor) -> None:
+    """Take one in-place change of ``tensor`` back from its count; it has no public form."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version - 1,))
 
 
 def lies_in(tensor: torch.Tensor, storage: Any) -> bool:

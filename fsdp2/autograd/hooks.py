@@ -20,13 +20,14 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.autograd import autograd_sequence_number, functorch_active, gradient_hook_tables, view_base
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
-from fsdp2._torch.tensors import AsyncCollectiveTensor
+from fsdp2._torch.tensors import AsyncCollectiveTensor, uncount_write
 from fsdp2.autograd.hidden import Gate, HiddenInputs
 from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
@@ -154,10 +155,17 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
     A tensor for which ``is_ours`` returns True counts only if it replaces another one, which ties two parameters. It
     never counts on a module that overrides ``__setattr__``, where we show shards and full parameters by registering
     them.
+
+    A parametrization that is registered by a forward (PEFT's ``target_parameters``) sets the full parameter to itself
+    first. That changes nothing, so it is not a write that would be lost.
     """
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
         global registrations
+        if type(module) is ParametrizationList and type(value) is nn.Parameter and is_ours(value):
+            swaps = torch.__future__.get_swap_module_params_on_conversion()  # then torch swaps, which counts nothing
+            if not swaps and not any(hasattr(one, "right_inverse") for one in module):
+                uncount_write(value)
         if not module.__dict__.get("_is_fsdp_managed_module") or value is None:
             return
         if not is_ours(value) or (module._parameters.get(name) is not value and not overrides_setattr(module)):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import parametrize
 
 from tests.support import api
 from tests.support.cases import (
@@ -222,3 +223,50 @@ def test_a_hook_is_removed_after_sharding(rank, world):
         for handle in handles:
             handle.remove()
     assert seen == [1]
+
+
+class Added(nn.Module):
+    """What PEFT registers around each forward of a layer whose parameter has an adapter."""
+
+    def __init__(self, factor: nn.Parameter) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + torch.outer(self.factor, self.factor)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter of its weight, as ``target_parameters`` of PEFT has for stacked experts."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.base, self.factor, self.writes = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), writes
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.base.weight.mul_(2)
+        parametrize.register_parametrization(self.base, "weight", Added(self.factor))
+        output = self.base(inputs)
+        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return output
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+def test_a_parametrization_for_the_length_of_a_forward(rank, world):
+    """PEFT parametrizes experts in each forward. torch then sets the weight to itself, which counts as a change in
+    place: the forward was refused, because a change would be lost. A real change is still refused."""
+    module, alone = beside_one_process(lambda: nn.Sequential(Adapted(), Adapted()))
+    inputs = torch.ones(2, 4)
+    for step in range(2):
+        for one in (module, alone):
+            with torch.no_grad():
+                one(inputs)
+            one.zero_grad()
+            one(inputs).square().mean().backward()
+        assert_gradients(module, alone, step)
+    writing, _ = beside_one_process(lambda: Adapted(writes=True), lambda _: [])
+    with pytest.raises(RuntimeError, match=r"base\.weight: the forward changed it in place"):
+        writing(inputs)

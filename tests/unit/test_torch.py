@@ -273,13 +273,15 @@ def test_a_dtensor_has_its_local_tensor_until_it_is_swapped() -> None:
         assert _torch.local_tensor(first) is pieces[1]
 
 
-@probes("versions_of")
+@probes("uncount_write", "versions_of")
 def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)
     tensor[:2].add_(1)
     assert _torch.versions_of([tensor])[0] == 1
     torch.no_grad()(tensor.mul_)(2)
     assert _torch.versions_of([tensor]) == [2]
+    _torch.uncount_write(tensor)
+    assert _torch.versions_of([tensor]) == [1]
     assert _torch.versions_of([tensor.data])[0] == 0
     assert _torch.versions_of([torch.inference_mode()(torch.zeros)(1)])[0] == -1
     with fake_mesh(2) as mesh:

@@ -29,7 +29,11 @@ _REMEDY = (
     "use it inside `with fsdp2.use_weights(module):`, where module is the one that has the parameter, or call that "
     "module instead"
 )
-_STEP = "build it as fsdp2.use_full_params({}(...)), which runs the step on full parameters"
+_PLACEMENT = "Sharding propagation failed"
+_STEP = (
+    "build it as fsdp2.use_full_params({0}(...)), which runs the step on full parameters, or as "
+    "fsdp2.use_local_shards({0}(...)) if it updates each element alone"
+)
 _STORAGE = "access the data pointer on an invalid python storage"
 _WRITTEN = (
     "DTensors have no memory of their own to be written to a file: got a state dict of shards, expected whole tensors; "
@@ -63,14 +67,16 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
     text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
     if _STORAGE in text and _shown(groups):
         return _WRITTEN
-    if _TEXT not in text:
+    if _TEXT not in text and _PLACEMENT not in text:
         return None
     units = _shown(groups)
-    *callers, trace = _frames(error.__traceback__)
-    if (optimizer := _stepping(callers, trace)) is not None and _holds(optimizer, units):
+    frames = list(_frames(error.__traceback__))
+    if (optimizer := _stepping(frames)) is not None and _holds(optimizer, units):
         name = type(optimizer).__name__
         return f"{name}: its step got shards, and computes as if they were full parameters; {_STEP.format(name)}"
-    used, named = _used(trace, units)
+    if _TEXT not in text:
+        return None
+    used, named = _used(frames[-1], units)
     if not used:
         return None
     names = ", ".join(f"{p.name} (unit {units[p]})" for p in used[:_SHOWN])
@@ -84,14 +90,16 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _stepping(callers: Iterable[TracebackType], trace: TracebackType) -> optim.Optimizer | None:
+def _stepping(frames: Iterable[TracebackType]) -> optim.Optimizer | None:
     """Return the optimizer whose step failed in its own source; None if another module's code failed (a closure's)."""
-    source = trace.tb_frame.f_globals.get("__name__")
-    for one in (*callers, trace):
-        found = one.tb_frame.f_locals.get("self")
-        if isinstance(found, optim.Optimizer) and type(found).__module__ == source:
-            return found
-    return None
+    found, source = None, None
+    for one in frames:
+        if isinstance(stepping := one.tb_frame.f_locals.get("self"), optim.Optimizer):
+            found = stepping
+        name = one.tb_frame.f_globals.get("__name__", "")
+        if not name.startswith("torch.distributed.tensor"):  # DTensor's dispatcher, which the failing line called
+            source = name
+    return found if found is not None and type(found).__module__ == source else None
 
 
 def _holds(optimizer: optim.Optimizer, params: Iterable[FSDPParam]) -> bool:

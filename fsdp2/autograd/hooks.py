@@ -325,12 +325,13 @@ def _watch_entry(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], N
     return grad
 
 
-def watch_exit(grad: torch.Tensor, starting: Callable[[torch.Tensor], None]) -> None:
+def watch_exit(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], None]) -> None:
     """Watch for a third backward through the gradients that a second backward computes for ``grad``.
 
-    ``grad`` is a gradient of a module's output, so a backward of this backward leaves the module there.
+    ``grad`` is a gradient of a module's output, so a backward of this backward leaves the module there. It is None if
+    nothing was computed from that output, but from another output of the same autograd function.
     """
-    if grad.requires_grad and not grad.is_leaf:
+    if grad is not None and grad.requires_grad and not grad.is_leaf:
         grad.register_hook(lambda outgoing: _watch_entry(outgoing, starting))
 
 

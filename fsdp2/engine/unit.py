@@ -462,7 +462,7 @@ class FSDPState(ComposableState):
     # ---- backward ----
 
     @outside_dynamo
-    def pre_backward(self, grad: torch.Tensor) -> None:
+    def pre_backward(self, grad: torch.Tensor | None) -> None:
         """Gather for backward, and start the gather of the groups backward meets next."""
         if self.summoned is not None:
             for group in self.groups:
@@ -495,7 +495,7 @@ class FSDPState(ComposableState):
                 for group in reversed(unit.groups):
                     run.prefetch(group)
 
-    def _enter_member(self, grad: torch.Tensor) -> None:
+    def _enter_member(self, grad: torch.Tensor | None) -> None:
         """Enter backward by the output of one member of a grouped call.
 
         Not while a recomputed forward of the unit is under way: its own outputs are entered when it is over.

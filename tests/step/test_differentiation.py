@@ -107,6 +107,33 @@ def test_a_view_of_the_second_output_of_a_node(rank, world):
     trains_like_one_process(lambda: nn.Sequential(Means(), nn.Linear(4, 1)), penalized)
 
 
+class Pair(nn.Module):
+    """Return one of two inputs as it is, and a function of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, pair):
+        return pair[0], self.inner(pair[1]).tanh()
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Pair(), Pair()
+
+    def forward(self, inputs):
+        return self.second(self.first((inputs, inputs * 2)))[1]
+
+
+@on_ranks(2)
+def test_gradient_penalty_with_an_output_that_is_not_used(rank, world):
+    """Both inputs of a unit go through one autograd function, so a hook on the output that the loss does not use runs
+    in backward as well, without a gradient. A differentiable backward died of an AttributeError there."""
+    trains_like_one_process(Pairs, penalized)
+
+
 @api.fsdp2_only
 @on_ranks(1)
 def test_differentiation_by_other_values_is_refused(rank, world):

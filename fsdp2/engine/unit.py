@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -373,12 +373,13 @@ class FSDPState(ComposableState):
         made = autograd_sequence_number() - since
         for group in self.groups:
             group.gradients.expect_from(made)
-        watched, output = hooks.watch_outputs(output, self.pre_backward, since)
+        starting = self._entry(call)
+        watched, output = hooks.watch_outputs(output, starting, since)
         if not watched:  # it returns nothing, so its results may be in its arguments
             made_here = partial(is_made_since, since=since)
             call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
         if call.written:
-            watched |= hooks.watch_outputs(call.written, self.pre_backward, since)[0]
+            watched |= hooks.watch_outputs(call.written, starting, since)[0]
         if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
             watched |= self._watch_side_outputs(call)
             if watched:
@@ -494,6 +495,23 @@ class FSDPState(ComposableState):
             if unit.root is root:  # as in forward
                 for group in reversed(unit.groups):
                     run.prefetch(group)
+
+    def _entry(self, call: Call) -> Callable[[torch.Tensor | None], None]:
+        """Return what enters backward by the outputs of ``call``."""
+        around = [unit for unit in call.run.entered if unit.groups]
+        return (lambda grad: self._enter_from_within(around, grad)) if around else self.pre_backward
+
+    @outside_dynamo
+    def _enter_from_within(self, around: list[FSDPState], grad: torch.Tensor | None) -> None:
+        """Enter backward by an output of a call inside calls of the units ``around``.
+
+        Backward has entered these by their own outputs, unless only outputs of units inside them are used, which a hook
+        has captured. It needs their weights as well, below this unit.
+        """
+        for unit in around:
+            if any([group.is_idle for group in unit.groups]):
+                unit.pre_backward(grad)
+        self.pre_backward(grad)
 
     def _enter_member(self, grad: torch.Tensor | None) -> None:
         """Enter backward by the output of one member of a grouped call.

@@ -179,6 +179,20 @@ def test_features_that_only_a_hook_saw(rank, world, build, layer, reshard):
     trains_like_one_process(build, Features(layer), units, reshard_after_forward=reshard)
 
 
+def unit_in_a_unit() -> nn.Sequential:
+    """A unit whose backward reads weights before and after those of a unit inside it."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_features_of_a_unit_in_a_unit_that_only_a_hook_saw(rank, world):
+    """Backward entered the inner unit alone, and read the freed weights of the outer one: an error about a storage of
+    size 0 (so does torch's)."""
+    units = lambda module: [module[1][1], module[1]]
+    trains_like_one_process(unit_in_a_unit, Features("1.1"), units, reshard_after_forward=True)
+
+
 class Writes(nn.Module):
     """A block that returns nothing: its result replaces the value in its argument."""
 

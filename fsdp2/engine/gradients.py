@@ -26,6 +26,8 @@ __all__ = ["GroupGradients"]
 _NEVER = (-1, -1)
 # A unit of this size or more computes for milliseconds on any device, so that the host runs ahead.
 _LATE_BYTES = 64 << 20
+# A gradient of less than this part of its unit (a norm's, a bias) takes little memory, and may be finished at once.
+_SMALL_PART = 16
 
 
 @dataclass
@@ -179,7 +181,7 @@ class GroupGradients:
         return [i for i in self._current_plan().reduced if self._store.params[i].requires_grad]
 
     @staticmethod
-    def _arrives(gradients: weakref.ref[GroupGradients], i: int, unused: torch.Tensor) -> None:
+    def _arrives(gradients: weakref.ref[GroupGradients], i: int, full: torch.Tensor) -> None:
         """Send what can leave now that autograd has finished gradient ``i``; stage 7 of the life of a parameter."""
         self = gradients()
         if self is None:
@@ -191,7 +193,7 @@ class GroupGradients:
         plan, memory = backward.plan, self.comm.reductions.memory
         if i not in plan.reduced:
             return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
-        if memory.packed:
+        if memory.packed and full.nbytes * _SMALL_PART >= self._store.full_bytes:
             memory.drop_packed()  # of the unit before: compute has come far enough to have copied them
         if backward.gather_waits:
             backward.gather_waits.discard(i)

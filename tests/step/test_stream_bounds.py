@@ -216,6 +216,30 @@ def test_gradients_are_copied_beside_the_next_unit():
     assert found.peak <= 1 + 1 + 1 / MATRICES + 2 + 2 * 2 / 8 + 0.01
 
 
+class Normed(Layer):
+    """A layer with a norm behind its matrices, whose gradients are the first to be finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+def test_the_gradients_of_a_norm_do_not_wait_for_copies():
+    """They are finished when the next unit has just begun, so compute waited for the copies of the unit before."""
+    with simulated(8) as (mesh, clock, _):
+        module = nn.Sequential(Normed(), Normed())
+        shard(module, module, mesh, FP32_REDUCE)
+        in_one_piece(module)
+        for _ in range(2):
+            loss = module(rows_of(tokens=2048))
+            clock.begin()
+            loss.sum().backward()
+        assert copied_beside(clock.spans) >= MATRICES // 2
+
+
 # ---- gathers ahead ----
 
 

@@ -56,6 +56,21 @@ def test_prefetch_lists_of_some_units(rank, world):
 
 
 @api.fsdp2_only
+@pytest.mark.parametrize(("outputs", "stays"), [(31, True), (32, False)])
+def test_the_last_unit_does_not_stay_below_a_large_loss(outputs, stays):
+    """A model whose last matrix has at least four times more outputs than inputs has a loss that takes more memory than
+    a unit. What its first matrix is does not matter."""
+    with fake_mesh(2) as mesh:
+        build = lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, outputs))
+        model = sharded(build, fsdp2, lambda module: module[1:2], mesh=mesh)
+        for _ in range(2):
+            loss = model(torch.zeros(2, dtype=torch.int64)).sum()
+            with gathers_asked_for() as asked:
+                loss.backward()
+    assert asked == ([] if stays else ["1"])
+
+
+@api.fsdp2_only
 def test_a_teacher_on_replicas_gathers_ahead():
     """One replica may evaluate alone, so other forwards must not follow its evaluation. The next evaluation
     did not either, so a teacher, which is only evaluated, waited for each gather."""

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.parametrizations import weight_norm
 
 from fsdp2._trace import listening
+from fsdp2.autograd import hooks
 from tests.support import api
+from tests.support.fake import fake_mesh
 from tests.support.parity import Run, assert_gradients, assert_parity, beside_one_process, mesh_of, shard_each, stack
 from tests.support.pool import on_ranks
 
@@ -376,3 +378,13 @@ def test_limits_of_communication_follow_added_parameters(rank, world, trained):
         comm = model._get_fsdp_state().root.comm
         limits.append((comm.largest_bytes, comm.reductions.limit, comm.reductions.memory.limit_bytes))
     assert limits[0] == limits[1]
+
+
+@api.fsdp2_only
+def test_modules_that_are_built_beside_a_unit_do_not_count():
+    """Units look for added parameters when the count of registrations has grown."""
+    with fake_mesh(2) as mesh:
+        api.ours.fully_shard(nn.Linear(2, 2), mesh=mesh)
+        before = hooks.registrations
+        nn.Linear(2, 2)
+        assert hooks.registrations == before

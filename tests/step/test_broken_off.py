@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2._trace import listening
 from tests.support import api
-from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, on_one_axis, sharded
+from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, mesh_of, on_one_axis, sharded
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -250,3 +250,25 @@ def test_an_output_that_is_refused(rank, world, method):
     module.synchronize_gradients()
     with fsdp2.summon_full_params(module):
         assert module.first.weight.shape == (WIDTH, WIDTH)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("waits", ["gradients", "sums"])
+def test_recovery_drops_what_the_iteration_has_left(rank, world, waits):
+    """Gradients that were reduced, and those (or sums over the shard axis) that wait for a later backward."""
+    mesh = mesh_of(world, 1, names=("replicate", "shard"))
+    model, rows = sharded(mesh=mesh), torch.ones(2, WIDTH)
+    wait = model.set_requires_gradient_sync if waits == "gradients" else model.set_requires_all_reduce
+
+    def gradients() -> list[torch.Tensor]:
+        model(rows).square().sum().backward()
+        return [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    wait(False)
+    model(rows).square().sum().backward()
+    model.reset_iter_state()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    wait(True)
+    for got, want in zip(gradients(), expected):
+        torch.testing.assert_close(got, want)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2.autograd.side_outputs import SideOutputs
 from tests.support import api
 from tests.support.parity import assert_gradients, beside_one_process, mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
@@ -191,6 +192,15 @@ def test_features_of_a_unit_in_a_unit_that_only_a_hook_saw(rank, world):
     size 0 (so does torch's)."""
     units = lambda module: [module[1][1], module[1]]
     trains_like_one_process(unit_in_a_unit, Features("1.1"), units, reshard_after_forward=True)
+
+
+def test_what_is_searched_for_side_outputs():
+    """A shared module once, and no attribute that is neither a tensor nor a container."""
+    shared = nn.Linear(2, 2)
+    top = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    top.config = object()  # type: ignore[assignment]
+    outputs = SideOutputs((top,), lambda module: False, set())
+    assert outputs._find() == [] and [*outputs._modules()].count(shared) == 1
 
 
 class Writes(nn.Module):

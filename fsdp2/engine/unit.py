@@ -508,10 +508,10 @@ class FSDPState(ComposableState):
         Backward has entered these by their own outputs, unless only outputs of units inside them are used, which a hook
         has captured. It needs their weights as well, below this unit.
         """
-        for unit in around:
+        self.pre_backward(grad)
+        for unit in reversed(around):  # the outermost last, as where all enter by one tensor
             if any([group.is_idle for group in unit.groups]):
                 unit.pre_backward(grad)
-        self.pre_backward(grad)
 
     def _enter_member(self, grad: torch.Tensor | None) -> None:
         """Enter backward by the output of one member of a grouped call.

@@ -29,7 +29,7 @@ _REMEDY = (
     "use it inside `with fsdp2.use_weights(module):`, where module is the one that has the parameter, or call that "
     "module instead"
 )
-_PLACEMENT = "Sharding propagation failed"
+_PLACEMENT = "Sharding propagation failed", "does not have a sharding strategy registered"  # torch 2.13, and 2.11
 _STEP = (
     "build it as fsdp2.use_full_params({0}(...)), which runs the step on full parameters, or as "
     "fsdp2.use_local_shards({0}(...)) if it updates each element alone"
@@ -67,7 +67,7 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
     text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
     if _STORAGE in text and _shown(groups):
         return _WRITTEN
-    if _TEXT not in text and _PLACEMENT not in text:
+    if _TEXT not in text and not any(placement in text for placement in _PLACEMENT):
         return None
     units = _shown(groups)
     frames = list(_frames(error.__traceback__))

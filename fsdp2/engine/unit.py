@@ -505,8 +505,8 @@ class FSDPState(ComposableState):
     def _enter_from_within(self, around: list[FSDPState], grad: torch.Tensor | None) -> None:
         """Enter backward by an output of a call inside calls of the units ``around``.
 
-        Backward has entered these by their own outputs, unless only outputs of units inside them are used, which a hook
-        has captured. It needs their weights as well, below this unit.
+        Backward enters these by their own outputs, unless the loss uses only outputs of units inside them, which a hook
+        has captured. It needs their weights all the same, below this unit.
         """
         self.pre_backward(grad)
         for unit in reversed(around):  # the outermost last, as where all enter by one tensor

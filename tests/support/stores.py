@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -74,23 +75,24 @@ def meeting_in(kind: str) -> Iterator[None]:
     look, slice_, own = board._LOOK_SECONDS, host_work._SLICE, process.default_store
     board._LOOK_SECONDS, host_work._SLICE = (SLICE_SECONDS, SLICE_SECONDS), timedelta(seconds=SLICE_SECONDS)
     _forget_store()
-    with tempfile.TemporaryDirectory() as folder:
-        shared = [str(Path(folder, "store"))]
-        dist.broadcast_object_list(shared)
-        world = dist.get_world_size()
-        make = {
-            "pool": own,
-            "file": lambda: dist.FileStore(shared[0], world),
-            "python": lambda: Complete(own().clone()),
-        }
-        process.default_store = make[kind]
-        try:
-            yield
-            dist.barrier()  # before the folder goes
-        finally:
-            process.default_store = own
-            board._LOOK_SECONDS, host_work._SLICE = look, slice_
-            _forget_store()
+    # No folder of its own: a FileStore that the collector frees while its folder is being removed waits for minutes for
+    # the folder to come back. The last one of a file removes the file.
+    shared = [str(Path(tempfile.gettempdir(), f"fsdp2-store-{uuid.uuid4()}"))]
+    dist.broadcast_object_list(shared)
+    world = dist.get_world_size()
+    make = {
+        "pool": own,
+        "file": lambda: dist.FileStore(shared[0], world),
+        "python": lambda: Complete(own().clone()),
+    }
+    process.default_store = make[kind]
+    try:
+        yield
+        dist.barrier()  # none leaves while another still compares itself
+    finally:
+        process.default_store = own
+        board._LOOK_SECONDS, host_work._SLICE = look, slice_
+        _forget_store()
 
 
 def _forget_store() -> None:

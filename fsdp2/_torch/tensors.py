@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# A fake tensor keeps its internals in Python attributes, which must not be copied to another tensor.
+# A fake tensor keeps its internals in Python attributes, which must not be copied to another tensor. It stands for a
+# plain tensor, though it has a class of its own.
 from torch._subclasses.fake_tensor import FakeTensor
 
 # A gradient that a collective of tensor parallelism is still writing; wait for it before packing.
@@ -31,6 +32,7 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
+    "FakeTensor",
     "StridedShard",
     "TensorMeta",
     "chunk_cat",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2._torch.tensors import FakeTensor
 from fsdp2.build.collect import Found
 from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.extension import has_extension, refuse_nested
@@ -50,6 +52,7 @@ def place(
         ValueError, AssertionError: ``placement_fn`` returned an invalid placement.
     """
     policy = policy_of_param(found, policy)
+    _warn_of_lost_class(found)
     result: object = None
     if isinstance(placement_fn, str):
         # The inputs of an extension are rows, so shard the first dimension.
@@ -83,6 +86,20 @@ def place(
     if mesh.nested is not None and has_extension(_plain(found.param)):
         refuse_nested(found.name, _plain(found.param))
     return Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
+
+
+def _warn_of_lost_class(found: Found) -> None:
+    """Warn if the parameter's class computes in its own way, and does not say how its shards are sent."""
+    plain = _plain(found.param)
+    if type(plain) is torch.Tensor or isinstance(plain, FakeTensor) or has_extension(plain):
+        return
+    kind = type(plain).__name__
+    warnings.warn(
+        f"{found.name} is a {kind}, which has no fsdp_pre_all_gather and fsdp_post_all_gather. Its values are sharded "
+        f"as a plain tensor of {plain.dtype}, with which forward computes: what {kind} does differently is lost."
+        " Define both methods, or leave the parameter out with ignored_params",
+        stacklevel=2,
+    )
 
 
 def _merges_dims(placement: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -317,6 +318,40 @@ def test_the_gathered_tensor_as_the_parameter(rank, world, reshard):
     assert storage.size() == 0
     run.module[0].unshard()
     assert run.module[0].weight.untyped_storage()._cdata == storage._cdata and storage.size() >= 256
+
+
+class Doubled(Tensor):
+    """A weight that counts twice in a matrix product."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is nn.functional.linear else result
+
+
+class Marked(nn.Parameter):
+    """A parameter that computes as every other."""
+
+
+@on_ranks(2)
+def test_a_class_that_is_lost(rank, world):
+    """A class without an extension is named when it is sharded, for forward computes with a plain tensor."""
+    lost, kept = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    lost.weight = nn.Parameter(lost.weight.detach().as_subclass(Doubled))
+    kept.weight = Marked(kept.weight.detach())
+    with pytest.warns(UserWarning, match=r"^0\.weight is a Doubled, which has no fsdp_pre_all_gather") as warned:
+        unit = api.ours.fully_shard(nn.Sequential(lost), mesh=mesh_1d())
+        api.ours.fully_shard(kept, mesh=mesh_1d())
+    assert len(warned) == 1
+    inputs = torch.ones(1, 4)
+    outputs = unit(inputs)
+    unit.reshard()
+    assert torch.equal(outputs, nn.functional.linear(inputs, lost.weight.full_tensor()))
+    other = nn.Linear(4, 4, bias=False)
+    other.weight = nn.Parameter(other.weight.detach().as_subclass(Doubled))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        api.ours.fully_shard(nn.Sequential(other, nn.Linear(4, 4)), mesh=mesh_1d(), ignored_params={other.weight})
 
 
 @on_ranks(1)

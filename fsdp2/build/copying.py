@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
-from fsdp2.engine.param import FSDPParam, Site
+from fsdp2.engine.param import FSDPParam, Site, copy_of
 from fsdp2.engine.unit import FSDPState, get_state, keep_state
 
 __all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
@@ -77,7 +77,7 @@ def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
     clone = FSDPParam(param.sharded, param.spec, [], param.name, param.policy)
     clone.name_in_unit, clone.formats = param.name_in_unit, param.formats
     clone.hooks = (None, None)  # as nn.Parameter copies itself: a hook may act on what belongs to the original
-    clone.set_shard(param.local.detach().clone())
+    clone.set_shard(copy_of(param.local))
     memo[id(param)], memo[id(param.sharded)] = clone, clone.sharded
 
 

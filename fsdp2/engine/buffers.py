@@ -15,7 +15,7 @@ from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.compression import ENCODED, digest
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_nested
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, lie_in, show, storages_of_shards, writes_to_shards
+from fsdp2.engine.param import FSDPParam, copy_of, lie_in, show, storages_of_shards, writes_to_shards
 from fsdp2.engine.portions import Portions, portion_items
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
@@ -394,8 +394,7 @@ def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> t
     """Return ``piece`` as a tensor on ``device`` with the layout's strides and a storage of its own."""
     spec = param.spec
     if type(piece) is not torch.Tensor and has_extension(piece):
-        copied = piece.detach().new_zeros(piece.shape)  # not clone: NF4's quantizes anew, with other blocks
-        copied.copy_(piece.detach())
+        copied = copy_of(piece)
         return copied if copied.device == torch.device(device) else copied.to(device)
     own = torch.empty_strided(spec.shard_shape, spec.shard_stride, dtype=piece.dtype, device=device)
     return own if piece.is_meta else own.copy_(piece.detach())

@@ -41,6 +41,7 @@ __all__ = [
     "Shown",
     "Site",
     "accumulate_gradients",
+    "copy_of",
     "have_gradients",
     "is_managed_tensor",
     "is_summoned",
@@ -111,6 +112,16 @@ def parameter_like(param: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     made = nn.Parameter(value, requires_grad=param.requires_grad)
     made.__dict__.update(python_attributes(param))
     return made
+
+
+def copy_of(local: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a shard's local tensor, with memory of its own."""
+    local = local.detach()
+    if type(local) is torch.Tensor or not hasattr(local, "fsdp_pre_all_gather"):
+        return local.clone()
+    copied = local.new_zeros(local.shape)  # not clone: NF4's quantizes anew, with other blocks
+    copied.copy_(local)  # returns nothing there
+    return copied
 
 
 def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
@@ -409,7 +420,7 @@ class FSDPParam:
         ``functional_call`` registers other values for one forward and then puts the old shard back, with its value.
         """
         if self.sharded is not None and self.sharded is not sharded:
-            set_local_tensor(self.sharded, self.local.detach().clone())
+            set_local_tensor(self.sharded, copy_of(self.local))
         for name, value in self.attributes.items():
             sharded.__dict__.setdefault(name, value)
         sharded.__dict__["_fsdp2_managed"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import torch
@@ -105,6 +106,23 @@ def test_a_frozen_quantized_base(rank, world):
         expected.sum().backward()
     torch.testing.assert_close(module[0].adapter.grad.full_tensor(), reference[0].adapter.grad)
     assert module[0].weight.grad is None
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_copy_of_a_frozen_quantized_base(rank, world):
+    """``copy.deepcopy`` cloned the shards, and a clone of torchao's NF4 weights quantizes them anew with other block
+    sizes: it raised an error, or the copy computed with other weights."""
+    torch.manual_seed(0)
+    module = nn.Sequential(PackedLinear(torch.randn(4, 4)))
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    inputs = torch.ones(2, 4)
+    with torch.no_grad():
+        expected = module(inputs)
+        clone = copy.deepcopy(module)
+        torch.testing.assert_close(clone(inputs), expected, rtol=0, atol=0)
+    old, new = (one.state_dict()["0.weight"]._local_tensor for one in (module, clone))
+    assert old.scales.data_ptr() != new.scales.data_ptr() and torch.equal(old.scales, new.scales)
 
 
 @on_ranks(2)

@@ -89,7 +89,7 @@ def coalesced(all_gather: Callable[..., Any]) -> Callable[..., Any]:
         if custom is not None or len(outputs) < 2 or axis.backend != "gloo":
             return all_gather(outputs, inputs, axis, async_op=async_op, custom=custom)
         options = collectives._gather_options(async_op)
-        work = group_all_gather_coalesced(axis.group, outputs, inputs, options)
+        work = group_all_gather_coalesced(axis.group)(outputs, inputs, options)
         return collectives._works(work, axis, async_op)
 
     return gather_all
@@ -97,17 +97,21 @@ def coalesced(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 def public_gather(method: Any) -> Callable[..., Any]:
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return lambda group, out, piece, options: call(out, piece, group=group, async_op=options.asyncOp)
+    return lambda group: lambda out, piece, options: call(out, piece, group=group, async_op=options.asyncOp)
 
 
 def public_scatter(method: Any) -> Callable[..., Any]:
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return lambda group, out, rows, options: call(out, rows, op=options.reduceOp, group=group, async_op=options.asyncOp)
+    return lambda group: (
+        lambda out, rows, options: call(out, rows, op=options.reduceOp, group=group, async_op=options.asyncOp)
+    )
 
 
 def public_exchange(method: Any) -> Callable[..., Any]:
-    return lambda group, out, rows, outs, ins, options: dist.all_to_all_single(
-        out, rows, outs or None, ins or None, group=group, async_op=options.asyncOp
+    return lambda group: (
+        lambda out, rows, outs, ins, options: dist.all_to_all_single(
+            out, rows, outs or None, ins or None, group=group, async_op=options.asyncOp
+        )
     )
 
 
@@ -151,19 +155,7 @@ class ManyStorages(Buffer):
 
 def not_counting(begin_backward: Callable[..., None]) -> Callable[..., None]:
     """Post-backward waits for the end of the backward where no input of the group requires grad."""
-    return lambda self, *, count, watch_all: begin_backward(self, count=False, watch_all=watch_all)
-
-
-def hooking_all(make_plan: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A hook on every parameter, not only on those whose gradients leave early."""
-
-    def plan(self: Any) -> Any:
-        made = make_plan(self)
-        for i in made.chunk_of:
-            self._hook(i)
-        return made
-
-    return plan
+    return lambda self, launch, end, *, count, final: begin_backward(self, launch, end, count=False, final=final)
 
 
 WHOLE = Idea("(nothing: everything on)", "")
@@ -234,11 +226,6 @@ IDEAS = (
         "one storage for all full parameters of a unit",
         "one for each parameter",
         replaced(shards, "Buffer", lambda old: ManyStorages),
-    ),
-    Idea(
-        "hooks only on parameters whose gradients leave early",
-        "a hook on each",
-        replaced(GroupGradients, "_current_plan", hooking_all),
     ),
     Idea(
         "process groups are called directly",

@@ -46,7 +46,7 @@ TITLES = [title for title in BY_TITLE if title != ideas.WHOLE.title]
 
 
 @api.fsdp2_only
-@pytest.mark.parametrize("title", [*TITLES[:3], *(pytest.param(title, marks=pytest.mark.slow) for title in TITLES[3:])])
+@pytest.mark.parametrize("title", TITLES)
 @on_ranks(2)
 def test_same_result_without_it(rank, world, title):
     """Parameters agree with those that are trained with everything on."""

@@ -89,7 +89,7 @@ def place(
 
 
 def _warn_of_lost_class(found: Found) -> None:
-    """Warn if the parameter's class computes in its own way, and does not say how its shards are sent."""
+    """Warn if the parameter has a tensor class of its own that does not say how its shards are sent."""
     plain = _plain(found.param)
     if type(plain) is torch.Tensor or isinstance(plain, FakeTensor) or has_extension(plain):
         return

@@ -120,7 +120,7 @@ def copy_of(local: torch.Tensor) -> torch.Tensor:
     if type(local) is torch.Tensor or not hasattr(local, "fsdp_pre_all_gather"):
         return local.clone()
     copied = local.new_zeros(local.shape)  # not clone: NF4's quantizes anew, with other blocks
-    copied.copy_(local)  # returns nothing there
+    copied.copy_(local)  # a line of its own: NF4's copy_ returns None
     return copied
 
 

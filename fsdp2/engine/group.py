@@ -255,9 +255,9 @@ class FSDPParamGroup:
         raise RuntimeError(
             f"{', '.join(written)}: the forward changed it in place, as nn.Embedding(max_norm=...) does. This would be "
             "lost: the full parameter is a copy that is freed after forward, and each rank changes it for its own "
-            "batch. Change the shards after each optimizer step instead (under torch.no_grad(): local = "
-            "weight.to_local(); local.copy_(torch.renorm(local, 2, 0, max_norm))), or keep what forward updates in a "
-            "buffer"
+            "batch. Take the write out of forward (embedding.max_norm = None) and change the shards after each "
+            "optimizer step instead (under torch.no_grad(): local = weight.to_local(); "
+            "local.copy_(torch.renorm(local, 2, 0, max_norm))), or keep what forward updates in a buffer"
         )
 
     def release(self, after: bool | int) -> None:

@@ -77,6 +77,22 @@ def test_values_are_cast(rank, world, name, cast):
     assert_holds(module, values)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("given", [torch.int64, torch.int8, torch.bool])
+def test_integers_load_into_floats_but_not_floats_into_integers(rank, world, given):
+    """As docs/loading.md says. A fraction that an integer would lose is refused on every rank, unchanged."""
+    whole = torch.arange(12).remainder(2).view(4, 3).to(given)
+    layer = fsdp2.fully_shard(nn.Linear(3, 4, bias=False), mesh=mesh_1d())
+    fsdp2.broadcast_from_rank0(layer, {"weight": whole} if rank == 0 else None)
+    assert torch.equal(layer.weight.full_tensor(), whole.float())
+    frozen = nn.Module()
+    frozen.table = nn.Parameter(whole.clone(), requires_grad=False)
+    fsdp2.fully_shard(frozen, mesh=mesh_1d())
+    with pytest.raises(RuntimeError, match="table"):
+        fsdp2.broadcast_from_rank0(frozen, {"table": torch.full((4, 3), 0.5)} if rank == 0 else None)
+    assert torch.equal(frozen.table.full_tensor(), whole)
+
+
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("name", ["mlp", "transformer", "used_several_times"])
 def test_training_goes_on(rank, world, name):

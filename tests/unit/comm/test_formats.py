@@ -59,6 +59,19 @@ def test_errors_are_at_most_half_a_step_of_the_block(kind: torch.dtype | str, dt
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_half_a_step_holds_while_the_scale_is_a_normal_number(kind: torch.dtype | str) -> None:
+    """docs/compression.md names the smallest block that it holds for. Below, the scale has fewer digits than a float32
+    usually has: at 1e-40 no element keeps more than a few."""
+    values = random_values(blocks=1)
+    peak = values.abs().amax(1, keepdim=True)
+    for largest, holds in ((1e-33, True), (1e-40, False)):
+        small = values / peak * largest
+        _, out = coded(small, BlockFormat(kind, BLOCK))
+        error = (out.double() - small.double()).abs()
+        assert bool((error <= (0.5 + 1e-4) * steps(small, kind)).all()) == holds
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("by_chance", [False, True])
 def test_what_the_format_can_represent_arrives_as_it_is(kind: torch.dtype | str, by_chance: bool) -> None:
     if kind in INTEGERS:

@@ -11,7 +11,7 @@ import torch._compile
 from torch._library import simple_registry
 from torch._subclasses import fake_tensor
 
-from fsdp2.forecasting import clock, memory
+from fsdp2.tools.forecast import clock, memory
 
 SIMULATION = {clock.__file__, memory.__file__, fake_tensor.__file__}
 """What is called below a function of these files would not be called on a device."""

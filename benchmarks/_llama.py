@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2.forecasting.clock import Clock
+from fsdp2.tools.forecast.clock import Clock
 
 
 @dataclass(frozen=True)

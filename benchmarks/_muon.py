@@ -82,9 +82,9 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def modelled(fully_shard: FullyShard, *, whole: bool, ranks: int = 64, width: int = 2048) -> float:
-    """Seconds of a step on a pretended cluster by the cost model of `fsdp2.forecasting`, for the rank that has most."""
-    from fsdp2.forecasting.clock import Clock
-    from fsdp2.forecasting.rank import simulated_rank
+    """Seconds of a step on a pretended cluster by the forecast's cost model, for the rank that has most."""
+    from fsdp2.tools.forecast.clock import Clock
+    from fsdp2.tools.forecast.rank import simulated_rank
 
     clock = Clock()
     streams = {name: getattr(clock, name) for name in ("Stream", "Event", "current_stream", "stream")}

@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp2
 from fsdp2._torch.forecast import torch_placement
 from fsdp2.comm.streams import simulated_streams
-from fsdp2.forecasting.clock import Clock
-from fsdp2.forecasting.cost import H100, Hardware
-from fsdp2.forecasting.memory import Memory
-from fsdp2.forecasting.rank import simulated_rank
-from fsdp2.forecasting.timeline import COMPUTE, Exposed, Span, lane_names
 from fsdp2.sharding.mesh import simulated_backend
+from fsdp2.tools.forecast.clock import Clock
+from fsdp2.tools.forecast.cost import H100, Hardware
+from fsdp2.tools.forecast.memory import Memory
+from fsdp2.tools.forecast.rank import simulated_rank
+from fsdp2.tools.forecast.timeline import COMPUTE, Exposed, Span, lane_names
 
 LENGTH = 2048
 """Tokens in a sequence."""

@@ -7,7 +7,7 @@
 
 The training code of both runs as it is, on one rank of many: with tensors that have no memory, a process group that
 sends nothing and counts as NCCL, and streams on which time passes as a cost model says
-(`fsdp2/forecasting/cost.py`; printed first, `--set` replaces constants). Bytes, calls and the order of kernels,
+(`fsdp2/tools/forecast/cost.py`; printed first, `--set` replaces constants). Bytes, calls and the order of kernels,
 collectives and waits are those of the real program; the times are estimates.
 
 Columns have torch's figure, then ours. `live` are the most bytes alive above the shards, `pools` the sum of each
@@ -34,7 +34,7 @@ from _llama import SHAPES
 from _simulated import LANGUAGE, MACHINES, Result, Row, alone, least_seconds, measure, stream_row
 
 import fsdp2
-from fsdp2.forecasting.pictures import draw_lanes
+from fsdp2.tools.forecast.pictures import draw_lanes
 
 __all__ = ["SHAPES", "Row", "measure", "stream_row"]
 

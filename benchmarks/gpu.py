@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2.check.measure import peak_bytes, turns
+from fsdp2.tools.check.measure import peak_bytes, turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from llama import Llama, LlamaConfig, next_token_loss

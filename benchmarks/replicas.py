@@ -4,7 +4,7 @@
     python benchmarks/replicas.py --batches 1 --layers 2
 
 The training code runs as it is, on one rank of 512, with tensors that have no memory and streams on which time passes
-as a cost model says (`fsdp2/forecasting/cost.py`). Bytes and collectives are those of the real program; times are
+as a cost model says (`fsdp2/tools/forecast/cost.py`). Bytes and collectives are those of the real program; times are
 estimates. `state` are parameters and optimizer state of this rank. `sent` are bytes of whole tensors in a step, over
 all 512 ranks, over the 64 of a copy, and over the 8 copies. A copy is one machine of 64 (`--nodes-of 64`) or lies on
 eight machines of 8; the bandwidth is that of one rank to other machines.
@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.forecasting.cost import H100
-from fsdp2.forecasting.run import forecast
+from fsdp2.tools.forecast.cost import H100
+from fsdp2.tools.forecast.run import forecast
 
 COPIES, RANKS, LENGTH = 8, 64, 4096
 WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -56,8 +56,8 @@ OLD = {
 PRIVATE_METHODS = ("_set_unshard_async_op",)
 """Methods of torch's FSDPModule with a leading underscore that libraries call."""
 
-STEP, BUILD, OPTIM = "tests/step/", "tests/build/", "tests/optim/"
-WEIGHTS, STATE = "tests/weights/", "tests/weights/state_dict/"
+STEP, BUILD, OPTIM = "tests/step/", "tests/grouping/", "tests/optim/"
+WEIGHTS, STATE = "tests/weights/", "tests/fsdp1/state_dict/"
 TESTS: dict[str, str] = {
     "fully_shard": STEP + "test_options.py::test_reshard_after_forward",
     "fully_shard(module)": STEP + "test_options.py::test_grouped_modules",
@@ -71,7 +71,7 @@ TESTS: dict[str, str] = {
     "fully_shard(ignored_modules)": BUILD + "test_modules.py::test_ignored_modules",
     "fully_shard(policy)": BUILD + "test_policies.py::test_forms",
     "fully_shard(replicated_params)": BUILD + "test_replicated_params.py::test_training",
-    "fully_shard(strategy)": BUILD + "test_strategies.py::test_training",
+    "fully_shard(strategy)": "tests/fsdp1/test_strategies.py::test_training",
     "fully_shard(compression)": STEP + "test_compression.py::test_compression",
     "fully_shard(shard_over_replicas)": STEP + "test_over_replicas.py::test_trains_as_hybrid_sharding_does",
     "FSDPModule": STEP + "test_module_methods.py::test_indexing_and_names",
@@ -150,12 +150,12 @@ TESTS: dict[str, str] = {
     "no_sync": BUILD + "test_modules.py::test_no_sync_accumulates",
     "padding_report": BUILD + "test_padding.py::test_a_cut_chosen_by_padding_trains_alike",
     "plan_units": BUILD + "test_policies.py::test_what_is_chosen_is_logged",
-    "install": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
-    "forecast": "tests/forecast/test_against_gloo.py::test_real_processes",
-    "record_steps": "tests/forecast/test_recording.py::test_real_steps",
+    "install": "tests/fsdp1/test_install.py::test_replaces_and_gives_back",
+    "forecast": "tests/tools/forecast/test_against_gloo.py::test_real_processes",
+    "record_steps": "tests/tools/forecast/test_recording.py::test_real_steps",
     "set_rank_checks": "tests/ranks/test_agreeing.py::test_comparing_can_be_switched_off",
     "use_weights": "tests/weights/test_use.py::test_a_loss_that_uses_weights",
-    "uninstall": "tests/ecosystem/test_install.py::test_replaces_and_gives_back",
+    "uninstall": "tests/fsdp1/test_install.py::test_replaces_and_gives_back",
     "summon_full_params": WEIGHTS + "test_summon.py::test_shows_the_unsharded_model",
     "summon_full_params(recurse)": WEIGHTS + "test_summon.py::test_writeback",
     "summon_full_params(writeback)": WEIGHTS + "test_summon.py::test_writeback",

@@ -3,15 +3,17 @@
 import importlib as _importlib
 import typing as _typing
 
-from fsdp2.build.modules import fsdp_modules, no_sync
-from fsdp2.build.offloading import cpu_offload_by_budget
-from fsdp2.build.padding import padding_report
-from fsdp2.build.plan import plan_units
-from fsdp2.compat import names as _names
-from fsdp2.compat.install import install, uninstall
 from fsdp2.engine.use import use_weights
 from fsdp2.forward_methods import register_fsdp_forward_method
+from fsdp2.fsdp1 import names as _names
+from fsdp2.fsdp1.install import install, uninstall
+from fsdp2.fsdp1.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load
+from fsdp2.fsdp1.state_dict.settings import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp2.fully_shard import fully_shard
+from fsdp2.grouping.modules import fsdp_modules, no_sync
+from fsdp2.grouping.offloading import cpu_offload_by_budget
+from fsdp2.grouping.padding import padding_report
+from fsdp2.grouping.plan import plan_units
 from fsdp2.module import FSDPModule, share_comm_ctx
 from fsdp2.optim.clip import clip_grad_norm_
 from fsdp2.optim.full_params import use_full_params
@@ -30,16 +32,14 @@ from fsdp2.policies import PublicMixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp2.ranks.process import set_rank_checks
 from fsdp2.weights.export import iter_full_params
 from fsdp2.weights.load import broadcast_from_rank0, load_safetensors
+from fsdp2.weights.local_pieces import merge_local_state_dicts
 from fsdp2.weights.save import save_safetensors
-from fsdp2.weights.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load
-from fsdp2.weights.state_dict.pieces import merge_local_state_dicts
-from fsdp2.weights.state_dict.settings import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp2.weights.summon import summon_full_params
 from fsdp2.weights.sync import sync_module_states
 
 if _typing.TYPE_CHECKING:
-    from fsdp2.forecasting.recording import record_steps
-    from fsdp2.forecasting.run import forecast
+    from fsdp2.tools.forecast.recording import record_steps
+    from fsdp2.tools.forecast.run import forecast
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 # Imported at the first use: they need parts of torch that training does not need.
-_LATER = {"forecast": "fsdp2.forecasting.run", "record_steps": "fsdp2.forecasting.recording"}
+_LATER = {"forecast": "fsdp2.tools.forecast.run", "record_steps": "fsdp2.tools.forecast.recording"}
 
 
 def __getattr__(name: str) -> object:

@@ -31,13 +31,13 @@ fsdp2.install()."""
 
 
 def _forecast(arguments: Sequence[str]) -> int:
-    from fsdp2.forecasting.command import main  # here: it imports parts of torch that other programs do not need
+    from fsdp2.tools.forecast.command import main  # here: it imports parts of torch that other programs do not need
 
     return main(arguments)
 
 
 def _check(arguments: Sequence[str]) -> int:
-    from fsdp2.check.command import main  # likewise
+    from fsdp2.tools.check.command import main  # likewise
 
     return main(arguments)
 

@@ -17,18 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp2.autograd.hooks import hook_forward, hook_loading
-from fsdp2.build.arguments import merge_arguments
-from fsdp2.build.collect import collect
-from fsdp2.build.copying import copy_module, deepcopy_module, refuse_pickling
-from fsdp2.build.grouping import CallOptions
-from fsdp2.build.placing import Placed, PlacementFn
-from fsdp2.build.plan import describe
-from fsdp2.build.policy import Policy, choose_units
-from fsdp2.build.strategy import follow_strategy
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, apis_of, get_state, keep_state, register_as_managed
-from fsdp2.fsdp1 import FSDP1Methods, names_remedies
+from fsdp2.fsdp1.arguments import merge_arguments
+from fsdp2.fsdp1.methods import FSDP1Methods, names_remedies
+from fsdp2.fsdp1.strategy import follow_strategy
+from fsdp2.grouping.collect import collect
+from fsdp2.grouping.copying import copy_module, deepcopy_module, refuse_pickling
+from fsdp2.grouping.grouping import CallOptions
+from fsdp2.grouping.placing import Placed, PlacementFn
+from fsdp2.grouping.plan import describe
+from fsdp2.grouping.policy import Policy, choose_units
 from fsdp2.module import FSDPModule
 from fsdp2.policies import (
     CompressionPolicy,
@@ -41,7 +41,7 @@ from fsdp2.policies import (
     policy_by_name,
 )
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.weights.state_dict.loading import after_load_tree, before_load_tree, hook_group
+from fsdp2.weights.load_state_dict import after_load_tree, before_load_tree, hook_group
 
 __all__ = ["fully_shard"]
 

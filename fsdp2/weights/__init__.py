@@ -1,19 +1,20 @@
 """Load, save and show whole values of sharded parameters. From the top down; a file imports only files below it.
 
-state_dict   full, sharded and local state dicts of models and optimizers
-load         loads values from files, or from the first rank
-save         writes safetensors files block by block
-sync         copies the first rank's values to the other ranks
-summon       shows full parameters for the length of a with block
-export       yields every full parameter, one after the other
-matching     assigns values to parameters and reports every mismatch
-materialize  allocates memory for tensors on the meta device
-whole        gathers outside a training step
-transfer     sends blocks from the ranks that hold them to the ranks that need them, in bounded memory
-select       the tensors of a module: names, groups, boxes, and the ranks that they are spread over
-safetensors  the file format
-temporary    a folder for incomplete files
-ranks        ranks that act together: share values, and raise an error on all when one fails
-progress     reports the progress of a load or save
-names        names of the plain model
+load_state_dict  converts values to shards in load_state_dict()
+load             loads values from files, or from the first rank
+save             writes safetensors files block by block
+sync             copies the first rank's values to the other ranks
+summon           shows full parameters for the length of a with block
+export           yields every full parameter, one after the other
+local_pieces     this rank's part of a tensor, and joining the parts of all ranks
+matching         assigns values to parameters and reports every mismatch
+materialize      allocates memory for tensors on the meta device
+whole            gathers outside a training step
+transfer         sends blocks from the ranks that hold them to the ranks that need them, in bounded memory
+select           the tensors of a module: names, groups, boxes, and the ranks that they are spread over
+safetensors      the file format
+temporary        a folder for incomplete files
+ranks            ranks that act together: share values, and raise an error on all when one fails
+progress         reports the progress of a load or save
+names            names of the plain model
 """

@@ -17,9 +17,9 @@ import torch.distributed.fsdp as torchs
 from torch import nn
 
 import fsdp2
-from fsdp2.forecasting.clock import Clock
-from fsdp2.forecasting.memory import Memory
-from fsdp2.forecasting.rank import simulated_rank
+from fsdp2.tools.forecast.clock import Clock
+from fsdp2.tools.forecast.memory import Memory
+from fsdp2.tools.forecast.rank import simulated_rank
 from tests.support import ROOT, api
 
 sys.path.append(str(ROOT / "benchmarks"))

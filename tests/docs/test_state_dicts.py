@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.fsdp1.state_dict.kinds import assert_equal, build, shard, train, trained, whole
 from tests.support import api
 from tests.support.docs import snippets
 from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
-from tests.weights.state_dict.kinds import assert_equal, build, shard, train, trained, whole
 
 pytestmark = api.fsdp2_only
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 if __name__ == "__main__":
     model = fully_shard(nn.Linear(2, 2))
     path = Path(__file__)
-    assert not any(name.startswith("fsdp2.check") for name in sys.modules)  # imported where it is asked for
+    assert not any(name.startswith("fsdp2.tools.check") for name in sys.modules)  # imported where it is asked for
     print(type(model).__mro__[1].__module__, isinstance(model, FSDPModule), path.name, helper.HERE, *sys.argv[1:])
     path.with_name(f"done{model.weight.device_mesh.get_rank()}").touch()
     sys.exit(int(sys.argv[1]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.check.launching import check
 from tests.gpu.devices import places
 from tests.support import api
+from tests.tools.check.launching import check
 
 pytestmark = api.fsdp2_only
 ON_GPUS = [one for one in places(1, 2) if one not in ((1, "cpu"), (2, "cpu"))]

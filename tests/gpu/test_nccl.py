@@ -18,8 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from fsdp2.check.strict import LiveBytes, settled
 from fsdp2.comm.streams import Lane
+from fsdp2.tools.check.strict import LiveBytes, settled
 from tests.gpu.devices import on_devices, places
 from tests.support import api
 from tests.support.cases import TRANSFERS

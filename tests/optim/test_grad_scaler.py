@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
 import fsdp2
-from tests.build.models import Block, Net, nodes_mesh
+from tests.grouping.models import Block, Net, nodes_mesh
 from tests.support import api
 from tests.support.parity import assert_parity, full, mesh_1d
 from tests.support.pool import on_ranks

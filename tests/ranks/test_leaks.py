@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2._torch.collectives import default_store
-from fsdp2.check.strict import LiveBytes, settled
+from fsdp2.tools.check.strict import LiveBytes, settled
 from tests.support.parity import sharded, stack
 from tests.support.pool import on_ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fsdp2.check.strict import LiveBytes, settled
+from fsdp2.tools.check.strict import LiveBytes, settled
 from tests.support.cases import CASES, Setup, build, shard
 from tests.support.counting import Collectives
 from tests.support.parity import Run, beside_one_process, mesh_1d, shard_each, sharded, stack

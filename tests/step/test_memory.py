@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2.check.strict import LiveBytes
 from fsdp2.sharding.mesh import simulated_backend
+from fsdp2.tools.check.strict import LiveBytes
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh

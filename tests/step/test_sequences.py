@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._torch.autograd import accumulate_grad_node
 from fsdp2._torch.forecast import operator_arguments, unboxed_group
-from fsdp2.forecasting.clock import Clock
-from fsdp2.forecasting.cost import tensors_in
-from fsdp2.forecasting.rank import simulated_rank
+from fsdp2.tools.forecast.clock import Clock
+from fsdp2.tools.forecast.cost import tensors_in
+from fsdp2.tools.forecast.rank import simulated_rank
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh

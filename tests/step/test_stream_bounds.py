@@ -24,10 +24,10 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2._torch.collectives import SymmMemReduceScatter
 from fsdp2._trace import listening
-from fsdp2.forecasting.clock import Clock
-from fsdp2.forecasting.memory import Memory
-from fsdp2.forecasting.rank import simulated_rank
-from fsdp2.forecasting.timeline import COMPUTE, Span
+from fsdp2.tools.forecast.clock import Clock
+from fsdp2.tools.forecast.memory import Memory
+from fsdp2.tools.forecast.rank import simulated_rank
+from fsdp2.tools.forecast.timeline import COMPUTE, Span
 from tests.support import api
 
 pytestmark = api.fsdp2_only

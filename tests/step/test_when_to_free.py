@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2._trace import listening
-from tests.build.test_added import Shifted
+from tests.grouping.test_added import Shifted
 from tests.support import api
 from tests.support.cases import Setup, assert_case
 from tests.support.models import Case, Three, mlp, rows

@@ -63,8 +63,8 @@ class Source:
 
     @property
     def component(self) -> str:
-        """The folder or module directly below the package that the file is, or lies in."""
-        return self.path.removeprefix("fsdp2/").split("/")[0].removesuffix(".py")
+        """The entry of FOLDERS that the file is, or lies in."""
+        return component_of(self.path.removesuffix(".py").replace("/", "."))
 
     @cached_property
     def bindings(self) -> dict[str, str]:
@@ -127,14 +127,16 @@ def functions(source: Source) -> Iterator[Function]:
 
 FOLDERS = (
     "__main__",
-    "check",
-    "__init__",
     "forecasting",
-    "compat",
+    "tools.check",
+    "tools",
+    "__init__",
+    "tools.forecast",
+    "fsdp1.install",
     "forward_methods",
     "fully_shard",
     "fsdp1",
-    "build",
+    "grouping",
     "module",
     "weights",
     "optim",
@@ -147,9 +149,19 @@ FOLDERS = (
     "_trace",
     "_torch",
 )
-"""The folders and files of the package from the top down; each imports from those behind it only."""
-UNORDERED = {"fsdp2", "fsdp2/_torch"}
+"""The folders and files of the package from the top down; each imports from those behind it only. A part of a folder
+that stands higher than the rest of it is an entry of its own."""
+UNORDERED = {"fsdp2", "fsdp2/_torch", "fsdp2/forecasting"}
 """Folders that list no order: the package, whose order is FOLDERS, and subjects side by side."""
+
+
+def component_of(name: str) -> str:
+    """Return the longest entry of FOLDERS that the dotted ``name`` is or lies in, or the name below the package."""
+    below = name.split(".")[1:] or ["__init__"]
+    for length in (2, 1):
+        if (entry := ".".join(below[:length])) in FOLDERS:
+            return entry
+    return below[0]
 
 
 def import_direction(source: Source) -> list[str]:
@@ -158,10 +170,9 @@ def import_direction(source: Source) -> list[str]:
         return [source.at(1, f"{source.component} has no place in FOLDERS")]
     found = []
     for line, name in source.imported():
-        parts = name.split(".")
-        if parts[0] != "fsdp2":
+        if name.split(".")[0] != "fsdp2":
             continue
-        target = parts[1] if len(parts) > 1 else "__init__"
+        target = component_of(name)
         if target not in FOLDERS:
             found.append(source.at(line, f"{target} has no place in FOLDERS"))
         elif source.component != target and FOLDERS.index(target) < FOLDERS.index(source.component):
@@ -257,7 +268,7 @@ def is_collective(name: str) -> bool:
 def streams(source: Source) -> list[str]:
     """Stream primitives are used in comm/streams.py only; a forecast's own streams have their names, and annotations
     may name their types."""
-    if source.path in ("fsdp2/comm/streams.py", "fsdp2/forecasting/clock.py"):
+    if source.path in ("fsdp2/comm/streams.py", "fsdp2/tools/forecast/clock.py"):
         return []
     found = [n for n in source.nodes if isinstance(n, ast.Attribute) and n.attr in STREAMS]
     complaints = [source.at(node, f"uses the stream primitive {node.attr}") for node in found]

@@ -11,8 +11,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp2 import ShardPlacementResult
-from fsdp2.forecasting.cost import _flops
 from fsdp2.sharding.mesh import listed_ranks
+from fsdp2.tools.forecast.cost import _flops
 from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
 from tests.unit.probing import PRIVATE as _torch

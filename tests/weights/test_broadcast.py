@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.check.strict import LiveBytes
+from fsdp2.tools.check.strict import LiveBytes
 from tests.support.cases import CASES
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import iter_full_params, summon_full_params
-from fsdp2.check.strict import LiveBytes
+from fsdp2.tools.check.strict import LiveBytes
 from tests.support import api
 from tests.support.fake import fake_mesh
 from tests.support.parity import shard_each

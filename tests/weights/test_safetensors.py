@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp2
-from fsdp2.check.strict import LiveBytes
+from fsdp2.tools.check.strict import LiveBytes
 from fsdp2.weights import safetensors as files
 from tests.step.test_extensions import of_halves
 from tests.support.cases import CASES

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, distribute_module, distribute_te
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2.check.strict import LiveBytes
+from fsdp2.tools.check.strict import LiveBytes
 from tests.support.models import Counting
 from tests.support.parity import full, mesh_1d, mesh_2d, on_two_axes, shard_each
 from tests.support.pool import on_ranks

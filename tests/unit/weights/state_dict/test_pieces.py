@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2.weights.state_dict.pieces import is_piece, merge_local_state_dicts
+from fsdp2.weights.local_pieces import is_piece, merge_local_state_dicts
 
 
 def cut(whole: torch.Tensor, dim: int, ranks: int, offset: tuple[int, ...] = ()) -> list[dict[str, Any]]:

@@ -1,0 +1,214 @@
+"""Make groups of the parameters that communicate together, and shard parameters that are added later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.extension import has_extension
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.options import GroupOptions
+from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor, show
+from fsdp2.engine.unit import FSDPState
+from fsdp2.grouping.collect import Found, Managed, collect, move_to
+from fsdp2.grouping.placing import Placed, PlacementFn, place, policy_of_param
+from fsdp2.grouping.ties import check_tie, find_ties, follow_tie, join_ties, replaced_by
+from fsdp2.optim.prebuilt import follow_parameters
+from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
+from fsdp2.sharding.mesh import DataParallelMesh, regroup
+
+__all__ = ["CallOptions"]
+
+logger = logging.getLogger("fsdp2")
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """The checked arguments of one call. It makes groups for the unit, now and when parameters are added later.
+
+    ``hook_group`` registers hooks that show a new group's shards to ``state_dict`` and ``load_state_dict``.
+    """
+
+    mesh: DataParallelMesh
+    options: GroupOptions
+    placement_fn: PlacementFn | None
+    ignored: set[nn.Parameter]
+    policy_of: PolicyOf
+    offload_of: OffloadOf
+    hook_group: Callable[[FSDPParamGroup], None]
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    replicated: set[nn.Parameter] = field(default_factory=set)
+    ignored_sites: set[Site] = field(default_factory=set)
+
+    def manage(self, unit: FSDPState, managed: Managed) -> None:
+        """Put ``managed`` parameters into groups of ``unit``; share the groups of parameters that other calls manage.
+
+        All checks run first, so that an error leaves everything unchanged.
+        """
+        hooked = list(unit.groups)
+        sites = (Site(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
+        self.ignored_sites.update(sites)
+        own, ties = find_ties(managed.params, self.mesh, self.policy_of)
+        placed = self.place(own)
+        parts = _together(placed, self.options)
+        stay = [entry.found for entry in placed if not isinstance(entry.offload, CPUOffloadPolicy)]
+        move_to(self.mesh.device, stay, managed.buffers)
+        join_ties(ties, unit)
+        unit.groups[:0] = [_make_group(part, self._options_now(part[0].mesh, unit), unit) for part in parts]
+        _mark(managed.modules)
+        for group in unit.groups:
+            if group in hooked:
+                continue
+            self.hook_group(group)
+
+    def _options_now(self, mesh: DataParallelMesh, unit: FSDPState) -> GroupOptions:
+        """Return the options of a new group on ``mesh``: those of the call, or what setters have made of them."""
+        groups = [group for group in unit.groups if not group.shared]
+        alike = next((group.store.options for group in groups if group.mesh == mesh), None)
+        if alike is not None or not groups:
+            return alike or self.options
+        # A collective that was set is of the process groups of its own mesh.
+        return replace(groups[0].store.options, all_gather=None, reduce_scatter=None)
+
+    def check(self, params: list[Found], before: dict[nn.Parameter, Placed]) -> list[Placed]:
+        """Raise the errors with which ``manage`` would refuse ``params``, and change nothing; return the new ones.
+
+        ``before`` are parameters that calls with other arguments will manage by then.
+        """
+        own, _ = find_ties(params, self.mesh, self.policy_of)
+        for found in own:
+            if (first := before.get(found.param)) is not None:
+                policy = policy_of_param(found, self.policy_of(found.name))
+                check_tie(found, self.mesh, policy, first.found, first.mesh, first.policy)
+        return self.place([found for found in own if found.param not in before])
+
+    def place(self, params: Iterable[Found]) -> list[Placed]:
+        """Return the mesh and the spec of each of ``params``; this changes nothing.
+
+        Raises:
+            ValueError, AssertionError: ``shard_placement_fn`` returned an invalid placement.
+        """
+        policies, placed = self.policy_of, []
+        for found in params:
+            whole = found.param in self.replicated
+            entry = place(found, self.placement_fn, self.mesh, policies(found.name), whole)
+            placed.append(replace(entry, offload=self.offload_of(found.name)))
+        return placed
+
+    def copied(self, memo: dict[int, Any]) -> CallOptions:
+        """Return the same arguments for copied modules; ``memo`` of ``copy.deepcopy`` has the copied parameters."""
+
+        def new(originals: Collection[Any]) -> set[Any]:
+            return {memo.get(id(original), original) for original in originals}
+
+        return replace(
+            self,
+            ignored=new(self.ignored),
+            ignored_modules=frozenset(new(self.ignored_modules)),
+            replicated=new(self.replicated),
+            ignored_sites={Site(memo.get(id(site.module), site.module), site.name) for site in self.ignored_sites},
+        )
+
+    def adopt_added(self, unit: FSDPState) -> None:
+        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties."""
+        for site in self.ignored_sites:  # loading with assign=True replaces ignored parameters
+            shown = site.shown
+            if shown is not None and not is_managed_tensor(shown):
+                self.ignored.add(shown)
+        managed = collect(unit.modules, self.ignored, self.ignored_modules)
+        params = [param for group in unit.groups for param in group.params]
+        known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
+        shown_by = {site: param for param in params for site in param.sites}
+        tied = [(found, others) for found in managed.params if (others := replaced_by(found, shown_by))]
+        followed = {found.param for found, _ in tied}
+        unknown = [found for found in managed.params if found.param not in followed and found.param not in known]
+        added = [found for found, _ in tied]
+        added += [found for found in unknown if not any(site in shown_by for site in found.sites)]
+        self.check(added, {})
+        for found, others in tied:
+            follow_tie(found, others)
+        for found in unknown:
+            for param in {shown_by[site] for site in found.sites if site in shown_by}:
+                _take_over(found, param)
+        if not added:
+            _mark(managed.modules)  # parameters may be added below modules that have none yet
+            return
+        names = ", ".join(found.name for found in added)
+        logger.info("%s: adopted parameters added after fully_shard: %s", unit.name or "the root", names)
+        before = len(unit.groups)
+        self.manage(unit, Managed(managed.modules, added, managed.buffers))
+        unit.include(unit.groups[: len(unit.groups) - before])
+
+
+def _mark(modules: Iterable[nn.Module]) -> None:
+    """Set the flags on which Dynamo guards, and by which registrations on these modules are counted."""
+    for module in modules:
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
+
+
+def _take_over(found: Found, param: FSDPParam) -> None:
+    """Copy the value of a whole, plain parameter that has replaced ``param`` on all its modules into the shard.
+
+    A parameter that does not fit stays. The next gather raises an error that names it.
+    """
+    new, group = found.param, param.group
+    fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
+    if not fits or new.dtype != param.dtype or new.is_meta or set(param.sites) != set(found.sites):
+        return
+    group.reshard()
+    param.take_value(new)
+    show([param], "sharded")
+    group.store.note_change()
+    follow_parameters([new], [param])
+    logger.info("%s: took over the value of the parameter that replaced it", param.name)
+
+
+def _together(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:
+    """Return lists of parameters that communicate together: those of one mesh whose shards are on one device.
+
+    Parameters with an extension get a list of their own if ``reshard_after_forward`` keeps pieces on a subgroup, which
+    is impossible for them.
+    """
+    subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
+    groups: dict[object, list[Placed]] = {}
+    for entry in placed:
+        alone = has_extension(entry.piece) and subgroup
+        mesh, home = entry.mesh, repr(entry.offload)
+        key = (mesh.shard.group, mesh.replicate.group, mesh.nested is None, alone, home)
+        groups.setdefault(key, []).append(entry)
+    return list(groups.values())
+
+
+def _first_values(param: nn.Parameter) -> list[float]:
+    """Return the first values of the whole parameter, to compare ranks; none on the meta device or of a subclass."""
+    if param.is_meta or type(param) is not nn.Parameter or not param.is_floating_point():
+        return []
+    return param.detach().flatten()[:4].float().tolist()
+
+
+@torch.no_grad()
+def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) -> FSDPParamGroup:
+    mesh = placed[0].mesh
+    params = [FSDPParam(p.found.param, p.spec, p.found.sites, p.found.name, p.policy) for p in placed]
+    pieces = [p.piece for p in placed]
+    for entry, param in zip(placed, params):
+        param.formats = param.choose_formats(options.compression, entry.found.param)
+    options = replace(options, offload_policy=placed[0].offload)
+    size = options.reshard_after_forward
+    if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
+        options = replace(options, reshard_after_forward=True)
+    elif not isinstance(size, (bool, type(None))):
+        regroup(mesh.mesh, size)  # makes process groups here, because every rank calls fully_shard
+    store = ShardStore(params, mesh, pieces, options)
+    initial = ([], None) if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), store.version())
+    group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward, initial=initial)
+    originals = [p.found.param for p in placed]
+    follow_parameters(originals, params)
+    return group

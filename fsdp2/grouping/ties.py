@@ -1,0 +1,139 @@
+"""Parameters tied across units: an embedding and a head that share a weight, each in a unit of its own.
+
+The first ``fully_shard`` call that finds the weight puts it into its group. A later call that finds it again, in
+another module, gives it a group of its own that both units share. The unit that needs it first gathers it, it stays
+until the last unit has used it, and its gradient, which autograd accumulates once, is reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2.engine.casts import compute_dtype
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.index import param_of, remember_originals
+from fsdp2.engine.param import FSDPParam, Site, show
+from fsdp2.engine.unit import FSDPState, get_state
+from fsdp2.grouping.collect import Found
+from fsdp2.grouping.placing import policy_of_param
+from fsdp2.policies import MixedPrecisionPolicy, PolicyOf
+from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
+
+__all__ = ["Tie", "check_tie", "find_ties", "follow_tie", "join_ties", "replaced_by"]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A found parameter, and the managed parameter of another call that it is tied to."""
+
+    found: Found
+    param: FSDPParam
+
+
+def find_ties(found: list[Found], mesh: DataParallelMesh, policy_of: PolicyOf) -> tuple[list[Found], list[Tie]]:
+    """Return the parameters that no other call manages, and the ties to those of other calls; this changes nothing.
+
+    ``mesh`` and ``policy_of`` are arguments of the call that has found them.
+
+    Raises:
+        ValueError: Tied parameters have different meshes or compute dtypes.
+    """
+    own, ties = [], []
+    for entry in found:
+        param = param_of(entry.param)
+        if param is None or get_state(param.group.modules[0]) is None:
+            own.append(entry)
+        else:
+            policy = policy_of_param(entry, policy_of(entry.name))
+            check_tie(entry, mesh, policy, param, param.group.mesh, param.policy)
+            ties.append(Tie(entry, param))
+    return own, ties
+
+
+def join_ties(ties: list[Tie], unit: FSDPState) -> None:
+    """Let ``unit`` share the groups of tied parameters with the units of the other calls."""
+    for tie in ties:
+        param, group = tie.param, _group_of_its_own(tie.param)
+        param.set_sites(param.sites + [site for site in tie.found.sites if site not in param.sites])
+        show([param], "sharded")
+        if group not in unit.groups:
+            unit.groups.append(group)
+
+
+def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam]) -> set[FSDPParam]:
+    """Return the managed parameters that ``found``, which is also managed, has replaced.
+
+    Return none if another module still shows one of them, or several units share it: the next gather raises an error
+    that names it.
+    """
+    param = param_of(found.param)
+    others = {shown_by[site] for site in found.sites if site in shown_by} - {param}
+    if param is None or any(o.group.shared or not {*o.sites} <= {*found.sites} for o in others):
+        return set()
+    return others
+
+
+def follow_tie(found: Found, others: set[FSDPParam]) -> None:
+    """Stop managing ``others``, which ``found`` has replaced."""
+    touched = [p for one in (param_of(found.param), *others) if one for p in one.group.params if p.full is not None]
+    remember_originals(
+        [p.full for p in touched], touched
+    )  # an optimizer may hold full parameters, if it was built after unshard()
+    for other in others:
+        other.group.reshard()
+        other.group.drop(other)  # hooks refer to the group, so it stays, even without parameters
+
+
+def check_tie(
+    entry: Found,
+    mesh: DataParallelMesh,
+    policy: MixedPrecisionPolicy,
+    first: Found | FSDPParam,
+    first_mesh: DataParallelMesh,
+    first_policy: MixedPrecisionPolicy,
+) -> None:
+    """Raise ValueError unless ``entry`` can be tied to ``first``, which another call manages or is going to.
+
+    ``mesh`` and ``policy`` are those of the call that has found ``entry``.
+    """
+    dtype = (first.param if isinstance(first, Found) else first).dtype
+    if first_mesh.mesh != mesh.mesh and _ranks(first_mesh) != _ranks(mesh):
+        got, expected = f"the mesh {mesh.mesh}", f"{first_mesh.mesh}"
+    elif compute_dtype(dtype, policy) != compute_dtype(dtype, first_policy):
+        got, expected = f"mp_policy.param_dtype={policy.param_dtype}", f"{first_policy.param_dtype}"
+    else:
+        return
+    raise ValueError(
+        f"{_described(entry)} is shared with {_described(first)}, which is already managed by another FSDP group: got "
+        f"{got}, expected {expected} as in that group. Use the same for both, or fully_shard([module_a, module_b]) to "
+        "place them in one unit"
+    )
+
+
+def _described(param: Found | FSDPParam) -> str:
+    """Return the name with the class of the module, since names are those in a unit before the first forward."""
+    return f"{param.name} of {type(param.sites[0].module).__name__}"
+
+
+def _ranks(mesh: DataParallelMesh) -> list[int]:
+    """Return the ranks that gradients are averaged over, sorted."""
+    return sorted(listed_ranks(mesh.mesh))
+
+
+@torch.no_grad()
+def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
+    """Return a shared group that contains only ``param``, split off its first group if necessary."""
+    group: FSDPParamGroup = param.group
+    if group.shared:
+        return group
+    group.reshard()
+    if len(group.params) == 1:  # keep this group: hooks on its modules refer to it
+        group.shared = True
+        return group
+    owner = get_state(group.modules[0])
+    assert owner is not None
+    owner.groups.append(group.split_off(param))
+    return owner.groups[-1]

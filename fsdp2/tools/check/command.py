@@ -1,0 +1,154 @@
+"""The command line of ``python -m fsdp2 check``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fsdp2.tools.check.environment import known_problems
+from fsdp2.tools.check.place import BAD, Outcome
+from fsdp2.tools.check.report import Report, figures_of, row_of
+from fsdp2.tools.check.supervisor import Job, Supervisor
+from fsdp2.tools.check.tasks import ENVIRONMENT, FORECAST, TASKS, Task, chosen
+from fsdp2.tools.forecast.cost import Hardware, Link
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Check that fsdp2 works on your machines. The check lists machines and versions, trains small models and compares them
+with torch's own fully_shard and with one process, and measures a training step of a real size. Run it as you run your
+training. It prints a table and writes it as Markdown and as JSON, for you to attach to a report. The exit status is 1
+if something is wrong. A rank that hangs is named, and the remaining checks still run."""
+_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 8 -m fsdp2 check
+  torchrun --nproc-per-node 8 -m fsdp2 check --only "mixed precision" hybrid
+  python -m fsdp2 check --quick
+  torchrun --nproc-per-node 2 -m fsdp2 check --device cpu
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m fsdp2 check
+
+"""
+PATIENCE = 45.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the checks in ``arguments``; return the exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.only if name not in TASKS]:
+        parser.error(f"--only {', '.join(map(repr, unknown))}: expected one or more of {', '.join(map(repr, TASKS))}")
+    signal.signal(signal.SIGTERM, _interrupt)  # torchrun sends it; the worker must not be left behind
+    job = Job.found(given.device)
+    if given.device == "cuda" and job.device == "cpu":
+        parser.error("--device cuda: not every rank has a GPU of its own here")
+    tasks = chosen(given.only, quick=given.quick, cuda=job.device != "cpu")
+    progress = _Progress(len(tasks)) if job.rank == 0 else lambda task, outcome: None
+    supervisor = Supervisor(
+        job, tasks, patience=given.patience, against_torch=given.against == "torch", progress=progress
+    )
+    interrupted = False
+    try:
+        supervisor.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    found = supervisor.collect()
+    if job.rank:
+        return 0  # only rank 0 returns the status: torchrun would end rank 0 before it has written the report
+    report = _report(found, job, tasks, interrupted)
+    _write(report, given)
+    return report.status
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2 check",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES + "checks:\n" + "\n".join(f"  {task.name:<24}{task.about}" for task in TASKS.values()),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=112),
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="only small models: no compilation, no large model, no measurement")
+    add("--only", nargs="+", default=[], metavar="NAME", help="run only these checks; their names are below")
+    add(
+        "--against",
+        default="torch",
+        choices=("torch", "none"),
+        help="none: do not compare with torch's own fully_shard",
+    )
+    add("--device", choices=("cuda", "cpu"), help="cpu: do not use GPUs")
+    add("--json", type=Path, metavar="FILE", help="the JSON file to write, beside a Markdown file (fsdp2-check.json)")
+    add("--save-hardware", type=Path, metavar="FILE", help="write this machine's constants for forecast --hardware")
+    add(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        metavar="SECONDS",
+        help=f"a rank without progress for this long counts as hanging ({PATIENCE:.0f})",
+    )
+    return parser
+
+
+class _Progress:
+    """Prints a line for each check: its name while it runs, then its verdict."""
+
+    def __init__(self, count: int) -> None:
+        self._terminal, self._count, self._number = sys.stderr.isatty(), count, 0
+        self._began = time.monotonic()
+
+    def __call__(self, task: str, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self._number += 1
+            if self._terminal:
+                print(f"\r\x1b[K[{self._number}/{self._count}] {task} ...", end="", file=sys.stderr, flush=True)
+            return
+        verdict = "done" if outcome.verdict == "seen" else outcome.verdict
+        verdict = verdict.upper() if outcome.verdict in BAD else verdict
+        clear = "\r\x1b[K" if self._terminal else ""
+        line = f"[{self._number}/{self._count}] {task}: {verdict}"
+        print(f"{clear}{line} ({time.monotonic() - self._began:.0f} s)", file=sys.stderr, flush=True)
+
+
+def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Task], interrupted: bool) -> Report:
+    about = [outcome.figures if outcome else {} for outcome in found.get(ENVIRONMENT, [])]
+    report = Report("python -m fsdp2 check " + " ".join(sys.argv[1:]), interrupted=interrupted)
+    report.command = re.sub(r"check check", "check", report.command).strip()
+    report.here = about[0].get("job", {}) if about else {}
+    report.ranks = [one.get("rank", {}) for one in about]
+    report.links = about[0].get("links", "") if about else ""
+    version = report.here.get("torch", "2.13")
+    report.problems = known_problems(version, cuda=job.device != "cpu", gpus=job.gpus_here, ranks_here=job.ranks_here)
+    parts = {part: [task for task in tasks if task.part == part] for part in ("here", "right", "good")}
+    report.rows = [row_of(task.name, task.about, found[task.name]) for task in parts["right"]]
+    others = [row_of(task.name, task.about, found[task.name]) for task in (*parts["here"], *parts["good"])]
+    report.rows += [row for row in others if row.verdict != "seen"]  # a measurement has a row only if it failed
+    report.figures = figures_of(found[task.name] for task in parts["good"])
+    rates = found.get(FORECAST) or [None]
+    if rates[0] is not None:
+        report.hardware = rates[0].figures.get("hardware", {})
+    every = [outcome.figures for ranks in found.values() for outcome in ranks if outcome is not None]
+    report.measured = next((figures["model"] for figures in every if "model" in figures), "small units")
+    return report
+
+
+def _write(report: Report, given: Any) -> None:
+    print(report.text(), flush=True)  # before the files are written, which may fail
+    path = given.json or Path("fsdp2-check.json")
+    beside = path.with_suffix(".md")
+    path.write_text(report.json() + "\n")
+    beside.write_text(report.markdown())
+    print(f"\nwrote {path} and {beside}: attach both to a report", file=sys.stderr)
+    if given.save_hardware and report.hardware:
+        links = tuple(Link(**one) for one in report.hardware["links"])  # dictionaries from JSON
+        Hardware(**{**report.hardware, "links": links}).save(given.save_hardware)
+        print(f"wrote {given.save_hardware}: python -m fsdp2 forecast --hardware uses it", file=sys.stderr)

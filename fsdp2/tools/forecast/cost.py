@@ -1,0 +1,173 @@
+"""Estimate the time of kernels and collectives on a machine with given constants."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+__all__ = ["DEVICES", "H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """The cost of a collective among ``ranks``: the seconds until the first byte arrives, and bytes per second."""
+
+    ranks: int
+    seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The constants of a machine.
+
+    The time of a kernel is that of its arithmetic or of its memory traffic, whichever is longer. The time of a
+    collective is the latency of its link and the time for the bytes that a rank sends; both are interpolated between
+    the sizes of ``links``. A group with fewer than all ranks of a node shares the node's network with other groups: it
+    has ``network_bytes_per_second`` for each of its ranks there. Host time, contention for multiprocessors and
+    congestion are not modeled.
+    """
+
+    name: str = "h100"
+    flops_per_second: float = 450e12
+    """The rate of matrix products with elements of two bytes; other rates are in proportion to the element size."""
+    memory_bytes_per_second: float = 2.4e12
+    ranks_per_node: int = 8
+    network_bytes_per_second: float = 37.5e9
+    """The rate of one rank to other nodes."""
+    links: tuple[Link, ...] = (
+        Link(8, 35e-6, 360e9),
+        Link(64, 0.3e-3, 300e9),
+        Link(256, 1.2e-3, 300e9),
+        Link(1024, 4e-3, 300e9),
+    )
+
+    def __str__(self) -> str:
+        """Return every constant on a line of its own."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "links"}
+        lines = [
+            f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}" for name, value in values.items()
+        ]
+        lines += [
+            f"{link.ranks} ranks: {link.seconds * 1e3:g} ms, {link.bytes_per_second:g} B/s" for link in self.links
+        ]
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write the constants to a JSON file, which ``load`` and ``--hardware`` read."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read the constants from a file; missing ones are those of an H100.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: The file is not JSON, or has an unknown constant or one that is not a positive number.
+        """
+        example = '{"memory_bytes_per_second": 2.4e12, "links": [{"ranks": 8, "seconds": 3.5e-5, ...}]}'
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON ({error}); expected constants such as {example}") from error
+        known = {field.name: type(getattr(cls(), field.name)) for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) - set(known):
+            got = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"{path}: got {got}; expected an object with some of {sorted(known)}")
+        try:
+            given = values.get("links", [asdict(link) for link in cls().links])
+            links = [Link(int(one["ranks"]), float(one["seconds"]), float(one["bytes_per_second"])) for one in given]
+            numbers = {name: known[name](value) for name, value in values.items() if name != "links"}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: {type(error).__name__}: {error}; expected constants such as {example}"
+            ) from error
+        found = cls(**numbers, links=tuple(sorted(links, key=lambda link: link.ranks)))
+        positive = [value for value in numbers.values() if not isinstance(value, str)]
+        positive += [part for link in links for part in (link.ranks, link.seconds, link.bytes_per_second)]
+        if not links or not all(math.isfinite(value) and value > 0 for value in positive):
+            raise ValueError(f"{path}: expected positive numbers and at least one link, got {found!r}")
+        return found
+
+    def link(self, ranks: int) -> Link:
+        """Return latency and bandwidth of a group of that size, interpolated on a logarithmic scale."""
+        below = [link for link in self.links if link.ranks <= ranks]
+        above = [link for link in self.links if link.ranks >= ranks]
+        if not below or not above:
+            nearest = (below or above[:1])[-1]
+            return Link(ranks, nearest.seconds * ranks / nearest.ranks, nearest.bytes_per_second)
+        low, high = below[-1], above[0]
+        part = 0.0 if low is high else math.log(ranks / low.ranks) / math.log(high.ranks / low.ranks)
+
+        def between(first: float, second: float) -> float:
+            return first ** (1 - part) * second**part
+
+        return Link(ranks, between(low.seconds, high.seconds), between(low.bytes_per_second, high.bytes_per_second))
+
+    def collective_seconds(self, nbytes: float, ranks: Sequence[int]) -> float:
+        """Return the seconds in which ``ranks`` (global ones) send ``nbytes`` to each other, each its part."""
+        size = len(ranks)
+        if size < 2:
+            return 0.0
+        link = self.link(size)
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        speed = link.bytes_per_second
+        if nodes > 1:
+            speed = min(speed, self.network_bytes_per_second * size / nodes)
+        return link.seconds + nbytes * (size - 1) / size / speed
+
+    def kernel_seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        """Return the seconds of one operator."""
+        touched = [*tensors_in((args, kwargs)), *tensors_in(out)]
+        if not touched:
+            return 0.0
+        flops = _flops(func)
+        seconds = sum(map(nbytes_of, touched)) / self.memory_bytes_per_second
+        if flops is None:
+            return seconds
+        rate = self.flops_per_second * 2 / max(touched[0].itemsize, 1)
+        return max(seconds, flops(*args, **kwargs, out_val=out) / rate)
+
+
+H100 = Hardware()
+DEVICES = {"h100": H100, "h200": replace(H100, name="h200", memory_bytes_per_second=3.4e12)}
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested lists, tuples and mappings."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for one in value for tensor in tensors_in(one)]
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements of ``tensor``; expanded ones count once."""
+    numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride()) if stride)
+    return numel * tensor.itemsize if tensor.numel() else 0
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+def _flops(func: Any) -> Callable[..., int] | None:
+    packet = func.overloadpacket
+    if packet in flop_registry or "scaled_dot_product" not in str(packet):
+        return flop_registry.get(packet)
+    # torch's own counter lacks some attention kernels, such as those for CPUs.
+    return _attention_backward if "backward" in str(packet) else _attention

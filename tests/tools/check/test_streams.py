@@ -1,0 +1,65 @@
+"""What only a device with streams gets wrong, on the simulated one: the sanitizer's row, and the fills' own order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2._torch.sanitizer import StreamError
+from fsdp2.tools.check.models import Small
+from fsdp2.tools.check.place import Outcome, Place
+from fsdp2.tools.check.strict import filled_memory, watched
+from fsdp2.tools.check.trial import Trial, loss_of, shard
+from tests.support import api
+from tests.support.fake import fake_mesh
+from tests.support.streams import Device, Mistake
+
+pytestmark = api.fsdp2_only
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """One of four ranks, the others pretended."""
+    with fake_mesh(4):
+        yield Place(0, 4, 0, torch.device("cpu"), dist.HashStore())
+
+
+def watched_on(place: Place, ignored: tuple[str, ...] | None) -> Outcome:
+    """Run the check on a simulated device, whose mistakes are raised as torch's sanitizer raises real ones."""
+
+    @contextmanager
+    def sanitizer() -> Iterator[None]:
+        with suppress(Mistake):  # where a wait is left out, the first one ends the check
+            yield
+        if device.mistakes:
+            raise StreamError(device.mistakes[0])
+
+    with Device(ignored) as device:
+        return watched(place, sanitizer)
+
+
+def test_order_of_streams(place):
+    """Nothing is noticed as it is."""
+    assert watched_on(place, None).verdict == "right"
+
+
+@pytest.mark.parametrize("forgotten", [("wait", "finish_gather", "_ready"), ("wait", "after", "start")])
+def test_a_wait_that_is_left_out(place, forgotten):
+    """The row says which kernel does not wait for which."""
+    outcome = watched_on(place, forgotten)
+    assert outcome.verdict == "wrong" and "does not wait for" in outcome.text
+
+
+def test_fills_are_in_order(place):
+    """Overwriting new memory is itself ordered with all that uses the memory: a fill makes no mistake of its own."""
+    trial = Trial(place)
+    with Device() as device, filled_memory():
+        model = trial.sharded(Small, partial(shard, mesh=trial.mesh()))
+        for step in range(2):
+            loss_of(model(trial.rows(step, model.width).chunk(4)[0])).backward()
+    assert not device.mistakes

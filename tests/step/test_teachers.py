@@ -1,0 +1,190 @@
+"""Momentum teachers (MoCo, BYOL, DINO): the forward writes to a teacher in some way, and then computes with it.
+
+Few of these ways show in a version counter: ``.data`` has a counter of its own, and operators on lists of DTensors run
+below autograd. So no test of "has this tensor changed?" finds them all, and what a forward has gathered of a teacher
+before it was written may be old, without a word.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import api
+from tests.support.parity import beside_one_process, mesh_of
+from tests.support.pool import LIMIT_SECONDS, POOL
+
+pytestmark = api.fsdp2_only
+
+Write = Callable[[list[Any], list[Any]], None]
+
+
+def by_method(teacher: list[Any], student: list[Any]) -> None:
+    """In place, which version counters show."""
+    for held, trained in zip(teacher, student):
+        held.lerp_(trained, 0.5)
+
+
+def by_data(teacher: list[Any], student: list[Any]) -> None:
+    """As most published code does."""
+    for held, trained in zip(teacher, student):
+        held.data.mul_(0.5).add_(trained.data, alpha=0.5)
+
+
+def by_assigned_data(teacher: list[Any], student: list[Any]) -> None:
+    """With other memory."""
+    for held, trained in zip(teacher, student):
+        held.data = held.data * 0.5 + trained.data * 0.5
+
+
+def by_foreach(teacher: list[Any], student: list[Any]) -> None:
+    """As fast code does."""
+    torch._foreach_lerp_(teacher, student, 0.5)
+
+
+def by_local(teacher: list[Any], student: list[Any]) -> None:
+    """Each rank writes its own piece."""
+    local = lambda tensors: [getattr(tensor.detach(), "_local_tensor", tensor.detach()) for tensor in tensors]
+    torch._foreach_lerp_(local(teacher), local(student), 0.5)
+
+
+def by_optimizer(teacher: list[Any], student: list[Any]) -> None:
+    """By an optimizer whose gradients are the differences."""
+    for held, trained in zip(teacher, student):
+        held.grad = (held - trained).detach()
+    torch.optim.SGD(teacher, lr=0.5, foreach=True).step()
+    for held in teacher:
+        held.grad = None
+
+
+WRITES: dict[str, Write] = {
+    write.__name__: write for write in (by_method, by_data, by_assigned_data, by_foreach, by_local, by_optimizer)
+}
+SHOWN = ("by_method", "by_optimizer")
+"""Those that version counters, or a hook of the optimizer, show."""
+
+
+class Momentum(nn.Module):
+    """A student, and a teacher that the forward updates by ``write`` before it runs; ``graph``: with gradients."""
+
+    def __init__(self, write: str, graph: bool) -> None:
+        super().__init__()
+        self.write, self.graph = WRITES[write], graph
+        self.student, self.teacher = (nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]) for _ in range(2))
+        self.teacher.requires_grad_(graph)
+        self.weights: tuple[list[Any], list[Any]] = [], []
+
+    def keep_weights(self) -> None:
+        """Remember the weights, as an optimizer does: between steps the modules show what is kept of them."""
+        self.weights = [*self.teacher.parameters()], [*self.student.parameters()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = self.student(x)
+        with torch.no_grad():
+            self.write(*self.weights)
+        with torch.set_grad_enabled(self.graph):
+            target = self.teacher(x)
+        return (wanted - target).square()
+
+
+def units(module: Any) -> list[nn.Module]:
+    """Every layer."""
+    return [*module.student, *module.teacher]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to shard the model."""
+
+    world: int = 2
+    replicas: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lists: bool = False  # the student's layers gather the teacher's ahead
+
+    def shard(self, write: str, graph: bool) -> tuple[Any, Any]:
+        """Return the sharded model, and the same in one process."""
+        sizes, names = (self.replicas, self.world // self.replicas), ("replicate", "shard")
+        mesh = mesh_of(*sizes, names=names) if self.replicas > 1 else mesh_of(self.world)
+        module, alone = beside_one_process(partial(Momentum, write, graph), units, mesh=mesh, **self.options)
+        if self.lists:
+            module.student[0].set_modules_to_forward_prefetch([module.student[1], module.teacher[0]])
+            module.student[1].set_modules_to_forward_prefetch([*module.teacher])
+        return module, alone
+
+
+OVER = {"shard_over_replicas": True}
+KINDS = {
+    "one rank": Kind(1),
+    "two ranks": Kind(),
+    "prefetch lists": Kind(lists=True),
+    "kept": Kind(options={"reshard_after_forward": False}),
+    "kept, prefetch lists": Kind(options={"reshard_after_forward": False}, lists=True),
+    "pieces kept": Kind(4, options={"reshard_after_forward": 2}),
+    "pieces kept, prefetch lists": Kind(4, options={"reshard_after_forward": 2}, lists=True),
+    "replicas": Kind(4, 2),
+    "over replicas": Kind(4, 2, OVER),
+    "over replicas, kept": Kind(4, 2, OVER | {"reshard_after_forward": False}),
+    "over replicas, prefetch lists": Kind(4, 2, OVER, lists=True),
+}
+
+
+def reason(kind: str, write: str, graph: bool) -> str:
+    """Return what is wrong today, if anything is."""
+    refused = write == "by_assigned_data" and not KINDS[kind].lists  # which says so
+    if write in SHOWN or refused:
+        return ""
+    if OVER.items() <= dict(KINDS[kind].options).items():
+        return "portions of the teacher are gathered when the forward begins, and nothing tells that it was written"
+    if KINDS[kind].lists:
+        return "a prefetch list gathers the teacher before it is written, and nothing tells that it was"
+    if graph:
+        return "the teacher was gathered ahead before it was written, and nothing tells that it was"
+    return ""
+
+
+def cases() -> list[Any]:
+    """Return every kind with every way of writing; few of them with a graph are quick."""
+    found = []
+    for kind, write, graph in itertools.product(KINDS, WRITES, (False, True)):
+        wrong = reason(kind, write, graph)
+        marks: list[Any] = [pytest.mark.xfail(strict=True, reason=wrong)] if wrong else []
+        quick = write in ("by_data", "by_foreach", "by_optimizer") and (not graph or kind in ("two ranks", "replicas"))
+        marks += [] if quick else [pytest.mark.slow]
+        how = f"{kind}: {write}{', with a graph' if graph else ''}"
+        found.append(pytest.param(KINDS[kind].world, kind, write, graph, marks=marks, id=how))
+    return found
+
+
+@pytest.mark.parametrize(("world", "kind", "write", "graph"), cases())
+def test_a_teacher_that_the_forward_updates(world, kind, write, graph):
+    """It computes with the new weights, with a graph and without, in training and in evaluation."""
+    POOL.run(world, train_and_compare, {"kind": kind, "write": write, "graph": graph}, LIMIT_SECONDS)
+
+
+def train_and_compare(rank: int, world: int, kind: str, write: str, graph: bool) -> None:
+    """One rank of a case: train both and evaluate between steps."""
+    pair = KINDS[kind].shard(write, graph)
+    inputs = torch.ones(2, 4)
+    for model in pair:
+        model.keep_weights()
+    for step in range(3):
+        try:
+            losses = [model(inputs).mean() for model in pair]
+        except RuntimeError as error:
+            assert write == "by_assigned_data" and "teacher.0.weight" in str(error), error
+            return
+        torch.testing.assert_close(*losses, msg=lambda text, s=step: f"step {s}: {text}")
+        for loss, model in zip(losses, pair):
+            loss.backward()
+            torch.optim.SGD(model.weights[1], 0.5).step()
+            model.zero_grad()
+        with torch.no_grad():
+            outputs = [model(inputs) for model in pair]
+        torch.testing.assert_close(*outputs, msg=lambda text, s=step: f"evaluation after step {s}: {text}")

@@ -354,6 +354,11 @@ class ShardStore:
         """Return whether ``tensor`` is a full parameter, or a view of one."""
         return self._full is not None and self._full.has(on_this_rank(tensor))
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in memory that comes and goes: full parameters, or pieces of a subgroup."""
+        pieces = self._subgroup
+        return self.lies_in_full(tensor) or (pieces is not None and pieces.has(on_this_rank(tensor)))
+
     def full_versions(self) -> list[int]:
         """Return how often each full parameter was changed in place; gathers do not count."""
         return versions_of([param.full for param in self._plain])

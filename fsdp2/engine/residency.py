@@ -605,9 +605,12 @@ class Residency:
 
     # ---- shards that others put in place ----
 
-    def adopt(self) -> None:
-        """Take in parameters that were replaced on the modules, moved, cast or loaded, while these show shards."""
-        if isinstance(self.state, Sharded) and not self.summoned and self.store.adopt():
+    def adopt(self, *, loaded: bool = False) -> None:
+        """Take in parameters that were replaced on the modules, moved, cast or loaded, while these show shards.
+
+        Where they were ``loaded`` they are there to stay. Another rank may have copied the same values in place.
+        """
+        if isinstance(self.state, Sharded) and not self.summoned and self.store.adopt() and not loaded:
             self.state.adopted = True
 
     def use(self, store: ShardStore, comm: CommContext) -> None:

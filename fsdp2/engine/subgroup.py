@@ -67,6 +67,10 @@ class SubgroupShards:
             if param in values:
                 piece.copy_(spec.cut(spec.of_plain(values[param])))
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in the pieces' memory."""
+        return self._flat.has(tensor)
+
     def free(self) -> None:
         """Give the pieces' memory back."""
         self._flat.free()

@@ -6,6 +6,7 @@ save             writes safetensors files block by block
 sync             copies the first rank's values to the other ranks
 summon           shows full parameters for the length of a with block
 export           yields every full parameter, one after the other
+handed           tensors that callers hand in, whose memory loading would free
 local_pieces     this rank's part of a tensor, and joining the parts of all ranks
 matching         assigns values to parameters and reports every mismatch
 materialize      allocates memory for tensors on the meta device

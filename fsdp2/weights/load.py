@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.sharding.boxes import Entry, Part, blocks, narrow, numel, whole
+from fsdp2.weights.handed import copies_of_lent, why_unreadable
 from fsdp2.weights.matching import Loaded, check_ties, match, partly_loaded
 from fsdp2.weights.materialize import materialize
 from fsdp2.weights.names import clean_names
@@ -211,6 +213,7 @@ class _FromFirst:
                 f"{_FROM_RANK0}: the state_dict of rank 0 must map names to tensors, got {type(state_dict).__name__}; "
                 "pass the full state dict of the plain model there"
             )
+        state_dict = ChainMap(copies_of_lent(state_dict, selection.groups), state_dict)  # type: ignore[arg-type]  # is read
         keys = clean_names(state_dict, f"{_FROM_RANK0}: rank 0's state_dict")
         extras = {name: state_dict[key] for name, key in keys.items() if name in selection.extras}
         found = {name: _entry(state_dict[key], key) for name, key in keys.items() if name in selection.by_name}
@@ -255,4 +258,6 @@ def _entry(value: Any, key: str) -> Entry:
             f"{_FROM_RANK0}: {key} of rank 0's state_dict must be a full plain tensor, got {got}; gather DTensors "
             "first, and leave out what is not a tensor"
         )
+    if problem := why_unreadable(value):
+        raise ValueError(f"{_FROM_RANK0}: {key} of rank 0's state_dict: {problem}")
     return Entry(tuple(value.shape), value.dtype)

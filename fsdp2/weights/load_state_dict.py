@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import managed_sites, units_below
+from fsdp2.engine.index import groups_below, managed_sites, units_below
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
 from fsdp2.sharding.spec import placed_alike
+from fsdp2.weights.handed import copies_of_lent, why_unreadable
 from fsdp2.weights.local_pieces import foreign_piece, is_piece
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
 from fsdp2.weights.select import loaded_plainly
@@ -38,9 +39,13 @@ def _load_shards(
     """Show shards on ``module``, and replace full tensors and pieces in ``state_dict`` by shards.
 
     A value of the wrong shape stays unchanged, and torch reports it.
+
+    Raises:
+        RuntimeError: A value cannot be read. A load of the whole unit has found it before.
     """
     if group.residency.summoned:  # the modules show plain parameters, which load as such
         return
+    state_dict.update(copies_of_lent(state_dict, [group]))
     group.before_load()
     assign = bool(metadata.get("assign_to_params_buffers", False))
     for param in group.params:
@@ -52,6 +57,8 @@ def _load_shards(
 
 def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign: bool) -> Any:
     sharded: Any = param.sharded
+    if problem := why_unreadable(value):
+        raise RuntimeError(f"Error in loading state_dict: {clean_name(key)}: {problem}")
     if is_piece(value):
         problem = _wrong_piece(value, param, key)
         if problem:
@@ -67,8 +74,14 @@ def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign
         local = param.spec.cut(param.spec.of_plain(whole))
     else:
         return value
-    if assign:  # it becomes the shard itself: on the right device, and without keeping a full tensor's memory alive
-        device = param.local.device
+    if assign:
+        if local.dtype == param.dtype and not param.local.is_meta and type(param.local) is torch.Tensor:
+            # The parameter stays, and with it the optimizers that hold it. torch marks a state dict that was once
+            # assigned, so that a rank that passes it assigns whatever it asks for, while the other ranks copy.
+            with torch.no_grad():
+                param.local.copy_(local)
+            return sharded
+        device = param.local.device  # it becomes the shard itself, without keeping a full tensor's memory alive
         if device.type == "meta" and not local.is_meta:
             device = group.store.home
         local = own_memory(local, param.spec, device)
@@ -86,7 +99,7 @@ def _adopt_loaded(group: FSDPParamGroup, module: nn.Module, *unused: object) -> 
             shown = site.shown
             if site.module is module and shown is not None and shown is not param.sharded:
                 param.sites[0].show(shown)
-    group.residency.adopt()
+    group.residency.adopt(loaded=True)
 
 
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:
@@ -117,8 +130,9 @@ def before_load_tree(
     forward.
 
     Raises:
-        RuntimeError: Tensors have the wrong shape (all of them are listed, in torch's words), or there are shards or
-            pieces for parameters that are not sharded. Nothing is loaded then.
+        RuntimeError: Tensors have the wrong shape (all of them are listed, in torch's words), lie in memory that was
+            freed, or are rounded; or there are shards or pieces for parameters that are not sharded. Nothing is loaded
+            then.
     """
     _shard_added(module)
     wrapper = CHECKPOINTED in dict(module.named_children())
@@ -132,7 +146,9 @@ def before_load_tree(
         key = next((k for k in (prefix + head + short, prefix + long) if k in state_dict), "")
         value = state_dict.get(key)
         managed = sites.get(Site(owner, name))
-        if is_piece(value) and managed is not None:
+        if problem := why_unreadable(value):
+            problems.append(f"{clean_name(key)}: {problem}")
+        elif is_piece(value) and managed is not None:
             problems.append(_wrong_piece(value, managed, clean_name(key)))  # type: ignore[arg-type]  # a piece is a dict
         elif is_piece(value) or (isinstance(value, DTensor) and _is_plain(tensor) and not assign):
             problems.append(
@@ -153,6 +169,7 @@ def before_load_tree(
     if any(problems):
         text = "\n\t".join(problem for problem in problems if problem)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}")
+    state_dict.update(copies_of_lent(state_dict, groups_below(module)))
 
 
 def _shard_added(module: nn.Module) -> None:

@@ -157,7 +157,7 @@ class Selection:
             yield
         finally:
             for group in self.groups:
-                group.residency.adopt()
+                group.residency.adopt(loaded=True)
 
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows one of the parameters."""

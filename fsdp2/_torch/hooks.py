@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as checkpointing
 
 # Public functions enter and leave modes, but cannot remove one for a while.
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = [
+    "TorchDispatchMode",
     "dispatch_modes",
     "dynamo_is_tracing",
+    "makes_view",
     "outside_dynamo",
     "outside_dynamo_and_modes",
+    "written_by",
 ]
 
 _M = TypeVar("_M", bound=Callable[..., Any])
@@ -89,3 +92,14 @@ def outside_dynamo_and_modes(outer: Callable[[Any], int]) -> Callable[[_M], _M]:
 def dynamo_is_tracing() -> bool:
     """Return True if Dynamo runs this function while it traces: it would treat unknown tensors as constants."""
     return "torch._dynamo" in sys.modules and torch._guards.TracingContext.try_get() is not None
+
+
+def makes_view(operator: Any) -> bool:
+    """Return True if the results of an operator are views of its first argument."""
+    return bool(operator.is_view)
+
+
+def written_by(operator: Any, args: Sequence[Any]) -> list[Any]:
+    """Return those of the arguments ``args`` of an operator that it writes to."""
+    infos = [argument.alias_info for argument in operator._schema.arguments]
+    return [value for info, value in zip(infos, args) if info is not None and info.is_write]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,6 +47,7 @@ __all__ = [
     "local_tensor",
     "local_tensors",
     "mesh_order",
+    "plain_tensors_replicated",
     "python_attributes",
     "pytree",
     "set_local_tensor",
@@ -118,6 +120,20 @@ def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:
 
 # A context that hides operations from all dispatch modes, including FakeTensorMode.
 without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
+
+@contextlib.contextmanager
+def plain_tensors_replicated() -> Iterator[None]:
+    """Let operators take plain tensors beside DTensors, as replicated: the same whole tensor on every rank.
+
+    torch's own ``implicit_replication`` ends such a block of the caller's around this one, too.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    before, dispatcher._allow_implicit_replication = dispatcher._allow_implicit_replication, True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 # Makes a DTensor of a local tensor itself. ``DTensor.from_local`` would make a view and check it in every call.

@@ -22,6 +22,7 @@ portions   pieces for the shard axis, with shard_over_replicas
 extension  tensors that decide themselves what travels
 hints      errors about shards that were computed with, explained
 param      one managed parameter: shard, full tensor, gradient
+gradient_hooks  users' hooks on the gradients of shards
 phase      where a group is in the iteration, and which phase may follow which
 compression  which parameters travel in which block format
 options    every knob of a group

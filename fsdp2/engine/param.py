@@ -32,6 +32,7 @@ from fsdp2._torch.tensors import (
 )
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
 from fsdp2.engine.compression import Formats, choose_formats
+from fsdp2.engine.gradient_hooks import call_hook, gradient_after
 from fsdp2.policies import CompressionPolicy, MixedPrecisionPolicy
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.spec import ShardedSpec, arrived
@@ -226,12 +227,12 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
     """
     shards = [param.sharded for param in params]
     hooked = have_gradient_hooks(shards)
-    for sharded, grad in zip(shards, ShardedSpec.shards_as([param.spec for param in params], pieces)):
+    for param, grad in zip(params, ShardedSpec.shards_as([param.spec for param in params], pieces)):
+        sharded = param.sharded
         assert sharded is not None
         hooks = gradient_hooks(sharded) if hooked else None
         for hook in hooks[0] if hooks else ():
-            changed = hook(grad)
-            grad = grad if changed is None else changed
+            grad = gradient_after(hook, grad, param.name, param.spec)
         before = sharded.grad
         if before is None:
             sharded.grad = grad
@@ -239,7 +240,7 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
             _check_placed_alike(params, sharded, before, grad)
             local_tensor(before).add_(local_tensor(grad))
         for hook in hooks[1] if hooks else ():
-            hook(sharded)
+            call_hook(hook, sharded, param.name, param.spec)
 
 
 def _check_placed_alike(
@@ -433,11 +434,21 @@ class FSDPParam:
         self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))
 
     @torch.no_grad()
-    def take_value(self, whole: nn.Parameter) -> None:
-        """Copy the value, the attributes and the requires_grad of ``whole`` to the shard, and drop the gradient."""
+    def take_value(self, whole: nn.Parameter, home: torch.device) -> None:
+        """Take the value, the attributes and the requires_grad of ``whole`` for the shard, and drop the gradient.
+
+        A shard on the meta device cannot be written to: a new one takes its place, with a local tensor on ``home``.
+        """
         sharded = self.sharded
         assert sharded is not None
-        self.local.copy_(self.spec.cut(whole))
+        if self.local.is_meta:
+            hooks = gradient_hook_tables(sharded)
+            local = self.spec.cut(whole).detach().to(home, copy=True)
+            sharded = parameter_of(self.spec.shard(local), requires_grad=whole.requires_grad)
+            share_gradient_hooks(sharded, hooks)
+            self.adopt_shard(sharded)
+        else:
+            self.local.copy_(self.spec.cut(whole))
         sharded.grad = None
         sharded.requires_grad_(whole.requires_grad)
         sharded.__dict__.update(python_attributes(whole))
@@ -523,7 +534,7 @@ class FSDPParam:
         self.follow_grad_dtype()
         assert self.sharded is not None
         grad = self.sharded.grad
-        if not self.grad_dtype or grad is None:
+        if self.grad_dtype in ((), (None,)) or grad is None:  # any dtype is none of its own
             return None
         self.sharded.grad = None
         return grad

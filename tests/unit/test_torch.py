@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import sys
@@ -307,6 +308,27 @@ def test_data_assigned_shows_in_the_storage_alone() -> None:
     assert _torch.lies_in(whole[1:].detach().view(3, 1), whole.untyped_storage())
     assert not _torch.lies_in(whole.clone(), whole.untyped_storage())
     assert not _torch.lies_in(whole.to_sparse(), whole.untyped_storage())
+
+
+@probes("plain_tensors_replicated")
+def test_plain_tensors_are_replicated_in_a_block(mesh: DeviceMesh) -> None:
+    sharded = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    for outer in (False, True):
+        with _torch.plain_tensors_replicated() if outer else contextlib.nullcontext():
+            with _torch.plain_tensors_replicated():
+                assert (sharded * torch.ones(8, 4)).placements == (Shard(0),)
+            with contextlib.nullcontext() if outer else pytest.raises(RuntimeError, match="mixed"):
+                sharded * torch.ones(8, 4)
+
+
+@probes("makes_view", "written_by")
+def test_what_an_operator_writes_and_views() -> None:
+    aten, x, y = torch.ops.aten, torch.ones(2), torch.ones(2)
+    assert _torch.written_by(aten.add_.Tensor, (x, y)) == [x] and _torch.written_by(aten.add.Tensor, (x, y)) == []
+    assert _torch.written_by(aten.select.int, (x, 0, 0)) == []
+    views = (aten.select.int, aten.slice.Tensor, aten.view.default, aten.detach.default, aten.split.Tensor)
+    assert all(map(_torch.makes_view, views))
+    assert not any(map(_torch.makes_view, (aten.add.Tensor, aten.add_.Tensor, aten.clone.default)))
 
 
 @probes("python_attributes")

@@ -29,7 +29,7 @@ from fsdp2.grouping.grouping import CallOptions
 from fsdp2.grouping.placing import Placed, PlacementFn
 from fsdp2.grouping.plan import describe
 from fsdp2.grouping.policy import Policy, choose_units
-from fsdp2.module import FSDPModule
+from fsdp2.module import MADE_BY_FULLY_SHARD, FSDPModule
 from fsdp2.policies import (
     CompressionPolicy,
     DataParallelMeshDims,
@@ -222,7 +222,8 @@ def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> None:
     options.manage(unit, managed)
     _attach(unit)
     for module, cls in zip(modules, classes):
-        module.__class__ = cls  # names and attributes do not change
+        # Names and attributes do not change. The class may override __setattr__.
+        object.__setattr__(module, "__class__", cls)
 
 
 def _check_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -418,6 +419,7 @@ def _fsdp_class(cls: type) -> type:
     made = _classes[cls]() if cls in _classes else None
     if made is None:
         own: dict[str, Any] = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
+        own[MADE_BY_FULLY_SHARD] = True
         if not hasattr(cls, "__copy__"):
             own["__copy__"] = copy_module
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls, FSDP1Methods), own)

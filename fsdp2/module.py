@@ -26,7 +26,10 @@ from fsdp2.policies import AllGather, CompressionPolicy, GradientReductionHandle
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
-__all__ = ["FSDPModule", "share_comm_ctx"]
+__all__ = ["MADE_BY_FULLY_SHARD", "FSDPModule", "share_comm_ctx"]
+
+MADE_BY_FULLY_SHARD = "_fsdp2_made_by_fully_shard"
+"""An attribute of the classes that ``fully_shard`` gives to modules."""
 
 
 class FSDPModule(TorchFSDPModule):
@@ -34,6 +37,15 @@ class FSDPModule(TorchFSDPModule):
 
     It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so ``isinstance`` tests in libraries work.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Call the ``__init_subclass__`` of other base classes, but not for a class that ``fully_shard`` makes.
+
+        That is no new kind of module: a user's class may require keyword arguments of its subclasses, record them, or
+        allow none.
+        """
+        if MADE_BY_FULLY_SHARD not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of the original class: ``sequential[:2]`` makes a plain Sequential."""

@@ -149,8 +149,8 @@ class CallOptions:
 def _mark(modules: Iterable[nn.Module]) -> None:
     """Set the flags on which Dynamo guards, and by which registrations on these modules are counted."""
     for module in modules:
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # a plain flag
-        module._fsdp_use_orig_params = True  # type: ignore[assignment]  # likewise
+        # Not by setattr: a module may override it, and refuse names that it does not know.
+        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def _take_over(found: Found, param: FSDPParam) -> None:
@@ -163,7 +163,7 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     if not fits or new.dtype != param.dtype or new.is_meta or set(param.sites) != set(found.sites):
         return
     group.reshard()
-    param.take_value(new)
+    param.take_value(new, group.store.home)
     show([param], "sharded")
     group.store.note_change()
     follow_parameters([new], [param])

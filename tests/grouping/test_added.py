@@ -388,3 +388,39 @@ def test_modules_that_are_built_beside_a_unit_do_not_count():
         before = hooks.registrations
         nn.Linear(2, 2)
         assert hooks.registrations == before
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_plain_parameter_in_the_place_of_a_shard_on_the_meta_device(rank, world, trains, hybrid):
+    """DoRA makes its magnitudes so, after a model was sharded on the meta device. The value was copied into the meta
+    shard, which loses it, and the forward found "still on meta device"; a shard with memory is filled, so this one has
+    to be made anew."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options = {"replicated_params": {module[0].weight}} if hybrid else {}
+    for unit in (*module, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world), **options)
+    calls: list[int] = []
+    module[0].weight.register_hook(lambda grad: calls.append(1))
+    alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    alone[0].weight.requires_grad_(trains)
+    for layer, other in zip(module, alone):
+        for name, value in other.named_parameters():
+            value.data.copy_(torch.arange(float(value.numel())).view_as(value) / 8)
+            setattr(layer, name, nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
+            getattr(layer, name).tag = name
+    optimizers = [torch.optim.SGD([p for p in one.parameters() if p.requires_grad], 0.1) for one in (module, alone)]
+    for _ in range(2):
+        for one, optimizer in zip((module, alone), optimizers):
+            one(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            if one is module:
+                trained = [p for p, q in zip(module.parameters(), alone.parameters()) if q.requires_grad]
+                assert (all(isinstance(p.grad, DTensor) for p in trained) and module[0].weight.grad is None) or trains
+            optimizer.zero_grad()
+    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)
+        assert not got.is_meta and got.requires_grad == expected.requires_grad
+    assert module[1].bias.tag == "bias" and bool(calls) == trains

@@ -214,3 +214,60 @@ def test_pickling_is_refused(rank, world):
     assert fsdp2.fsdp_modules(twin)[1:] == [twin.get_submodule(name) for name in BLOCKS]
     twin(torch.ones(2, 8)).sum().backward()
     assert pickle.loads(pickle.dumps(nn.Linear(2, 2))).weight.shape == (2, 2)
+
+
+# ---- classes ----
+
+
+class Tagged(nn.Module):
+    """Requires a keyword of its subclasses, as registries of models do, and knows their names."""
+
+    known: list[str] = []
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        Tagged.known.append(f"{tag} {cls.__name__}")
+        super().__init_subclass__()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Leaf(Tagged, tag="leaf"):
+    """One that is known."""
+
+
+class Final(Tagged, tag="final"):
+    """One that allows no subclass, and no attribute that it does not know."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final allows no subclass")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("training", "linear"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Leaf, Final])
+def test_a_class_that_minds_its_subclasses(rank, world, kind):
+    """The class that ``fully_shard`` makes went through ``__init_subclass__`` as if a user had defined it: a keyword
+    was missing, or a registry had a model "FSDPLeaf"; and attributes were set as if a user did."""
+    before = list(Tagged.known)
+    module = fsdp2.fully_shard(kind())
+    module(torch.ones(1, 4)).sum().backward()
+    assert isinstance(module, kind) and isinstance(module, fsdp2.FSDPModule) and Tagged.known == before
+    assert type(copy.deepcopy(module)) is type(module)
+
+
+def test_subclasses_that_users_define_are_noticed():
+    """``FSDPModule`` passes on what is not made by ``fully_shard``."""
+
+    class Mine(fsdp2.FSDPModule, Tagged, tag="mine"):
+        pass
+
+    assert Tagged.known[-1] == "mine Mine"

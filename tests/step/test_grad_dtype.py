@@ -375,3 +375,21 @@ def test_gradients_outlive_full_parameters_that_are_made_anew(rank, world):
             part.set_transfer_sizes(direct_param_bytes=1, direct_group_bytes=1)
         backward(part, step=1)
     assert all(map(torch.equal, gradients(module), gradients(expected)))
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("told", [None, BF16, DEFAULT], ids=["any", "bf16", "default"])
+def test_a_gradient_follows_its_parameter_to_another_dtype(rank, world, told):
+    """``None`` asks for no dtype of its own, so the gradient is cast with the parameter, as a plain module's is: it
+    stayed float32, and AdamW raised. Only a dtype that was asked for stays."""
+    alone, module = layers(FP32, told), sharded(api.ours, FP32, told)
+    for one in (alone, module):
+        one(torch.ones(4, 8)).sum().backward()
+    module.double()
+    assert {gradient.dtype for gradient in gradients(module)} == {BF16 if told is BF16 else torch.float64}
+    if told is not BF16:
+        alone.double()
+        for weight, expected in zip(module.parameters(), alone.parameters()):
+            assert torch.equal(weight.grad.full_tensor(), expected.grad)
+        torch.optim.AdamW(module.parameters()).step()

@@ -59,7 +59,7 @@ __all__ = [
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make all tensors in the block fake ones. Modules may be cast as usual.
+    """Make all tensors in the block fake ones. Modules may be cast as usual, and asking for an address is an error.
 
     The converter keeps a weak reference to each fake tensor, which alone would make ``module.to(dtype)`` raise an
     error, so these references are dropped before a swap.
@@ -68,6 +68,7 @@ def fake_tensors() -> Iterator[None]:
     remembers it only while the arguments stay the same.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False  # an address raises an error: C code would read or write at 0
     remembered, swap = mode.fake_tensor_converter.meta_converter.tensor_memo, torch.utils.swap_tensors
 
     def swap_forgotten(first: torch.Tensor, second: torch.Tensor) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "FakeTensor",
     "StridedShard",
     "TensorMeta",
+    "address_of",
     "chunk_cat",
     "concatenate_meshes",
     "dtensor_from_local",
@@ -86,6 +87,18 @@ def lies_in(tensor: torch.Tensor, storage: Any) -> bool:
 def storages_of(tensors: Iterable[Any]) -> list[int]:
     """Return a number for each tensor's storage, unique while that exists. Assigning ``.data`` changes only this."""
     return [t.untyped_storage()._cdata for t in tensors]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where the elements of ``tensor`` begin in memory.
+
+    A tensor without memory (a fake one, in a forecast or for torch's own estimators) raises an error at its address, or
+    has 0. Here it has one as if its storage lay in memory far from all others.
+    """
+    storage = tensor.untyped_storage()
+    if storage.device.type != "meta":
+        return tensor.data_ptr()
+    return (storage._cdata << 48) + tensor.storage_offset() * tensor.itemsize
 
 
 def python_attributes(param: torch.Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import functorch_active
-from fsdp2._torch.tensors import versions_of
+from fsdp2._torch.tensors import address_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
@@ -279,7 +279,7 @@ class ShardStore:
                 self.extensions = GroupExtensions(extensions) if extensions else None
             for i, (param, piece) in enumerate(plain):
                 view = self._view(i)
-                if _without_memory(view) or view.data_ptr() != piece.data_ptr() or not view.numel():
+                if address_of(view) != address_of(piece) or not view.numel():
                     view.copy_(piece)
                 self._set(param, view)
         self._storages = storages_of_shards(self._placed)

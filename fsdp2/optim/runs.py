@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp2._torch.optimizers import check_finite_and_unscale, foreach_mul, foreach_norm
+from fsdp2._torch.tensors import address_of, storages_of
 
 __all__ = ["joined", "norms_of", "scale", "split_for_norms", "unscale"]
 
@@ -23,7 +24,7 @@ def joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     run: list[torch.Tensor] = []
     end = length = 0
     for tensor in tensors:
-        start, size = tensor.data_ptr(), tensor.numel()
+        start, size = address_of(tensor), tensor.numel()
         if start != end or length + size > _ELEMENTS or not tensor.is_contiguous():
             found += _join(run, length)
             run, length = [], 0
@@ -35,7 +36,7 @@ def joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _join(run: list[torch.Tensor], length: int) -> list[torch.Tensor]:
     """Return one view of ``length`` elements, or ``run`` if its tensors lie in different allocations."""
-    if len(run) < 2 or run[0].untyped_storage().data_ptr() != run[-1].untyped_storage().data_ptr():
+    if len(run) < 2 or len(set(storages_of((run[0], run[-1])))) > 1:
         return run
     return [run[0].as_strided((length,), (1,))]
 

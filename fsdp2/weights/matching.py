@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp2._torch.tensors import address_of
 from fsdp2.sharding.boxes import Entry, blocks, whole
 from fsdp2.weights.select import Place, Selection
 
@@ -78,7 +79,7 @@ def check_ties(selection: Selection, given: Mapping[str, Entry], read: Reader, w
             for key in keys[1:]:
                 other = read(key, box)
                 same = first.dtype == other.dtype
-                if same and (first.data_ptr(), first.stride()) == (other.data_ptr(), other.stride()):
+                if same and (address_of(first), first.stride()) == (address_of(other), other.stride()):
                     continue
                 if not same or not torch.equal(_bits(first), _bits(other)):
                     raise RuntimeError(

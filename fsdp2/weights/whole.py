@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2._torch.tensors import address_of
 from fsdp2.comm.collectives import all_gather, gather_bytes
 from fsdp2.comm.pieces import copy_all, piece_pairs
 from fsdp2.engine.group import FSDPParamGroup
@@ -256,7 +257,7 @@ def whole_of(value: DTensor) -> torch.Tensor:
     if local.device.type not in (device, "meta"):  # collectives need tensors on the mesh's device
         local = local.to(device)
     full = arrived(dtensor_like(value, local.detach()).full_tensor())
-    shares = not full.is_meta and full.numel() and full.data_ptr() == on_this_rank(value).data_ptr()
+    shares = not full.is_meta and full.numel() and address_of(full) == address_of(on_this_rank(value))
     return full.clone() if shares else _exact(full)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
+from fsdp2._torch.tensors import address_of
 from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
 from fsdp2.sharding.spec import dtensor_like, on_this_rank
@@ -110,7 +111,7 @@ def _copy(value: Any, device: torch.device | None, copies: dict[object, torch.Te
     value = value.detach()
     if value.is_meta or not value.numel():
         return value
-    key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+    key = (address_of(value), value.shape, value.stride(), value.dtype, value.device)
     if key not in copies:
         copies[key] = value.to(device or value.device, copy=True)
     return copies[key]

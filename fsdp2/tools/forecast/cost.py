@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,13 +16,33 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 __all__ = ["DEVICES", "H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
 
 
+def _check_positive(constants: Any) -> None:
+    """Check that every constant is a positive number, and a whole one where ranks are counted."""
+    for field in fields(constants):
+        value = getattr(constants, field.name)
+        if isinstance(value, (str, tuple)) and field.name in ("name", "links"):
+            continue
+        whole = field.type == "int"
+        kind = numbers.Integral if whole else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < float(value) < math.inf:
+            raise ValueError(f"{field.name}={value!r}: expected {'a whole' if whole else 'a'} number above 0")
+
+
 @dataclass(frozen=True)
 class Link:
-    """The cost of a collective among ``ranks``: the seconds until the first byte arrives, and bytes per second."""
+    """The cost of a collective among ``ranks``: the seconds until the first byte arrives, and bytes per second.
+
+    Raises:
+        ValueError: A constant is not a positive number.
+    """
 
     ranks: int
     seconds: float
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        """Check the constants."""
+        _check_positive(self)
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,9 @@ class Hardware:
     the sizes of ``links``. A group with fewer than all ranks of a node shares the node's network with other groups: it
     has ``network_bytes_per_second`` for each of its ranks there. Host time, contention for multiprocessors and
     congestion are not modeled.
+
+    Raises:
+        ValueError: A constant is not a positive number, or there is no link, or more than one for a number of ranks.
     """
 
     name: str = "h100"
@@ -48,6 +72,14 @@ class Hardware:
         Link(256, 1.2e-3, 300e9),
         Link(1024, 4e-3, 300e9),
     )
+
+    def __post_init__(self) -> None:
+        """Check the constants, and sort the links."""
+        _check_positive(self)
+        ranks = sorted(link.ranks for link in self.links)
+        if not ranks or len(set(ranks)) < len(ranks):
+            raise ValueError(f"links for {ranks} ranks; expected at least one link, and one for each number of ranks")
+        object.__setattr__(self, "links", tuple(sorted(self.links, key=lambda link: link.ranks)))
 
     def __str__(self) -> str:
         """Return every constant on a line of its own."""
@@ -77,24 +109,17 @@ class Hardware:
             values = json.loads(Path(path).read_text())
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error}); expected constants such as {example}") from error
-        known = {field.name: type(getattr(cls(), field.name)) for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) - set(known):
-            got = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) - known:
+            got = sorted(set(values) - known) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"{path}: got {got}; expected an object with some of {sorted(known)}")
         try:
-            given = values.get("links", [asdict(link) for link in cls().links])
-            links = [Link(int(one["ranks"]), float(one["seconds"]), float(one["bytes_per_second"])) for one in given]
-            numbers = {name: known[name](value) for name, value in values.items() if name != "links"}
+            given = values.pop("links", [asdict(link) for link in cls().links])
+            links = tuple(Link(one["ranks"], one["seconds"], one["bytes_per_second"]) for one in given)
+            return cls(**values, links=links)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: {type(error).__name__}: {error}; expected constants such as {example}"
-            ) from error
-        found = cls(**numbers, links=tuple(sorted(links, key=lambda link: link.ranks)))
-        positive = [value for value in numbers.values() if not isinstance(value, str)]
-        positive += [part for link in links for part in (link.ranks, link.seconds, link.bytes_per_second)]
-        if not links or not all(math.isfinite(value) and value > 0 for value in positive):
-            raise ValueError(f"{path}: expected positive numbers and at least one link, got {found!r}")
-        return found
+            what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else error
+            raise ValueError(f"{path}: {what}; expected constants such as {example}") from error
 
     def link(self, ranks: int) -> Link:
         """Return latency and bandwidth of a group of that size, interpolated on a logarithmic scale."""

@@ -92,18 +92,8 @@ def draw_memory(axes: Any, timeline: Timeline) -> None:
 
 
 def save_picture(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Write lanes and memory of ``timelines`` on one scale of time.
-
-    Raises:
-        ModuleNotFoundError: The package matplotlib is not installed.
-    """
-    try:
-        figure = picture(timelines)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path.name}: a picture needs matplotlib, which is not installed; pip install matplotlib"
-        ) from error
-    figure.savefig(path)
+    """Write lanes and memory of ``timelines`` on one scale of time."""
+    picture(timelines).savefig(path)
 
 
 def picture(timelines: Sequence[Timeline]) -> Any:

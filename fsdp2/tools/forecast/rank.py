@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -30,11 +31,12 @@ from fsdp2.comm.streams import simulated_streams
 from fsdp2.sharding.mesh import simulated_backend
 from fsdp2.tools.forecast.clock import Clock
 
-__all__ = ["built_model", "check_mesh", "explained", "line_of", "simulated_rank"]
+__all__ = ["built_model", "check_mesh", "explained", "line_of", "simulated_rank", "users_traceback"]
 
 _VALUES = (
     "a forecast runs without values, but build or step reads some ({what}); leave out code that reads tensors "
-    "(loss.item(), float(loss), formatting a loss, tensor.numpy(), torch.save, load_safetensors)"
+    "(loss.item(), float(loss), formatting a loss, tensor.numpy(), and what loads or saves: torch.save, dcp.save, "
+    "save_safetensors, load_safetensors)"
 )
 _SHAPES = (
     "a forecast runs without values, but the shape of a result depends on some ({what}); use a variant with fixed "
@@ -74,6 +76,9 @@ _REMEDIES = (
             "access data pointer",
             "FakeTensor.__format__",
             "Can't pickle",
+            "is not pickleable",
+            "Not available for 'meta' device type",
+            'of a tensor on device "meta"',
         ),
     ),
     (
@@ -93,6 +98,7 @@ _REMEDIES = (
     (_MESH, ("Mesh should not be bigger", "must divide the world size")),
     (_GROUP, ("initialize the default process group twice",)),
 )
+_FIRST_SENTENCE = re.compile(r"\n|(?<!e\.g)[.!] (?=[A-Z])")
 _READS = "_local_scalar_dense"  # the operator behind item()
 
 
@@ -139,7 +145,7 @@ def explained(ranks: int) -> Iterator[None]:
         text = str(error)
         for remedy, known in _REMEDIES:
             if any(part in text for part in known):
-                what = _at(text.splitlines()[0].rstrip(".!"), error)
+                what = _at(_FIRST_SENTENCE.split(text, 1)[0].rstrip(".!"), error)
                 raise RuntimeError(remedy.format(what=what, ranks=ranks)) from error
         raise
 
@@ -152,6 +158,14 @@ def line_of(error: BaseException) -> str:
     if frames and frames[-1:] != own[-1:]:
         lines.append(_line(frames[-1]))
     return ", which calls ".join(lines)
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of ``error`` from the user's first line on; "" if no line of the user is in it."""
+    found = error.__traceback__
+    while found is not None and _is_machinery(found.tb_frame.f_code.co_filename):
+        found = found.tb_next
+    return "" if found is None else "".join(traceback.format_exception(type(error), error, found))
 
 
 def _at(what: str, error: BaseException) -> str:

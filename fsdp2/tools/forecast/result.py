@@ -80,12 +80,13 @@ class Forecast:
 
     def to_json(self) -> str:
         """Return all figures as JSON, without the lanes."""
-        return json.dumps(self._figures(), indent=2)
+        return json.dumps(self.figures(), indent=2)
 
-    def _figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
+        """Return all figures by name, without the lanes."""
         values = {name: value for name, value in asdict(self).items() if name not in ("timeline", "beside")}
         values["reserved_bytes"] = self.reserved_bytes
-        return values if self.beside is None else {**values, "beside": self.beside._figures()}
+        return values if self.beside is None else {**values, "beside": self.beside.figures()}
 
     def table(self) -> str:
         """Return the figures as a table."""
@@ -116,8 +117,11 @@ class Forecast:
         The step with torch's own, if there is one, and ``others``, such as ``record.timeline``, are shown below it on
         the same scale.
 
+        A missing folder is made.
+
         Raises:
             ModuleNotFoundError: A picture needs matplotlib, which is not installed.
+            OSError: The file cannot be written.
             ValueError: The name has another ending.
         """
         save(path, [*self.timelines, *others])

@@ -200,7 +200,7 @@ def test_one_format(tmp_path):
     result.save(tmp_path / "step.html", other)
     page = (tmp_path / "step.html").read_text()
     assert "http" not in page and "/*DATA*/" not in page and page.count('"forecast, h100, rank 0"') == 2
-    with pytest.raises(ValueError, match=r"step.txt; expected a name that ends in"):
+    with pytest.raises(ValueError, match=r"step.txt: expected a name that ends in"):
         result.save(tmp_path / "step.txt")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import forecast
 from fsdp2.__main__ import main
+from fsdp2._torch.tensors import local_tensor
+from fsdp2.optim import runs
 from fsdp2.tools.forecast.comparing import compare, comparison
 from fsdp2.tools.forecast.cost import H100, Hardware, Link
 from tests.support import api
@@ -138,7 +141,7 @@ def test_over_replicas_beside_hybrid_and_full_sharding():
     assert hybrid.sent_bytes == full.sent_bytes + 4 * layer // 8
     assert over.sent_bytes == hybrid.sent_bytes + 4 * layer // 8
     rows = comparison(cases).splitlines()
-    assert [row.split("  ")[0] for row in rows[1:]] == [
+    assert [row.split("  ")[0] for row in rows[1:5]] == [
         "shard 16, over=False",
         "shard 16, over=True",
         "replicate 2 x shard 8, over=False",
@@ -166,9 +169,15 @@ def test_settings_side_by_side(capsys, tmp_path):
     command += ["--compare", "layers=1,0,4", "--nodes-of", "4", "--steps", "2", "--save", str(tmp_path / "all.json")]
     assert main([*command, "--fit", "0.3GiB"]) == 0
     shown = capsys.readouterr()
-    rows = {line.split("  ")[0]: line for line in shown.out.splitlines()}
-    assert rows["shard 8, layers=1"].endswith("  fits") and rows["replicate 3 x shard 2, layers=4"].endswith("large")
-    assert rows["shard 8, layers=0"].endswith("empty parameter list")
+    lines = shown.out.splitlines()
+    rows = {line.split("  ")[0]: line for line in lines}
+    assert rows["shard 8, layers=1"].endswith("  fits")
+    long = "replicate 3 x shard 2, layers=4"  # on a line of its own: a row has room for 100 columns
+    assert rows[long] == long and lines[lines.index(long) + 1].endswith("large")
+    assert rows["shard 8, layers=0"].endswith("ValueError: optimizer got an empty parameter list")
+    told = lines[lines.index("replicate 3 x shard 2, layers=0:") + 1]
+    assert re.search(r"empty parameter list, in tests/tools/forecast/test_run\.py, line \d+: return model, ", told)
+    assert max(map(len, lines[: lines.index("replicate 3 x shard 2, layers=0:")])) <= 100
     assert "fastest that fits: shard 8, layers=1" in shown.out and "ranks_per_node = 4" in shown.out
     assert "1 of 6: shard 8, layers=1: step 2 of 2" in shown.err
     assert len({event["pid"] for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]}) == 4
@@ -195,11 +204,11 @@ def test_constants_of_a_machine(capsys, tmp_path):
         ("no", "not JSON"),
         ('{"speed": 1}', r"got \['speed'\]; expected an object with some of"),
         ("[]", "got list"),
-        ('{"memory_bytes_per_second": "fast"}', "could not convert"),
-        ('{"memory_bytes_per_second": 0}', "expected positive numbers"),
+        ('{"memory_bytes_per_second": "fast"}', "expected a number above 0"),
+        ('{"memory_bytes_per_second": 0}', "bytes_per_second=0: expected a number above 0"),
         ('{"links": []}', "at least one link"),
         ('{"links": [{"ranks": 8}]}', "KeyError: 'seconds'"),
-        (None, "--hardware .*: No such file"),
+        (None, "argument --hardware: .*: No such file"),
     ],
 )
 def test_constants_that_are_wrong(capsys, tmp_path, text, problem):
@@ -233,14 +242,131 @@ def test_gloo_works_beside_compute():
         ([*FORECAST, "--fit", "much"], "a size such as 80GiB"),
         ([*FORECAST, "--compare", "depth=1,2"], "no argument 'depth'"),
         ([*FORECAST, "--compare", "layers"], "expected NAME=A,B"),
+        ([*FORECAST, "--compare", "layers=1", "layers=2"], "layers is given 2 times"),
+        ([*FORECAST, "--compare", "over=true"], "expected True, False or None"),
+        ([*FORECAST, "--compare", "layers=(1,2"], "a value as in Python"),
         ([*FORECAST, "--link", "8=1"], "expected RANKS=SECONDS"),
+        ([*FORECAST, "--link", "4=0,0"], "numbers above 0"),
+        ([*FORECAST, "--link", "4=1e-4,1e9", "--link", "4=1e-4,2e9"], "4 is given 2 times"),
+        ([*FORECAST, "--nodes-of", "0"], "a whole number of at least 1"),
+        ([*FORECAST, "--steps", "0"], "a whole number of at least 1"),
+        ([*FORECAST, "--set", "ranks_per_node=0"], "a whole number above 0"),
+        ([*FORECAST, "--set", "ranks_per_node=2.5"], "a whole number above 0"),
+        ([*FORECAST, "--set", "flops_per_second=nan"], "a number above 0"),
+        ([*FORECAST, "--set", "ranks_per_node=2", "--nodes-of", "4"], "ranks_per_node is given 2 times"),
+        ([*FORECAST[:3], "shard=4,shard=2"], "names 'shard' twice"),
+        ([*FORECAST, "--fit", "1.2.3GiB"], "a size such as 80GiB"),
+        ([*FORECAST, "--fit", "0"], "a size such as 80GiB"),
+        ([*FORECAST, "--save", "step.bmp"], "step.bmp: expected a name that ends in .html,"),
+        ([*FORECAST, "--save", "/proc/none/step.html"], "/proc/none"),
+        ([*FORECAST, "--save", "/step.json/.."], "expected a name that ends in"),
+        ([*FORECAST, "--step", "fails"], "too many positional arguments; a forecast calls it as (model, optimizer)"),
+        (["forecast", "train.py:build", "--mesh", "shard=8"], "this is a file; expected a module"),
+        (["forecast", "train", "--mesh", "shard=8"], "expected MODULE:FUNCTION, such as train:build"),
+        (["forecast", "code:build", "--mesh", "shard=8"], "code.py) has no function 'build'"),
     ],
 )
-def test_command_lines_that_are_wrong(capsys, arguments, text):
-    """The error says what was expected."""
+def test_command_lines_that_are_wrong(capsys, monkeypatch, arguments, text):
+    """The error says what was expected, before anything runs. Some ended in a traceback, others meant something else:
+    of a name that was given twice, the last value counted, and the word true was no Boolean."""
+    monkeypatch.setattr("fsdp2.tools.forecast.comparing.forecast", None)  # nothing runs
     with pytest.raises(SystemExit):
         main(arguments)
     assert text in capsys.readouterr().err
+
+
+def test_values_of_arguments(capsys):
+    """Commas inside brackets and quotes belong to a value; an option may be given several times."""
+
+    def noted(mesh: Any, **arguments: Any) -> Any:
+        seen.append((arguments["kind"], arguments["layers"]))
+        return build(mesh, 1)
+
+    seen: list[Any] = []
+    given = sys.modules[__name__]
+    given.noted = noted  # type: ignore[attr-defined]  # as a script has it
+    command = ["forecast", f"{__name__}:noted", "--mesh", "shard=8", "--steps", "1", "--json"]
+    assert main([*command, "--compare", "kind='a,b',auto,None", "--compare", "layers=(1,2),[3]"]) == 0
+    assert seen == [(kind, layers) for kind in ("a,b", "auto", None) for layers in ((1, 2), [3])]
+    cases = json.loads(capsys.readouterr().out)
+    assert cases[1]["arguments"] == {"kind": "'a,b'", "layers": "[3]"} and cases[1]["step_seconds"] > 0
+
+
+def fails(mesh: Any) -> Any:
+    """Build no model."""
+    raise KeyError(f"weights of {mesh.size()} ranks")
+
+
+def test_errors_of_the_program(capsys, monkeypatch):
+    """An exception in build or step is shown with type, file and line, whatever its type. It was "error: boom"."""
+    assert main(["forecast", f"{__name__}:fails", "--mesh", "shard=8"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback (most recent call last):" in said and '/test_run.py", line' in said and "in fails" in said
+    assert "fsdp2/tools" not in said  # the traceback begins with the user's own line
+    assert "error: KeyError: 'weights of 8 ranks', in tests/tools/forecast/test_run.py, line" in said
+    assert main(["forecast", f"{__name__}:fails", "--mesh", "shard=8", "--mesh", "shard=4"]) == 2
+    assert "KeyError: 'weights of 4 ranks', in tests/tools/forecast/test_run.py" in capsys.readouterr().out
+
+
+def test_a_folder_is_made_for_pictures(tmp_path):
+    """What a run has cost is not lost for a folder that is missing at its end."""
+    result = forecast(build, step, mesh={"shard": 2}, steps=1)
+    result.save(tmp_path / "new" / "folder" / "step.json")
+    assert (tmp_path / "new" / "folder" / "step.json").exists()
+    with pytest.raises(IsADirectoryError, match=r"this is a folder; expected the name of a file"):
+        (tmp_path / "step.html").mkdir()
+        result.save(tmp_path / "step.html")
+
+
+def saves_a_checkpoint(model: Any, optimizer: Any, folder: Any) -> None:
+    """Save with torch."""
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def saves_at_once(model: Any, optimizer: Any, folder: Any) -> None:
+    """Save with torch's stager, which asks for addresses."""
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def saves_weights(model: Any, optimizer: Any, folder: Any) -> None:
+    """Save the full weights."""
+    fsdp2.save_safetensors(model, folder)
+
+
+def saves_a_tensor(model: Any, optimizer: Any, folder: Any) -> None:
+    """Save with safetensors."""
+    save_file({"zeros": torch.zeros(3)}, folder / "zeros.safetensors")
+
+
+def lists_storage(model: Any, optimizer: Any, folder: Any) -> None:
+    """Read a storage."""
+    torch.zeros(3).untyped_storage().tolist()
+
+
+@pytest.mark.parametrize("code", [saves_a_checkpoint, saves_at_once, saves_weights, saves_a_tensor, lists_storage])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_nothing_is_saved(tmp_path, code):
+    """Whoever asks for an address or a value is refused by name. C code wrote from address 0: the process ended, and a
+    temporary folder stayed."""
+    with pytest.raises(RuntimeError, match=r"leave out .*save_safetensors.*") as raised:
+        forecast(build, partial(code, folder=tmp_path), mesh={"shard": 8})
+    assert re.search(r"in tests/tools/forecast/test_run\.py, line \d+: ", str(raised.value))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or "partial" in path.name]
+
+
+def test_fake_tensors_have_addresses():
+    """What compares addresses found all fake tensors in one place: norms of neighbours were never joined."""
+
+    def clips(model: Any, optimizer: Any) -> None:
+        model(torch.empty(8, 8)).sum().backward()
+        joined.append(len(runs.joined([local_tensor(parameter.grad) for parameter in model.parameters()])))
+
+    def small(mesh: Any) -> Any:
+        return fsdp2.fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), mesh=mesh)
+
+    joined: list[int] = []
+    forecast(small, clips, mesh={"shard": 2}, steps=1)
+    assert joined == [1]
 
 
 def test_a_script_that_trains_where_it_is_imported(capsys, tmp_path, monkeypatch):
@@ -249,9 +375,9 @@ def test_a_script_that_trains_where_it_is_imported(capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit):
-        main(["forecast", "trains:build", "--mesh", "shard=8"])
+    assert main(["forecast", "trains:build", "--mesh", "shard=8"]) == 2
     said = capsys.readouterr().err
+    assert 'trains.py", line 2, in <module>' in said and "in trains.py, line 2: " in said
     assert "importing trains raised ValueError: fully_shard: no mesh was passed" in said and "torchrun" in said
     assert "__main__" in said
 

@@ -1,77 +1,202 @@
-"""Iterations that an exception ended between two units, or while gradients were waited for."""
+"""A step that ends at any place, by an error or by Ctrl-C, alike on all ranks: ``reset_iter_state`` makes the model as
+if it had never begun. What comes next is what a single process computes.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from fsdp2._trace import listening
 from tests.support import api
-from tests.support.models import linears, mlp
-from tests.support.parity import assert_gradients, beside_one_process
-from tests.support.pool import on_ranks
+from tests.support.counting import events
+from tests.support.parity import assert_gradients, beside_one_process, mesh_2d
+from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
 
 pytestmark = api.fsdp2_only
 
-
-class Trouble(Exception):
-    """Stands for memory that is exhausted."""
+INPUTS = torch.ones(2, 8)
 
 
-def fail(*unused: object) -> None:
-    """Be a hook that raises."""
-    raise Trouble
+class Interrupted(Exception):
+    """What ends a step."""
 
 
-def batch(step: int) -> torch.Tensor:
-    """Return the rows that every rank has."""
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+class Interrupting:
+    """A listener that raises ``error`` at the event of a number."""
+
+    def __init__(self, place: int, error: type[BaseException]) -> None:
+        self.left, self.error = place, error
+
+    def __call__(self, event: str, name: str) -> None:
+        """Hear of an event."""
+        self.left -= 1
+        if self.left == -1:
+            raise self.error
 
 
-def interrupt_between(module: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let backward raise when it has left the second unit and not come to the first."""
-    _, between, _ = module
-    handle = between.register_full_backward_hook(fail)
-    with pytest.raises(Trouble):
-        module(batch(1)).square().sum().backward()
-    handle.remove()
+class Net(nn.Module):
+    """Layers, one of them recomputed in backward, one called twice, and a parameter of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers[0](x))
+        x = checkpoint(self.layers[1], x, use_reentrant=False)
+        x = self.layers[2](torch.tanh(self.layers[2](x)))
+        return x * self.scale
 
 
-def interrupt_the_wait(module: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while backward waits for the last gradients."""
-
-    def finish() -> None:
-        raise KeyboardInterrupt
-
-    loss = module(batch(1)).square().sum()
-    with monkeypatch.context() as patched:
-        patched.setattr(module._get_fsdp_state().root.comm.reductions, "finish", finish)
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "by default": dict,
+    "kept": lambda: {"reshard_after_forward": False},
+    "pieces": lambda: {"reshard_after_forward": 2},
+    "over replicas": lambda: {"mesh": mesh_2d(), "shard_over_replicas": True},
+}
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("interrupt", [interrupt_between, interrupt_the_wait])
-def test_a_step_after_a_backward_that_did_not_end(rank, world, interrupt, trained, reshard):
-    """Inside a unit an exception is noticed by the unit itself. Between two, ``zero_grad()`` and the next step without
-    ``reset_iter_state()`` added the gradients of the failed iteration to those of the next, without a word."""
-    module, alone = beside_one_process(partial(mlp, 6, 6, 6), linears, reshard_after_forward=reshard)
-    if trained:
-        module(batch(0)).square().sum().backward()
-    module.zero_grad()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        interrupt(module, monkeypatch)
-    module.zero_grad()
-    for _ in range(2):  # and it does not forget it
-        with pytest.raises(RuntimeError, match=r"its last backward did not end .*call reset_iter_state\(\)"):
-            module(batch(2))
+def step(module: Any, alone: Any, where: object) -> None:
+    """Assert that both compute the same, without gradients and with them."""
+    for model in (module, alone):
+        model.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(module(INPUTS), alone(INPUTS), msg=lambda text: f"{where}, evaluation: {text}")
+    losses = [model(INPUTS).square().mean() for model in (module, alone)]
+    torch.testing.assert_close(*losses, msg=lambda text: f"{where}, loss: {text}")
+    for loss in losses:
+        loss.backward()
+    for unit in (*module.layers, module):
+        unit.reshard()
+    assert_gradients(module, alone, where)
+
+
+def cases() -> list[Any]:
+    """Return what runs, on how many ranks."""
+    found = []
+    for options, error, what in itertools.product(
+        OPTIONS, (KeyboardInterrupt, Interrupted), ("training", "evaluation", "micro-batches")
+    ):
+        quick = error is KeyboardInterrupt and options in ("by default", "over replicas")
+        world = 4 if options in ("pieces", "over replicas") else 2
+        marks = [] if quick else [pytest.mark.slow]
+        found.append(pytest.param(world, options, error, what, marks=marks, id=f"{options}, {error.__name__}, {what}"))
+    return found
+
+
+@pytest.mark.parametrize(("world", "options", "error", "what"), cases())
+def test_between_any_two_events(world, options, error, what):
+    """At each thing that the engine does in a step, it is interrupted there."""
+    POOL.run(world, interrupt_everywhere, {"options": options, "error": error, "what": what}, LIMIT_SECONDS)
+
+
+def interrupt_everywhere(rank: int, world: int, options: str, error: type[BaseException], what: str) -> None:
+    """One rank of a case."""
+    module, alone = beside_one_process(Net, lambda module: [*module.layers], **OPTIONS[options]())
+
+    def run() -> None:
+        if what == "evaluation":
+            with torch.no_grad():
+                module(INPUTS)
+            return
+        for _ in range(2 if what == "micro-batches" else 1):
+            module.set_requires_gradient_sync(what == "training")
+            module(INPUTS).square().mean().backward()
+        module.set_requires_gradient_sync(True)
+        module.synchronize_gradients()
+
+    step(module, alone, "first")
+    places = len(events(run))
     module.reset_iter_state()
+    for place in range(places):
+        where = f"{place} of {places}"
+        with listening(Interrupting(place, error)), contextlib.suppress(error):
+            run()
+        module.set_requires_gradient_sync(True)
+        module.reset_iter_state()
+        step(module, alone, where)
+
+
+def at_pre_forward(module: Any, error: Callable[[], None]) -> Any:
+    return module.layers[1].register_forward_pre_hook(lambda *_: error())
+
+
+def at_post_forward(module: Any, error: Callable[[], None]) -> Any:
+    return module.layers[1].register_forward_hook(lambda *_: error())
+
+
+def at_root_post_forward(module: Any, error: Callable[[], None]) -> Any:
+    return module.register_forward_hook(lambda *_: error())
+
+
+def at_full_backward(module: Any, error: Callable[[], None]) -> Any:
+    return module.layers[0].register_full_backward_hook(lambda *_: error())
+
+
+def at_full_backward_pre(module: Any, error: Callable[[], None]) -> Any:
+    return module.layers[0].register_full_backward_pre_hook(lambda *_: error())
+
+
+def at_gradient(module: Any, error: Callable[[], None]) -> Any:
+    return module.layers[0].weight.register_hook(lambda _: error())
+
+
+def at_accumulated(module: Any, error: Callable[[], None]) -> Any:
+    return module.layers[2].weight.register_post_accumulate_grad_hook(lambda _: error())
+
+
+def at_output(module: Any, error: Callable[[], None]) -> Any:
+    def hook(inner: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: error())
+
+    return module.layers[2].register_forward_hook(hook)
+
+
+PLACES = {
+    place.__name__: place
+    for place in (
+        at_pre_forward,
+        at_post_forward,
+        at_root_post_forward,
+        at_full_backward,
+        at_full_backward_pre,
+        at_gradient,
+        at_accumulated,
+        at_output,
+    )
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
+@pytest.mark.parametrize("options", ["by default", "kept"])
+def test_in_a_hook_of_the_user(rank, world, place, error, options):
+    """Hooks of modules, tensors and parameters run between those of the engine."""
+    module, alone = beside_one_process(Net, lambda module: [*module.layers], **OPTIONS[options]())
+    step(module, alone, "first")
+    armed = [False]
+
+    def interrupt() -> None:
+        if armed[0]:
+            raise error
+
+    handle = PLACES[place](module, interrupt)
     for _ in range(2):
-        for one in (module, alone):
-            one.zero_grad()
-            one(batch(2)).square().sum().backward()
-        assert_gradients(module, alone)
+        armed[0] = True
+        with pytest.raises(error):
+            module(INPUTS).square().mean().backward()
+        armed[0] = False
+        module.reset_iter_state()
+        step(module, alone, place)
+    handle.remove()

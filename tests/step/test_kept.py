@@ -22,7 +22,7 @@ from tests.ranks.apart import run_apart
 from tests.support import api
 from tests.support.counting import gathers
 from tests.support.models import children, mlp
-from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, shard_each
+from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, shard_each, stack
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -423,3 +423,22 @@ def test_a_teacher_in_a_recomputed_loss(rank, world, reentrant):
         assert all(isinstance(param, DTensor) for param in teacher.parameters())
         assert not in_memory(teacher)
     assert_gradients(student, alone)
+
+
+SHOWN = pytest.mark.xfail(strict=True, reason="between passes modules may show full parameters, which get no gradients")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("reshard", [None, True, pytest.param(False, marks=SHOWN)])
+def test_parameters_listed_after_an_unused_forward(rank, world, named, reshard):
+    """A plain list of parameters, taken between a training forward without a backward (a warm-up, a shape check) and
+    the next one, gets the gradients. Only the list of an optimizer did, which is repaired."""
+    module, alone = beside_one_process(stack, lambda module: [*module], reshard_after_forward=reshard)
+    module(torch.ones(2, 8))
+    listed = [parameter for _, parameter in module.named_parameters()] if named else [*module.parameters()]
+    for model in (module, alone):
+        model(torch.ones(2, 8)).square().mean().backward()
+    for parameter, expected in zip(listed, alone.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)

@@ -102,14 +102,15 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def python_attributes(param: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that users set on ``param``, without the internals of tensor subclasses."""
+    """Return the attributes that users set on ``param``, without what a tensor subclass keeps of itself.
+
+    A subclass keeps that in Python attributes too (the inner tensors, a scale), and they are on every tensor that it
+    makes, also on a detached one, which has none of the users'.
+    """
     if type(param) is nn.Parameter:
         return dict(param.__dict__)
-    if isinstance(param, FakeTensor):
-        own = {*param.detach().__dict__, "_is_param"}
-        return {name: value for name, value in param.__dict__.items() if name not in own}
     inner = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
-    own = {"_spec", "_is_param", *inner}
+    own = {*param.detach().__dict__, *inner, "_is_param"}
     return {name: value for name, value in param.__dict__.items() if name not in own}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+from collections.abc import Iterator
 from datetime import timedelta
 from threading import Lock, Thread
 from typing import Protocol
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp2 import _trace
 
-__all__ = ["HostWork", "WaitObserver", "observe_waits"]
+__all__ = ["HostWork", "WaitObserver", "observe_waits", "waits_of_others"]
 
 _SLICE = timedelta(seconds=1)
 
@@ -45,6 +47,20 @@ def observe_waits(observer: WaitObserver) -> None:
     """Let ``observer`` see the waits of this process from now on."""
     global _observer
     _observer = observer
+
+
+@contextlib.contextmanager
+def waits_of_others() -> Iterator[None]:
+    """Let the observer say why a collective failed that other code waits for inside a ``with`` block.
+
+    An error that is not a collective's passes unchanged.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            _observer.failed(error)
+        raise
 
 
 class _WaitElsewhere:

@@ -6,24 +6,28 @@ on, and results that may alias the gathered tensors, whose storages are freed an
 
 On one rank nothing has to be sent. A tensor with ``fsdp_get_unsharded_view`` (torch's main has it) then gives the
 tensor to compute with itself, a view of its own memory; so do the other two functions, if the first returns no inputs.
+Where it gives none, and there are more ranks or the parameter trains, its elements are sent as a plain tensor's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2.comm.host_work import waits_of_others
 from fsdp2.comm.streams import ComputeLane, Lane
 from fsdp2.engine.param import FSDPParam
 
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _VIEW = "fsdp_get_unsharded_view"
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
-__all__ = ["GatherExtension", "GroupExtensions", "has_extension", "refuse_nested"]
+__all__ = ["GatherExtension", "GroupExtensions", "has_extension", "refuse_nested", "sends_itself"]
 
 
 def has_extension(local: torch.Tensor) -> bool:
@@ -44,6 +48,11 @@ def has_extension(local: torch.Tensor) -> bool:
             "defines neither"
         )
     return pre or hasattr(local, _VIEW)
+
+
+def sends_itself(local: torch.Tensor) -> bool:
+    """Return whether ``local`` says what is sent of it on several ranks."""
+    return hasattr(local, _PRE)
 
 
 def refuse_nested(name: str, tensor: torch.Tensor) -> NoReturn:
@@ -71,6 +80,27 @@ class GatherExtension:
         if not isinstance(self.releases, bool):
             raise AssertionError(f"{param.name}: {_RELEASE} must return a bool, got {type(self.releases)}")
 
+    @contextlib.contextmanager
+    def _calling(self, function: str) -> Iterator[None]:
+        """Name the parameter in an error of the tensor's own ``function``, called in the ``with`` block.
+
+        It may communicate: where that fails because another rank has ended, the error says so.
+        """
+        with waits_of_others():
+            try:
+                yield
+            except Exception as error:
+                if error.args and isinstance(error.args[0], str) and self.param.name not in error.args[0]:
+                    local = self.param.local
+                    text = (
+                        f"{self.param.name}: {function} of {type(local).__name__} raised on this rank, whose piece has "
+                        f"the shape {tuple(local.shape)}: {error.args[0]}"
+                    )
+                    if not local.numel():
+                        text += "; it has to support pieces without elements. If it cannot, pass ignored_params"
+                    error.args = (text, *error.args[1:])
+                raise
+
     def encode(self) -> list[torch.Tensor]:
         """Return this rank's inputs of the gather, 1D each and of the same size on every rank."""
         local = self.param.local
@@ -80,20 +110,20 @@ class GatherExtension:
             return []
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
-        arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]  # it has one
         layout = self.param.spec.layout
-        if arguments == 1:
-            inputs, self._metadata = local.fsdp_pre_all_gather(self.mesh)  # type: ignore[attr-defined]  # it has one
-        elif arguments == 5:
-            inputs, self._metadata = local.fsdp_pre_all_gather(  # type: ignore[attr-defined]  # it has one
-                self.mesh, torch.Size(layout.shape), layout.stride, self.param.module, self.param.policy
-            )
-        else:
+        if not sends_itself(local):
+            self._input_sizes = [torch.Size((layout.slot_numel,))]
+            return [self._slot(local)]
+        arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]  # it has one
+        if arguments not in (1, 5):
             raise AssertionError(
                 f"{self.param.name}: Invalid fsdp_pre_all_gather with {arguments} parameters\nExpects "
                 "fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], "
                 "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
+        outer = (torch.Size(layout.shape), layout.stride, self.param.module, self.param.policy)
+        with self._calling(_PRE):
+            inputs, self._metadata = local.fsdp_pre_all_gather(self.mesh, *(outer if arguments == 5 else ()))  # type: ignore[attr-defined]  # it has one
         padded = [self._pad(tensor) for tensor in inputs]
         self._input_sizes = [tensor.size() for tensor in padded]
         return [tensor.contiguous().view(-1) for tensor in padded]
@@ -103,20 +133,13 @@ class GatherExtension:
 
         Raises:
             ValueError: it has another shape, dtype or device than the full parameter.
-            AssertionError: there is none, and ``local`` cannot be gathered.
         """
         make, param = getattr(local, _VIEW, None), self.param
-        if make is None:
+        if make is None or self.mesh.size() > 1 or param.requires_grad:
             return None
-        lends = self.mesh.size() == 1 and not param.requires_grad
-        view = make(self.mesh, param.module, param.policy) if lends else None
+        with self._calling(_VIEW):
+            view = make(self.mesh, param.module, param.policy)
         if view is None:
-            if not hasattr(local, "fsdp_pre_all_gather"):
-                raise AssertionError(
-                    f"{param.name}: {type(local).__name__} has {_VIEW}, which serves frozen parameters on one rank; "
-                    f"got {self.mesh.size()} ranks, requires_grad={param.requires_grad}"
-                    f"{', and None returned' if lends else ''}. Define fsdp_pre_all_gather and fsdp_post_all_gather too"
-                )
             return None
         expected = (torch.Size(param.spec.layout.shape), param.compute_dtype, self.device)
         if (view.shape, view.dtype, view.device) != expected:
@@ -125,6 +148,26 @@ class GatherExtension:
                 f"got {(view.shape, view.dtype, view.device)}"
             )
         return view  # type: ignore[no-any-return]  # a tensor
+
+    def _slot(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the elements of ``local`` as those of a plain tensor are sent: it does not say how its are."""
+        spec = self.param.spec
+        row = torch.zeros(spec.layout.slot_numel, dtype=self.param.compute_dtype, device=self.device)
+        row.as_strided(spec.shard_shape, spec.shard_stride).copy_(local)
+        return row
+
+    def _join_slots(self) -> torch.Tensor:
+        """Return the memory of the full parameter, made of what all ranks sent as ``_slot`` returns it."""
+        layout, output = self.param.spec.layout, self.outputs[0].data
+        if layout.rank_major:
+            return output
+        if not self._inner:
+            self._inner = [output.new_empty(layout.numel)]
+        full = self._inner[0].data.as_strided(layout.shape, layout.stride)
+        for rank, slot in enumerate(output.view(layout.ranks, -1)):
+            piece = slot.as_strided(layout.shard_shape(rank), layout.shard_stride(rank), slot.storage_offset())
+            full.narrow(layout.dim or 0, *layout.bounds(rank)).copy_(piece)
+        return self._inner[0]
 
     def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pad an input that is shaped like an uneven piece to the first rank's: all ranks must send the same size."""
@@ -173,13 +216,20 @@ class GatherExtension:
         elif current:
             for tensor in self._inner:
                 _allocate(tensor)
-            local.fsdp_post_all_gather(gathered, self._metadata, dtype, out=param.full)
+            if not sends_itself(local):
+                self._join_slots()
+            else:
+                with self._calling(_POST):
+                    local.fsdp_post_all_gather(gathered, self._metadata, dtype, out=param.full)
         else:
-            inner: Sequence[torch.Tensor] = ()
+            self._inner = []
             full = self._view
-            if full is None:
-                full, inner = local.fsdp_post_all_gather(gathered, self._metadata, dtype)
-            self._inner = list(inner)
+            if full is None and not sends_itself(local):
+                full = self._join_slots()
+            elif full is None:
+                with self._calling(_POST):
+                    full, inner = local.fsdp_post_all_gather(gathered, self._metadata, dtype)
+                self._inner = list(inner)
             with torch.no_grad():
                 param.set_full(full)
         self._metadata = self._view = None

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch.tensors import FakeTensor
 from fsdp2.engine.casts import statistics_dtype
-from fsdp2.engine.extension import has_extension, refuse_nested
+from fsdp2.engine.extension import has_extension, refuse_nested, sends_itself
+from fsdp2.engine.param import copy_of
 from fsdp2.grouping.collect import Found
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult, policy_for
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
@@ -52,7 +53,7 @@ def place(
         ValueError, AssertionError: ``placement_fn`` returned an invalid placement.
     """
     policy = policy_of_param(found, policy)
-    _warn_of_lost_class(found)
+    _warn_of_lost_class(found, mesh)
     result: object = None
     if isinstance(placement_fn, str):
         # The inputs of an extension are rows, so shard the first dimension.
@@ -81,18 +82,20 @@ def place(
                 "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one on the mesh of "
                 "fully_shard with its sharding. Register it before fully_shard, or create it from full values"
             )
-        return Placed(found, spec, mesh, policy, cut=True)
+        return _check_piece(Placed(found, spec, mesh, policy, cut=True))
     mesh = mesh.replicated() if whole else mesh
     if mesh.nested is not None and has_extension(_plain(found.param)):
         refuse_nested(found.name, _plain(found.param))
-    return Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy)
+    return _check_piece(Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy))
 
 
-def _warn_of_lost_class(found: Found) -> None:
+def _warn_of_lost_class(found: Found, mesh: DataParallelMesh) -> None:
     """Warn if the parameter has a tensor class of its own that does not say how its shards are sent."""
     plain = _plain(found.param)
-    if type(plain) is torch.Tensor or isinstance(plain, FakeTensor) or has_extension(plain):
+    if not _has_class(plain) or sends_itself(plain):
         return
+    if has_extension(plain) and mesh.mesh.size() == 1 and not found.param.requires_grad:
+        return  # it gives a view of its own memory
     kind = type(plain).__name__
     warnings.warn(
         f"{found.name} is a {kind}, which has no fsdp_pre_all_gather and fsdp_post_all_gather. Its values are sharded "
@@ -100,6 +103,37 @@ def _warn_of_lost_class(found: Found) -> None:
         " Define both methods, or leave the parameter out with ignored_params",
         stacklevel=2,
     )
+
+
+def _has_class(plain: torch.Tensor) -> bool:
+    """Return whether ``plain`` has a tensor class of its own."""
+    return type(plain) is not torch.Tensor and not isinstance(plain, FakeTensor)
+
+
+def _check_piece(entry: Placed) -> Placed:
+    """Return ``entry`` if its tensor class can be cut, and the piece copied, which every unit does with its shards.
+
+    Raises:
+        NotImplementedError: It cannot. Nothing has changed then.
+    """
+    plain = _plain(entry.found.param)
+    if not _has_class(plain):
+        return entry
+    try:
+        with torch.no_grad():
+            piece = entry.piece
+            if has_extension(piece):
+                copy_of(piece)
+            elif not piece.is_meta:
+                torch.empty(piece.shape, dtype=piece.dtype, device=piece.device).copy_(piece)
+    except Exception as error:  # of any type: it is another package's
+        raise NotImplementedError(
+            f"{entry.found.name}: got a {type(plain).__name__} of shape {tuple(plain.shape)}, which cannot be cut into "
+            f"shards and copied ({type(error).__name__}: {error}); expected a tensor class with torch.chunk, new_zeros "
+            "and copy_, and with fsdp_pre_all_gather and fsdp_post_all_gather. Leave it out with ignored_params (each "
+            "rank then keeps all of it), or quantize after training"
+        ) from error
+    return entry
 
 
 def _merges_dims(placement: object) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.support import api
 from tests.support.models import mlp
@@ -123,6 +125,80 @@ def test_a_copy_of_a_frozen_quantized_base(rank, world):
         torch.testing.assert_close(clone(inputs), expected, rtol=0, atol=0)
     old, new = (one.state_dict()["0.weight"]._local_tensor for one in (module, clone))
     assert old.scales.data_ptr() != new.scales.data_ptr() and torch.equal(old.scales, new.scales)
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_values_written_to_a_quantized_shard(rank, world, copied, evaluated):
+    """Forward computed with the original's inner tensors: a class without ``__tensor_flatten__`` keeps them in Python
+    attributes, which were copied to the full parameter as if a user had set them. So what was loaded or written had no
+    effect, and each rank kept the whole tensors."""
+    torch.manual_seed(0)
+    module, inputs = nn.Sequential(PackedLinear(torch.randn(4, 4))), torch.ones(2, 4)
+    module[0].weight.tag = "a user's"
+    expected = module(inputs).detach()
+    values, scales = module[0].weight.values, module[0].weight.scales
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    if evaluated:
+        with torch.no_grad():
+            module(inputs)
+    module = copy.deepcopy(module) if copied else module
+    module.state_dict()["0.weight"]._local_tensor.scales.mul_(2)
+    torch.testing.assert_close(module(inputs), 2 * expected)
+    module.unshard()
+    assert module[0].weight.tag == "a user's"
+    assert module[0].weight.values is not values and module[0].weight.scales is not scales
+    module.reshard()
+    assert module[0].weight.tag == "a user's" and not {"values", "scales"} & {*vars(module[0].weight)}
+
+
+class Uncut(Packed):
+    """One that cannot be cut, as those of torchao's ``quantize_``."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.split.Tensor, torch.ops.aten.slice.Tensor):
+            raise NotImplementedError(f"{func} on Uncut")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Uncopied(Packed):
+    """One that cannot be copied."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.new_zeros.default, torch.ops.aten.copy_.default):
+            raise AttributeError("no attribute tensor_data_names")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class UncopiedPlain(Uncopied):
+    """The same without an extension."""
+
+    def __getattribute__(self, name):
+        if name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Uncut, Uncopied, UncopiedPlain])
+@pytest.mark.filterwarnings("ignore:.*which has no fsdp_pre_all_gather")
+def test_a_class_that_cannot_be_sharded(rank, world, kind):
+    """torchao's ``Int8Tensor`` and ``Float8Tensor``: raw errors of theirs named no parameter, and half of the call had
+    been done. The error names it, changes nothing, and its remedy works."""
+    torch.manual_seed(0)
+    module, inputs = nn.Sequential(PackedLinear(torch.randn(4, 4)), nn.Linear(4, 4)), torch.ones(2, 4)
+    module[0].weight = nn.Parameter(kind.of(torch.randn(4, 4)), requires_grad=False)
+    expected = module(inputs)
+    with pytest.raises(NotImplementedError, match=rf"0\.weight: got a {kind.__name__} .*ignored_params"):
+        api.ours.fully_shard(module, mesh=mesh_of(world))
+    assert not any(isinstance(param, DTensor) for param in module.parameters())
+    api.ours.fully_shard(module, mesh=mesh_of(world), ignored_params={module[0].weight})
+    torch.testing.assert_close(module(inputs), expected)
 
 
 @on_ranks(2)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import copy
 import functools
+import os
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -19,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.observer import Answer, Collective, Unobserved
+from tests.ranks.apart import run_apart
 from tests.support import api
 from tests.support.parity import (
     SEED,
@@ -553,26 +561,87 @@ class OnlyViewed(Halves):
 
 
 @api.fsdp2_only
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_wrong_views(rank, world):
-    """A view of another shape or dtype is refused by name, and a tensor that gives no view and cannot be gathered."""
-    inputs = torch.randn(2, 8)
+    """A view that is not the parameter is refused by name."""
+    inputs = torch.ones(1, 8)
     OnlyViewed.view = torch.Tensor.detach
-    model = sharded(lambda: frozen_first(OnlyViewed))
-    if world == 2:
-        with pytest.raises(AssertionError, match=r"0\.weight: OnlyViewed has .*got 2 ranks.*fsdp_pre_all_gather"):
-            model(inputs)
-        return
-    torch.testing.assert_close(model(inputs), frozen_first(None)(inputs))
+    torch.testing.assert_close(sharded(lambda: frozen_first(OnlyViewed))(inputs), frozen_first(None)(inputs))
     for view, error, text in (
         (lambda tensor: tensor.double(), ValueError, r"0\.weight: .*shape, dtype, and device: expected .*float64"),
         (lambda tensor: tensor[:4], ValueError, r"0\.weight: .*expected"),
-        (lambda tensor: None, AssertionError, r"0\.weight: OnlyViewed.*None returned"),
+        (lambda tensor: tensor.no_such(), AttributeError, r"0\.weight: fsdp_get_unsharded_view of OnlyViewed raised"),
     ):
         OnlyViewed.view = view
         model = sharded(lambda: frozen_first(OnlyViewed))
         with pytest.raises(error, match=text):
             model(inputs)
+
+
+@api.fsdp2_only
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("sends", ["rows", "columns"])
+@pytest.mark.parametrize("widths", [(8, 8), (5, 7), (6, 1)])
+def test_a_view_that_is_not_given(rank, world, trains, sends, widths):
+    """Where it is None, and on more ranks or for a parameter that trains, the elements are gathered as those of a plain
+    tensor, as torch's main does it. It was an AssertionError, on one rank too."""
+    OnlyViewed.view = lambda tensor: None
+    torch.manual_seed(SEED)
+    alone = nn.Sequential(nn.Linear(*widths, bias=False), nn.Linear(widths[1], 4))
+    model = copy.deepcopy(alone)
+    alone[0].weight.requires_grad_(trains)
+    model[0].weight = nn.Parameter(OnlyViewed(model[0].weight.detach()), requires_grad=trains)
+    placement = (lambda param: Shard(param.ndim - 1)) if sends == "columns" else None
+    lost = pytest.warns(UserWarning, match="0.weight is a OnlyViewed, which has no fsdp_pre_all_gather")
+    with lost if trains or world > 1 else contextlib.nullcontext():
+        api.ours.fully_shard(model, mesh=mesh_1d(), shard_placement_fn=placement)
+    for step in range(3):
+        inputs = torch.full((2, widths[0]), step + 1.0)
+        for one in (model, alone):
+            one.zero_grad()
+            one(inputs).square().sum().backward()
+        for got, expected in zip(model.parameters(), alone.parameters()):
+            if expected.requires_grad:
+                torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+        with torch.no_grad():
+            model.reshard()
+            local = model[0].weight.to_local()
+            getattr(local, "_tensor", local).mul_(0.5)
+            alone[0].weight.mul_(0.5)
+
+
+class Largest(Halves):
+    """It communicates before it is gathered, as float8 weights do for their scale, which elements must be there for."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        largest = self._tensor.abs().amax()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+
+def raises_in_an_extension(rank: int, world: int) -> None:
+    """Rank 1 raises before the collective of its extension, in which rank 0 waits, and ends as a process of Python."""
+    model = nn.Sequential(nn.Linear(8, 1, bias=False))
+    model[0].weight = nn.Parameter(Largest(model[0].weight.detach()))
+    api.ours.fully_shard(model, mesh=mesh_1d())
+    try:
+        model(torch.ones(1, 8))
+    except RuntimeError as error:
+        sys.last_value = error
+        traceback.print_exc()
+        atexit._run_exitfuncs()
+        os._exit(1)
+
+
+@api.fsdp2_only
+def test_ranks_learn_that_an_extension_raised_on_another():
+    """A rank without rows showed what ``amax`` says of an empty tensor, and no parameter. The others showed gloo's
+    "Connection closed by peer" instead of the rank that had ended, and why."""
+    waited, raised = run_apart(raises_in_an_extension, 2)
+    named = "0.weight: fsdp_pre_all_gather of Largest raised on this rank, whose piece has the shape (0, 8): amax"
+    assert named in raised.output and "ignored_params" in raised.output, raised.output
+    assert waited.error.startswith("RuntimeError: rank 1 ended") and named in waited.error, waited.output
 
 
 @api.fsdp2_only  # with torch's, what arrives is read as the other dtype

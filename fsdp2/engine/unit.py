@@ -53,14 +53,21 @@ __all__ = [
     "keep_state",
     "live_units",
     "register_as_managed",
+    "units_so_far",
 ]
 
 _live: Registry[FSDPState] = Registry()
+_ran: Registry[FSDPState] = Registry()
 
 
 def live_units() -> list[FSDPState]:
     """Return every unit of the process, in no order; a submodule that is no unit has no other way to find its own."""
     return list(_live)
+
+
+def units_so_far() -> tuple[int, int]:
+    """Return how many units this process has made, and how many of them have run under a root."""
+    return _live.added, _ran.added
 
 
 def get_state(module: nn.Module) -> FSDPState | None:
@@ -618,6 +625,7 @@ class FSDPState(ComposableState):
 
     def _run_under(self, root: RootContext[FSDPState], name: str) -> None:
         """Run under ``root`` from now on, whose module calls this unit's modules ``name``."""
+        _ran.add(self)
         self._root = weakref.ref(root)
         self.name = name
         for group in self.groups:

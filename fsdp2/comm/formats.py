@@ -184,7 +184,8 @@ class Noise:
         """Return the next random number of each of ``numel`` elements."""
         if self._state.numel() < numel:
             generator = torch.Generator().manual_seed(self._seed % (1 << 62))
-            state = torch.randint(-(2**31), 2**31, (max(numel, _piece_numel(like)),), generator=generator)
+            size = (max(numel, _piece_numel(like)),)
+            state = torch.randint(-(2**31), 2**31, size, generator=generator, device="cpu")
             self._state = state.to(device=like.device, dtype=torch.int32)
         state = self._state[:numel].mul_(747796405).add_(-1403630843)
         # The upper bits alone: lower ones have short periods.

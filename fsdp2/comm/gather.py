@@ -258,7 +258,8 @@ class HostCopies:
 
     def start(self, buffers: GatherBuffers) -> torch.Event | None:
         """Copy what ``buffers`` gather; the gather lane has to wait for the event."""
-        while len(self._sent) > 1 or any(wire is buffers.wire for wire, _ in self._sent):
+        self.give_back(buffers)
+        while len(self._sent) > 1:
             self._drop_oldest()
         with self.lanes.copy.after(self.lanes.shards_written) as done:
             buffers.fill_wire()
@@ -270,6 +271,11 @@ class HostCopies:
         event, self._latest = self._latest, None
         if event is not None:
             event.synchronize()
+
+    def give_back(self, buffers: GatherBuffers | None) -> None:
+        """Drop the copy of ``buffers`` that is held, if any: the next one is written to the same memory."""
+        while buffers is not None and any(wire is buffers.wire for wire, _ in self._sent):
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         wire, gathered = self._sent.popleft()

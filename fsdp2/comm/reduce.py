@@ -615,7 +615,7 @@ def _deliverable(out: torch.Tensor, plan: ReducePlan) -> torch.Tensor:
         out = out.to(plan.out_dtype)
     if not plan.offload or out.device.type == "cpu":
         return out
-    host = torch.empty(out.shape, dtype=out.dtype, pin_memory=plan.pin_memory)
+    host = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=plan.pin_memory)
     return host.copy_(out, non_blocking=True)
 
 

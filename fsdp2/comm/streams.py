@@ -18,8 +18,7 @@ Every wait between lanes, and what it protects:
 | compute         | gather, before full parameters are used | order  | gather.finish_gather          |
 | compute         | gather, before extensions decode        | order  | GroupExtensions.decode        |
 | gather          | compute, before sent inputs go          | memory | GroupExtensions.decode        |
-| compute         | compute of a hook's own stream          | order  | ComputeLane.event             |
-| compute         | a hook's own stream, packing            | order  | ComputeLane.here              |
+| compute         | a hook's own stream, gradient finished  | order  | GroupGradients._arrives       |
 | pack            | compute, gradients are finished         | order  | reduce._inputs                |
 | reduce          | compute, gradients are finished         | order  | _CustomReduceScatter.start    |
 | pack, reduce    | compute, then pack: rows are there      | order  | _EncodedExchange.start        |
@@ -57,6 +56,7 @@ from typing import Any
 import torch
 
 from fsdp2 import _trace
+from fsdp2._torch.streams import current_key
 
 __all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "simulated_streams"]
 
@@ -170,54 +170,66 @@ class ComputeLane:
     """The stream the user's model runs on: the current one, and in a backward the one that it entered a unit on.
 
     Hooks of gradients run on the stream that their autograd node was made on, which may be another if somebody kept
-    the node. What they put there counts as compute, and both streams wait.
+    the node. What they put there counts as compute: ``catch_up`` runs at each of them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = _device_module(device)
         self._backward: Any = None
+        self._key = None if self._module is None or _simulated else current_key(device)
+        self._known: tuple[Any, Any] = (None, None)  # what said that a stream is the current one, and the stream
+
+    def _current(self) -> Any:
+        if self._key is None:
+            return self._module.current_stream(self._device)
+        key = self._key()
+        if self._known[1] is None or key != self._known[0]:
+            self._known = key, self._module.current_stream(self._device)
+        return self._known[1]
 
     def enter_backward(self) -> None:
         """Take the current stream for that of the backward."""
         if self._module is not None:
-            self._backward = self._module.current_stream(self._device)
+            self._backward = self._current()
 
     def leave_backward(self) -> None:
         """Forget the backward's stream."""
         self._backward = None
 
+    def catch_up(self) -> None:
+        """Let the backward's stream wait for the current one, a hook's, if that is another."""
+        if self._backward is None:
+            return
+        current = self._current()
+        if self._backward != current:
+            self._backward.wait_event(current.record_event())
+
     def event(self) -> torch.Event | None:
         """Return an event behind all work put on the compute stream so far; None on a CPU."""
         if self._module is None:
             return None
-        current = self._module.current_stream(self._device)
-        event: torch.Event = current.record_event()
-        if self._backward is None or self._backward == current:
-            return event
-        self._backward.wait_event(event)
-        both: torch.Event = self._backward.record_event()
-        return both
+        event: torch.Event = (self._backward or self._current()).record_event()
+        return event
 
     def here(self) -> Done:
-        """Run the block on the compute stream, behind all that counts as compute.
+        """Run the block on the compute stream.
 
         Gradients are memory of the stream that backward runs on. On a hook's own stream a gradient that is dropped in
         the block would be used again before the block has read it.
         """
         if self._module is None:
             return _HOST_DONE
-        current = self._module.current_stream(self._device)
+        current = self._current()
         if self._backward is None or self._backward == current:
             return Done(current)
-        self._backward.wait_event(current.record_event())
         return Done(self._backward, self._module.stream(self._backward))
 
     def wait(self, event: torch.Event | None) -> None:
         """Let the compute stream wait for ``event``."""
         if event is None or self._module is None:
             return
-        current = self._module.current_stream(self._device)
+        current = self._current()
         recorder = _trace.recorder
         began = None if recorder is None else recorder.moment()
         current.wait_event(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -145,8 +145,10 @@ class ShardStore:
 
     # ---- shards ----
 
-    def adopt(self) -> bool:
+    def adopt(self, before_writing: Callable[[], object]) -> bool:
         """Take in shards that were replaced or whose local tensors changed; return whether any was replaced.
+
+        ``before_writing`` lets the host wait for what still reads shards that are on the host.
 
         Raises:
             RuntimeError: a parameter was removed from its module, or replaced by something that is no such shard.
@@ -167,6 +169,7 @@ class ShardStore:
             show([param], "sharded")
             changed = True
         if changed:
+            before_writing()
             self._place([param.local for param in self.params])
             self.note_change()
         return replaced

@@ -190,6 +190,7 @@ class GroupGradients:
         if backward is None:
             self._notice_backward()
             return
+        self.comm.lanes.compute.catch_up()
         plan, memory = backward.plan, self.comm.reductions.memory
         if i not in plan.reduced:
             return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
@@ -326,7 +327,9 @@ class GroupGradients:
         reduction = plan.reduction(indices, (*grads, *sums), accumulated=bool(self.unreduced.accumulated))
         del sums
         if _trace.recording:
-            _trace.emit("reduce", self._group, sum(grad.numel() for grad in grads) * reduction.reduce_dtype.itemsize)
+            _trace.emit(
+                "reduce", self._group.name, sum(grad.numel() for grad in grads) * reduction.reduce_dtype.itemsize
+            )
         row = plan.row(indices)
         if not row.numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=reduction.out_dtype, device=p.local.device) for p in params])
@@ -337,7 +340,7 @@ class GroupGradients:
         nbytes = sum([grad.nbytes for grad in grads])
         del grads
         if _trace.recorder is not None:
-            operation = _trace.owned(self._group, operation)
+            operation = _trace.owned(self._group.name, operation)
         self.comm.reductions.add(operation, nbytes, self._group)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:

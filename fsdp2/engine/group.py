@@ -235,7 +235,7 @@ class FSDPParamGroup:
             self._generation = self.store.generation
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
         if _trace.recording:
-            _trace.emit("pre_forward", self)
+            _trace.emit("pre_forward", self.name)
 
     def post_forward(self) -> None:
         """Note that no forward is inside any more; ``release`` follows, unless a backward computes with the group.
@@ -248,7 +248,7 @@ class FSDPParamGroup:
                 self._refuse_writes(self.store.changed_since(self._versions))
         self.phases.enter("post_forward")
         if _trace.recording:
-            _trace.emit("post_forward", self)
+            _trace.emit("post_forward", self.name)
 
     @staticmethod
     def _refuse_writes(written: list[str]) -> None:
@@ -317,7 +317,7 @@ class FSDPParamGroup:
             return False
         self.comm.lanes.compute.enter_backward()
         if _trace.recording:
-            _trace.emit("pre_backward", self)
+            _trace.emit("pre_backward", self.name)
         if self.store.options.unshard_in_backward:
             self._unshard_for_compute(launch, in_backward=True)
         return True
@@ -348,7 +348,7 @@ class FSDPParamGroup:
         """
         self.phases.enter("post_backward")
         if _trace.recording:
-            _trace.emit("post_backward", self)
+            _trace.emit("post_backward", self.name)
         if not self.store.options.reduce_gradients:
             self.gradients.leave_unreduced()
         if self.frees_after_backward and not stays:

@@ -428,7 +428,7 @@ class Residency:
         extras: Sequence[torch.Tensor] = (),
     ) -> None:
         if _trace.recording:
-            _trace.emit("unshard", self, sum(item.full_bytes for item in buffers.items))
+            _trace.emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
         work = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
         self._move(InFlight(work, pieces, held is not None, self.state.adopted, held))
 
@@ -471,7 +471,7 @@ class Residency:
             # the shards or pieces that the gather reads. There is no "reshard" event for what was never ready.
             finish_gather(state.work, self.comm.lanes.compute)
         elif _trace.recording:
-            _trace.emit("reshard", self, self.store.full_bytes)
+            _trace.emit("reshard", self.name, self.store.full_bytes)
         # Where shards are shown already, others may have been put in their place, for the next gather to take in.
         # A gather in flight has taken those in. Then show() runs although shards are shown: it carries a change of
         # requires_grad to the other tensors, on ranks that skip the unit as on those that use it.
@@ -610,13 +610,19 @@ class Residency:
 
         Where they were ``loaded`` they are there to stay. Another rank may have copied the same values in place.
         """
-        if isinstance(self.state, Sharded) and not self.summoned and self.store.adopt() and not loaded:
+        if (
+            isinstance(self.state, Sharded)
+            and not self.summoned
+            and self.store.adopt(self.comm.copies.wait)
+            and not loaded
+        ):
             self.state.adopted = True
 
     def use(self, store: ShardStore, comm: CommContext) -> None:
         """Use another store, of fewer parameters, for which the group must be sharded, or another context."""
         if self.store.portions is not None:
             self.store.portions.let_read(self.comm.lanes.gather)  # other lanes know nothing of them
+        self.comm.copies.give_back(self.store.gather_buffers)  # the same
         self.store, self.comm = store, comm
 
     def reset(self) -> None:

@@ -258,10 +258,7 @@ class Sent:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
 
-    def heard(self, event: str, source: _trace.Source) -> None:
-        """Ignore events."""
-
-    def enter(self, source: _trace.Source) -> None:
+    def enter(self, name: str) -> None:
         """Ignore the unit."""
 
     def moment(self) -> None:

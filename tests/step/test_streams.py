@@ -34,6 +34,7 @@ pytestmark = api.fsdp2_only
 
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+PINNED = torch.cuda.is_available()
 INT8 = fsdp2.CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=512)
 SETUPS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -43,15 +44,15 @@ SETUPS: dict[str, dict[str, Any]] = {
     "kept, mixed": {"reshard_after_forward": False, "mp_policy": MIXED},
     "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
     "last dimension": {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
-    "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-    "partly offloaded": {"offload_policy": {"*up*": fsdp2.CPUOffloadPolicy(pin_memory=False)}},
+    "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=PINNED)},
+    "partly offloaded": {"offload_policy": {"*up*": fsdp2.CPUOffloadPolicy(pin_memory=PINNED)}},
     "copied from the host": {"mp_policy": MIXED},
     "hybrid": {"hybrid": True},
     "hybrid, bfloat16": {"hybrid": True, "mp_policy": BF16},
     "hybrid, mixed": {"hybrid": True, "mp_policy": MIXED},
     "over replicas": {"shard_over_replicas": True},
     "over replicas, mixed": {"shard_over_replicas": True, "mp_policy": MIXED, "reshard_after_forward": True},
-    "over replicas, offloaded": {"shard_over_replicas": True, "offload_policy": fsdp2.CPUOffloadPolicy(False)},
+    "over replicas, offloaded": {"shard_over_replicas": True, "offload_policy": fsdp2.CPUOffloadPolicy(PINNED)},
     "compressed": {"compression": INT8},
     "compressed, hybrid": {"compression": INT8, "hybrid": True, "mp_policy": MIXED},
     "compressed, over replicas": {"compression": INT8, "shard_over_replicas": True, "mp_policy": MIXED},
@@ -64,7 +65,7 @@ class Training:
     def __init__(self, mesh: Any, device: Device, setup: str, transfer: str) -> None:
         options = dict(SETUPS[setup])
         if options.pop("hybrid", False) or options.get("shard_over_replicas"):
-            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(mesh.device_type, (2, 4), mesh_dim_names=("replicate", "shard"))
         self.model: Any = Transformer(layers=3, width=32)
         for unit in (*self.model.blocks, self.model):
             fsdp2.fully_shard(unit, mesh=mesh, **options)
@@ -436,8 +437,7 @@ Where it can be, that is one which a test above has run in the same setup.
 ELSEWHERE = {
     ("compute", "GroupExtensions.decode"),  # tests/unit/engine/test_extension.py
     ("gather", "GroupExtensions.decode"),
-    ("compute", "ComputeLane.event"),  # tests/unit/comm/test_streams.py: autograd's own streams are needed
-    ("compute", "ComputeLane.here"),  # the same
+    ("compute", "GroupGradients._arrives"),  # tests/unit/comm/test_streams.py: autograd's own streams are needed
     # tests/unit/comm/test_reductions.py: here compute, which packing follows, has waited for a plain chunk
     ("pack", "Retained.drop_encoded"),
 }

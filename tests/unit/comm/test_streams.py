@@ -68,6 +68,7 @@ def test_in_a_backward_compute_is_the_stream_that_it_entered_on() -> None:
         compute.enter_backward()
         with device.stream(stale):
             torch.zeros(3)
+            compute.catch_up()
             event = compute.event()
             assert event is not None and stale.name in event.clocks  # type: ignore[attr-defined]
             with device.stream(later):
@@ -79,7 +80,7 @@ def test_in_a_backward_compute_is_the_stream_that_it_entered_on() -> None:
         compute.leave_backward()
         with device.stream(stale):
             torch.zeros(3)
-            compute.event()
+            compute.catch_up()
         assert device.compute.clocks[stale.name] < stale.clocks[stale.name]
 
 
@@ -90,6 +91,7 @@ def test_what_a_hook_has_written_on_its_own_stream_is_there_on_the_stream_of_the
         compute.enter_backward()
         with device.stream(stale):
             gradient = torch.ones(3)
+            compute.catch_up()
             with compute.here() as done:
                 assert device.current_stream() is device.compute
                 gradient + 1

@@ -20,10 +20,10 @@ BESIDE_TYPES := $(MAKE) --no-print-directory types & types=$$!;
 BOTH := tests=$$?; wait $$types && exit $$tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint style types bench docs fix clean
+.PHONY: help demo test test-all test-cuda check lint style types bench docs fix clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
 
 demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (about 2 minutes)
 	@$(PY) examples/demo.py $(ARGS)
@@ -33,6 +33,10 @@ test: style ## what every change must pass: lint, types, house rules, every feat
 
 test-all: style ## before a release: every case of every test, compilers, demos, the wheel (an hour or two)
 	@$(BESIDE_TYPES) $(PY) -m pytest $(WORKERS) --all $(ARGS); $(BOTH)
+
+# torch's CUDA build (5.5 GB) on a device that computes nothing (tests/nullgpu): no GPU is needed.
+test-cuda: .venv-cuda/.installed ## CUDA's and NCCL's own code without a GPU, on a device that computes nothing (about ten minutes)
+	@.venv-cuda/bin/python -m tests.nullgpu.device -m pytest tests/nullgpu --all --numprocesses 2 --dist worksteal $(ARGS)
 
 check: lint ## lint, types and house rules
 	@$(PY) -m pytest -q tests/test_architecture.py
@@ -66,6 +70,14 @@ clean: ## remove the virtual environment and caches, keep runs/
 	@echo "setting up .venv-docs"
 	@$(PYTHON) -m venv .venv-docs
 	@.venv-docs/bin/pip install -qq --disable-pip-version-check -c constraints.txt mkdocs-material "mkdocstrings[python]" ruff
+	@touch $@
+
+.venv-cuda/.installed: pyproject.toml constraints.txt constraints-cuda.txt
+	@echo "setting up .venv-cuda (5.5 GB when torch has to be downloaded)"
+	@$(PYTHON) -m venv .venv-cuda
+	@.venv-cuda/bin/pip install -qq --disable-pip-version-check -c constraints-cuda.txt torch
+	@grep -v '^torch==' constraints.txt > .venv-cuda/constraints.txt
+	@.venv-cuda/bin/pip install -qq --disable-pip-version-check -c .venv-cuda/constraints.txt -e ".[dev]"
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt

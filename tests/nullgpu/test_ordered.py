@@ -1,0 +1,270 @@
+"""No kernel, copy or collective uses bytes that another stream, or the host, may still be using.
+
+The streams, events, allocator and process group are torch's own.
+
+The programs are those of ``tests/step/test_streams.py``. Every wait of ``fsdp2/comm/streams.py`` is left out once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2.comm import streams
+from tests.nullgpu.ordering import Ordering
+from tests.nullgpu.programs import Cuda, ranks
+from tests.step.test_extensions import Halves
+from tests.step.test_streams import PROGRAMS, SETUPS, WAITS, Training, training
+from tests.support.cases import TRANSFERS
+
+Program = Callable[[Training], None]
+wait_event = torch.cuda.Stream.wait_event
+
+
+@contextmanager
+def without(callers: tuple[str, ...] | None) -> Iterator[list[None]]:
+    """Leave out the waits that come from ``callers``, functions, innermost first; the list grows with each."""
+    skipped: list[None] = []
+
+    def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        frame, names = sys._getframe(1), []
+        while frame is not None and len(names) < len(callers or ()):
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+        if callers is not None and tuple(names) == callers:
+            skipped.append(None)
+        else:
+            wait_event(stream, event)
+
+    with mock.patch.object(torch.cuda.Stream, "wait_event", wait):
+        yield skipped
+
+
+def races(program: Program, setup: str, transfer: str, ignored: tuple[str, ...] | None = None) -> list[str]:
+    """Return what ``program`` does without order where the waits of ``ignored`` are left out."""
+    torch.manual_seed(0)
+    with ExitStack() as stack:
+        mesh = stack.enter_context(ranks(8))
+        stack.enter_context(mock.patch("fsdp2.engine.gradients._LATE_BYTES", 0))  # as with units of a usual size
+        ordering = stack.enter_context(Ordering())
+        skipped = stack.enter_context(without(ignored))
+        program(Training(mesh, Cuda(), setup, transfer))  # type: ignore[arg-type]
+    assert bool(skipped) is (ignored is not None), f"{ignored} waits for nothing in this program"
+    return ordering.races()
+
+
+def can_run(program: Program, setup: str) -> bool:
+    """Whether a program is possible in a setup."""
+    name = program.__name__
+    if "offloaded" in setup and name == "captured":
+        return False  # the host waits for the gradients
+    if "offloaded" in setup and name == "gradients":
+        return False  # torch's clip_grad_norm_ needs a backend for tensors on the host, as with gloo beside NCCL
+    return not (setup == "partly offloaded" and name in ("hooks", "hook_raises"))  # refused: two groups in a unit
+
+
+def unordered(program: Program, setup: str) -> str:
+    """Return what is known not to be ordered; nothing for most."""
+    if "over replicas" in setup and program.__name__ == "replaced_in_forward":
+        return "the shards of a later unit are written while the portions, gathered as the pass began, are on their way"
+    if setup == "over replicas, offloaded" and program.__name__ == "taught":
+        return "the program writes to shards on the host in a forward whose portions are being copied from them"
+    return ""
+
+
+def some_setups_each() -> list[Any]:
+    """Return every program in a fifth of the setups, the next program in another fifth."""
+    cases = []
+    for index, program in enumerate(PROGRAMS):
+        for number, setup in enumerate(SETUPS):
+            if (index + number) % 5 == 0 and can_run(program, setup):
+                transfer = list(TRANSFERS)[number % len(TRANSFERS)]
+                marks = [pytest.mark.xfail(reason=reason, strict=True)] if (reason := unordered(program, setup)) else []
+                name = f"{program.__name__}-{setup}-{transfer}"
+                cases.append(pytest.param(program, setup, transfer, marks=marks, id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("setup", "transfer"), [*itertools.product(SETUPS, TRANSFERS)])
+def test_training(setup, transfer):
+    """Steps of each setup."""
+    assert not races(training, setup, transfer)
+
+
+@pytest.mark.parametrize(("program", "setup", "transfer"), some_setups_each())
+def test_programs(program, setup, transfer):
+    """Everything else that a program does between its steps."""
+    assert not races(program, setup, transfer)
+
+
+# ---- every wait is needed ----
+
+
+class Released(Halves):
+    """What was gathered is decoded into memory of its own, and goes at once."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        """Say so."""
+        return True
+
+
+def extended(run: Training) -> None:
+    """Parameters that say themselves what of them travels."""
+    mesh = run.model.embed.weight.device_mesh
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    for layer in layers:
+        layer.weight = nn.Parameter(Released(layer.weight.detach()))
+        fsdp2.fully_shard(layer, mesh=mesh)
+    model = fsdp2.fully_shard(nn.Sequential(*layers), mesh=mesh)
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+        model.zero_grad()
+
+
+def with_a_hook_of_another_stream(run: Training) -> None:
+    """Autograd runs hooks of a gradient on the stream on which its node was made, and somebody kept the node."""
+    kept: list[Any] = []
+    aside = torch.cuda.Stream()
+
+    def keep(module: Any, arguments: Any) -> None:
+        if len(kept) < sum(1 for block in run.model.blocks for _ in block.parameters()):
+            with torch.cuda.stream(aside):
+                kept.extend(p.expand_as(p).grad_fn.next_functions[0][0] for p in module.parameters())
+            for parameter in module.parameters():
+                parameter.register_hook(lambda gradient: gradient * 2)
+
+    for block in run.model.blocks:
+        block.register_forward_pre_hook(keep)
+    run.step(3)
+
+
+ROWS: dict[tuple[str, str], tuple[tuple[str, ...], Program, str, str]] = {
+    **{
+        row: (("wait", *callers), program, "offloaded" if setup == "copied from the host" else setup, transfer)
+        for row, (callers, program, setup, transfer) in WAITS.items()
+    },
+    ("pack", "Retained.drop_encoded"): (
+        ("wait", "_drop_oldest", "drop_encoded"),
+        training,
+        "compressed, hybrid",
+        "direct",
+    ),
+    ("compute", "GroupExtensions.decode"): (("wait", "decode"), extended, "fp32", "packed"),
+    ("gather", "GroupExtensions.decode"): (("wait", "after", "decode"), extended, "fp32", "packed"),
+    ("compute", "GroupGradients._arrives"): (
+        ("catch_up", "_arrives"),
+        with_a_hook_of_another_stream,
+        "mixed",
+        "direct",
+    ),
+}
+"""For each wait of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it."""
+
+
+@pytest.mark.parametrize("wait", ROWS, ids=" ".join)
+def test_no_wait_can_be_left_out(wait):
+    """Without any one of them two accesses are not ordered, and that is seen."""
+    callers, program, setup, transfer = ROWS[wait]
+    assert not races(program, setup, transfer)
+    assert races(program, setup, transfer, callers)
+
+
+def test_every_row_of_the_table_is_left_out_once():
+    """The table of waits and the programs are about the same."""
+    rows = [line.strip("|").split("|") for line in (streams.__doc__ or "").splitlines() if line.startswith("| ")][1:]
+    assert {(row[0].strip(), row[3].strip()) for row in rows} == set(ROWS)
+
+
+# ---- the recorder itself ----
+
+
+@contextlib.contextmanager
+def two_streams() -> Iterator[tuple[torch.cuda.Stream, torch.Tensor, Ordering]]:
+    """Yield another stream, a tensor of this one, and the recorder."""
+    with Ordering() as ordering:
+        yield torch.cuda.Stream(), torch.zeros(1024, device="cuda"), ordering
+
+
+def test_a_missing_wait_is_seen():
+    """And none with the wait."""
+    for waits in (True, False):
+        with two_streams() as (other, tensor, ordering):
+            if waits:
+                other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                tensor.add_(1)
+        assert bool(ordering.races()) is not waits
+
+
+def test_memory_that_was_freed_is_still_read():
+    """Its address is given out again while another stream reads it: torch's sanitizer forgets it."""
+    with two_streams() as (other, tensor, ordering):
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            doubled = tensor * 2
+        address = tensor.data_ptr()
+        del tensor
+        again = torch.zeros(1024, device="cuda")
+        assert again.data_ptr() == address
+    assert len(ordering.races()) == 1 and doubled is not None
+
+
+def test_a_range_that_begins_elsewhere_is_seen():
+    """Two views of one memory: torch's sanitizer knows first bytes."""
+    with two_streams() as (other, tensor, ordering):
+        with torch.cuda.stream(other):
+            tensor[512:].add_(1)
+    assert ordering.races()
+
+
+def test_the_host_waits_before_it_reads():
+    """A copy to page-locked memory is read too early, or after the host has waited."""
+    for waits in (True, False):
+        with two_streams() as (_, tensor, ordering):
+            host = torch.empty(1024, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            if waits:
+                torch.cuda.current_stream().synchronize()
+            host.add_(1)
+        assert bool(ordering.races()) is not waits
+
+
+def test_kernels_of_triton_are_seen():
+    """By their arguments: what Inductor compiles is no operator."""
+    compiled = torch.compile(lambda x: torch.sin(x) * 2 + 1)
+    tensor = torch.zeros(1 << 16, device="cuda")
+    compiled(tensor)
+    other = torch.cuda.Stream()
+    for waits in (True, False):
+        with Ordering() as ordering:
+            tensor.add_(1)
+            if waits:
+                other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                compiled(tensor)
+        assert any(name.startswith("triton::") for name in ordering.seen)
+        assert bool(ordering.races()) is not waits
+
+
+@pytest.mark.parametrize("setup", ["offloaded", "over replicas, offloaded", "compressed"])
+def test_the_default_device_is_the_gpu(setup):
+    """``torch.set_default_device("cuda")``: gradients that went to the host were made on the GPU, and compression drew
+    random numbers there with a generator of the CPU, where no backward, but the caller, reduces them."""
+
+    def synchronizes(run: Training) -> None:
+        run.model.set_requires_gradient_sync(False)
+        run.backward()
+        run.model.synchronize_gradients()
+        assert {p.grad.device for p in run.model.parameters()} == {p.device for p in run.model.parameters()}
+
+    assert not races(synchronizes, setup, "packed")

@@ -163,6 +163,7 @@ TESTS: dict[str, str] = {
     "summon_full_params(offload_to_cpu)": WEIGHTS + "test_summon.py::test_one_rank_only",
     "summon_full_params(with_grads)": WEIGHTS + "test_summon_gradients.py::test_shows_full_gradients",
     "iter_full_params": WEIGHTS + "test_export.py::test_exports_every_parameter",
+    "iter_full_params(buffers)": WEIGHTS + "test_export.py::test_buffers",
     "iter_full_params(dtype)": WEIGHTS + "test_export.py::test_dtype_and_device",
     "iter_full_params(device)": WEIGHTS + "test_export.py::test_dtype_and_device",
     "state_dict_type": STATE + "test_settings.py::test_what_is_remembered",

@@ -121,7 +121,14 @@ def _mismatch(key: str, got: torch.Size, expected: torch.Size) -> str:
 
 
 def before_load_tree(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: object
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
 ) -> None:
     """Prepare ``state_dict`` for ``module`` and all below it, before anything is loaded.
 
@@ -135,6 +142,14 @@ def before_load_tree(
             then.
     """
     _shard_added(module)
+    if plain := [key for key in unexpected if prefix.endswith(f"{COMPILED}.") and f"{prefix}{key}" not in state_dict]:
+        expected = next((key for key in plain if _has(module, key)), None)
+        if expected is not None:
+            errors.append(
+                f"the model was compiled: got names without {prefix!r}, such as {expected!r}, expected "
+                f"{prefix + expected!r}. Call model.{prefix[:-1]}.load_state_dict(), or load inside "
+                "fsdp2.state_dict_type(model, ...)"
+            )
     wrapper = CHECKPOINTED in dict(module.named_children())
     head = f"{CHECKPOINTED}." if wrapper else ""  # the wrapper's own hook has already renamed its keys
     _reach_compiled(module, state_dict, prefix, head)
@@ -187,14 +202,27 @@ def _shard_added(module: nn.Module) -> None:
             unit.notice_added()
 
 
+def _has(module: nn.Module, key: str) -> bool:
+    """Return whether ``key`` is a name in the state dict of ``module``."""
+    path, _, name = key.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        return False
+    return name in owner._parameters or name in dict(owner.named_buffers(recurse=False))
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and not is_managed_tensor(tensor)
 
 
 def after_load_tree(module: nn.Module, incompatible: Any) -> None:
-    """Report missing and unexpected keys by the names of the plain model."""
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [clean_name(key) for key in keys]
+    """Report missing and unexpected keys by the names of the plain model, unless these would be both."""
+    found = incompatible.missing_keys, incompatible.unexpected_keys
+    clean = [[clean_name(key) for key in keys] for keys in found]
+    if set(clean[0]).isdisjoint(clean[1]):
+        for keys, names in zip(found, clean):
+            keys[:] = names
 
 
 def _reach_compiled(module: nn.Module, state_dict: dict[str, Any], prefix: str, head: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.engine.param import FSDPParam, proxy
+from fsdp2.autograd.hooks import hook_gradient
+from fsdp2.engine.param import FSDPParam, lend_gradient, proxy
 from fsdp2.engine.passes import backward_runs
 from fsdp2.engine.unit import FSDPState, get_state, live_units
 from fsdp2.weights.ranks import Ranks
@@ -53,6 +55,7 @@ def summon_full_params(
         offload_to_cpu: Put the full parameters on the CPU, whatever the mesh's device.
         with_grads: Also show the full ``.grad`` of each parameter that has a reduced gradient; None stays None. With
             ``writeback``, changes to gradients are written back too. Unreduced gradients are not shown and not lost.
+            Without it, a backward that gives a shown parameter a gradient raises RuntimeError.
 
     Raises:
         NotImplementedError: ``rank0_only`` is combined with ``writeback``, or a tensor subclass has an all-gather
@@ -82,13 +85,13 @@ def summon_full_params(
     named = {f"{selection.managed[param].name}.grad": source for param, source in gradients.items()}
     check_same(named, selection.groups, ranks)
     shows = ranks.first or not rank0_only
-    summoned = _Summoned(selection, _units(module, selection, recurse), shows, rank0_only, offload_to_cpu)
+    summoned = _Summoned(selection, _units(module, selection, recurse), shows, rank0_only, offload_to_cpu, with_grads)
     try:
         with torch.inference_mode(False), torch.no_grad():
             summoned.start(gradients)
         yield
         if writeback:
-            summoned.read(with_grads)
+            summoned.read()
     finally:
         with torch.inference_mode(False), torch.no_grad():
             summoned.end()
@@ -118,19 +121,35 @@ def _units(module: nn.Module, selection: Selection, recurse: bool) -> list[FSDPS
     ]
 
 
+def _refuse_gradient(name: str, full: torch.Tensor) -> None:
+    """Refuse a backward that has just given a shown parameter a gradient, which nobody would write to the shard."""
+    lend_gradient(full, None)
+    raise RuntimeError(
+        f"{name}: got a backward inside summon_full_params, whose gradient would be lost at the end of the block; "
+        "expected none, or with_grads=True. Pass with_grads=True, which shows gradients and writes them back, or use "
+        "torch.autograd.grad"
+    )
+
+
 class _Summoned:
     """One ``with`` block: the parameters that it shows, and the values that it writes back."""
 
     def __init__(
-        self, selection: Selection, units: list[FSDPState], shows: bool, rank0_only: bool, offload: bool
+        self,
+        selection: Selection,
+        units: list[FSDPState],
+        shows: bool,
+        rank0_only: bool,
+        offload: bool,
+        with_grads: bool,
     ) -> None:
         self.selection = selection
+        self.with_grads = with_grads
         self.shows = shows  # on this rank
         self.rank0_only = rank0_only
         self.offload = offload
         self.shown: dict[FSDPParam, nn.Parameter] = {}
         self.values: dict[FSDPParam, torch.Tensor] = {}
-        self.gradients = False  # True: gradients of values are written as well
         self.ending = False  # True: reset_iter_state() may now recover from an interrupt
         self._before = {unit: unit.summoned for unit in units}
 
@@ -151,11 +170,13 @@ class _Summoned:
             grad = next(tensors) if param in gradients else None
             if value is not None:
                 self.shown[param] = proxy(param, value, grad)
+                if param.requires_grad and not self.with_grads:
+                    hook_gradient(self.shown[param], partial(_refuse_gradient, self.selection.managed[param].name))
         for param, shown in self.shown.items():
             for site in param.sites:
                 site.show(shown)
 
-    def read(self, with_grads: bool) -> None:
+    def read(self) -> None:
         """Record the values that are shown now. ``end`` writes them.
 
         Raises:
@@ -173,7 +194,6 @@ class _Summoned:
                     f"plain tensor of shape {shape}. Change values in place, or pass writeback=False"
                 )
             self.values[param] = now
-        self.gradients = with_grads
 
     def end(self) -> None:
         """Write the recorded values, and restore what the modules showed before, even if writing fails."""
@@ -187,7 +207,7 @@ class _Summoned:
             for param, value in self.values.items():
                 assert param.sharded is not None
                 param.sharded.requires_grad_(value.requires_grad)
-                if self.gradients:
+                if self.with_grads:
                     param.set_gradient(value.grad)
         for shown in self.shown.values():
             shown.__dict__.pop("_fsdp2_managed", None)

@@ -43,6 +43,26 @@ def test_exports_every_parameter(rank, world, case):
         assert_exports(module, expected, bucket_mb=bucket_mb)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("case", ["buffers", "tied", "transformer"])
+@pytest.mark.parametrize("bucket_mb", [1e-6, 64])
+def test_buffers(rank, world, case, bucket_mb):
+    """With ``buffers`` it yields every tensor of the state dict once: parameters, then persistent buffers."""
+    expected, module = build(CASES[case]), build_sharded(case, world, Setup(policy=BF16))
+    state = {name: value for name, value in expected.state_dict().items() if isinstance(value, torch.Tensor)}
+    exported = list(iter_full_params(module, bucket_mb=bucket_mb, buffers=True))
+    names = [name for name, _ in exported]
+    buffers = [name for name, _ in expected.named_buffers() if name in state]
+    assert names == [name for name, _ in expected.named_parameters()] + buffers
+    once = {value.data_ptr(): name for name, value in reversed(state.items())}
+    assert set(once.values()) <= set(names) <= set(state)
+    for name, got in exported:
+        assert type(got) is torch.Tensor and got.dtype == state[name].dtype and torch.equal(got, state[name]), name
+    low = dict(iter_full_params(module, dtype=torch.bfloat16, device="meta", buffers=True))
+    for name, got in low.items():
+        assert got.dtype == (torch.bfloat16 if state[name].is_floating_point() else state[name].dtype) and got.is_meta
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_at_any_time(rank, world, reshard):

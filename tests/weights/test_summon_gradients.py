@@ -134,3 +134,27 @@ def test_clipping_and_stepping_inside(rank, world):
     torch.testing.assert_close(*norms)
     with summon_full_params(module, with_grads=True):
         assert_gradients(module, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("some", [False, True])
+def test_a_backward_inside(rank, world, some):
+    """Its gradients were gone after the block, without a word; with ``with_grads`` they are on the shards."""
+    module = build_sharded("mlp", world)
+    if some:
+        backward(module, "mlp", rank, world)
+    before = local(module)
+    with pytest.raises(RuntimeError, match=r"got a backward inside summon_full_params.*Pass with_grads=True"):
+        with summon_full_params(module):
+            sum(param.square().sum() for param in module.parameters()).backward()
+    for name, grad in local(module).items():
+        assert grad is before[name] or torch.equal(grad, before[name])
+    with summon_full_params(module):
+        penalty = sum(param.square().sum() for param in module.parameters())
+        found = torch.autograd.grad(penalty, list(module.parameters()))
+    with summon_full_params(module, with_grads=True):
+        expected = [2 * p.detach() + (0 if p.grad is None else p.grad) for p in module.parameters()]
+        sum(param.square().sum() for param in module.parameters()).backward()
+    for param, grad, alone in zip(module.parameters(), expected, found, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), grad)
+        torch.testing.assert_close(alone, 2 * param.full_tensor())

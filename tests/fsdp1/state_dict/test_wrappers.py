@@ -90,6 +90,29 @@ def test_without_a_setting(rank, world, target):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("strict", [True, False])
+def test_plain_names_outside_of_a_compiled_model(rank, world, strict):
+    """The same names came up as missing and as unexpected. The error says where to load them; both ways work."""
+    state = build(seed=9).state_dict()
+    module = wrapped("compiled around")
+    with pytest.raises(RuntimeError) as error:
+        module.load_state_dict(state, strict=strict)
+    text = str(error.value)
+    assert "names without '_orig_mod.', such as 'first.0.weight', expected '_orig_mod.first.0.weight'" in text
+    if strict:
+        assert (
+            'Missing key(s) in state_dict: "_orig_mod.' in text and 'Unexpected key(s) in state_dict: "first.' in text
+        )
+    assert_equal(whole(module._orig_mod), build().state_dict())
+    module._orig_mod.load_state_dict(state)
+    assert_equal(whole(module._orig_mod), state)
+    module = wrapped("compiled around")
+    with using(module, "full"):
+        module.load_state_dict(state)
+    assert_equal(whole(module._orig_mod), state)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("how", HOWS)
 def test_names_that_do_not_match(rank, world, how):
     """Missing and unexpected keys come back without what the wrappers add."""

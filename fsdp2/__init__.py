@@ -3,6 +3,7 @@
 import importlib as _importlib
 import typing as _typing
 
+from fsdp2.compression.policy import CompressionPolicy
 from fsdp2.engine.use import use_weights
 from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fsdp1 import names as _names
@@ -20,7 +21,6 @@ from fsdp2.optim.full_params import use_full_params
 from fsdp2.optim.grad_scaler import ShardedGradScaler
 from fsdp2.optim.local_step import use_local_shards
 from fsdp2.policies import (
-    CompressionPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     GradientReductionHandle,

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp2.autograd.hooks import hook_forward, hook_loading
+from fsdp2.compression.collectives import compress
+from fsdp2.compression.policy import CompressionPolicy
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, apis_of, get_state, keep_state, register_as_managed
@@ -31,7 +33,6 @@ from fsdp2.grouping.plan import describe
 from fsdp2.grouping.policy import Policy, choose_units
 from fsdp2.module import MADE_BY_FULLY_SHARD, FSDPModule
 from fsdp2.policies import (
-    CompressionPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadOf,
@@ -286,7 +287,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
             f"fully_shard: reshard_after_forward={reshard} is not supported with shard_over_replicas, whose pieces for "
             "the shard dimension stay in memory anyway; pass True or False"
         )
-    options = GroupOptions(policy_of(""), offload_of(""), reshard, compression=given["compression"])
+    options = GroupOptions(policy_of(""), offload_of(""), reshard, compression=compress(given["compression"]))
     return CallOptions(
         mesh=mesh,
         options=options,

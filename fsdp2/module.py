@@ -15,6 +15,8 @@ from typing_extensions import deprecated
 
 from fsdp2.comm.collectives import in_memory_of_groups, in_symmetric_memory
 from fsdp2.comm.streams import Lane
+from fsdp2.compression.collectives import compress
+from fsdp2.compression.policy import CompressionPolicy
 from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
@@ -22,7 +24,7 @@ from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.root import GradientReduction, RootContext
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.engine.unreduced import Pending
-from fsdp2.policies import AllGather, CompressionPolicy, GradientReductionHandle, ReduceScatter
+from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
@@ -332,10 +334,13 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = False) -> None:
         """Gather this module's parameters with ``comm``, in memory that ``comm`` allocates.
 
-        With ``recurse``, do so for all units below, too.
+        With ``recurse``, do so for all units below, too. If ``comm`` has a method ``format_of``, that chooses in which
+        format each parameter is sent; then ``comm`` need not gather itself.
 
         Raises:
-            ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU.
+            RuntimeError: ``comm`` changes formats, and a forward or backward is running, or a backward is expected.
+            ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU; or ``comm``
+                chooses formats, and so does ``compression``.
         """
         self._one_group("set_custom_all_gather", recurse)
         self._set("set_custom_all_gather", recurse, all_gather=comm)
@@ -343,13 +348,17 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = False) -> None:
         """Reduce-scatter this module's gradients with ``comm``, in memory that ``comm`` allocates.
 
-        With ``recurse``, do so for all units below, too.
+        With ``recurse``, do so for all units below, too. If ``comm`` has a method ``format_of``, that chooses in which
+        format each gradient is sent and summed, and ``replica_format_of`` the same on the replicate dimension. ``comm``
+        then reduces the others, or leaves them to fsdp2 if it is not callable.
 
         ``comm`` may allocate the same memory every time if it serves one unit with one reduction in flight; for that,
         call ``set_reduce_scatter_max_input_buffers(1)``. Results are copied out of that memory.
 
         Raises:
-            ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU.
+            RuntimeError: ``comm`` changes formats, and a forward or backward is running, or a backward is expected.
+            ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU; or
+                ``compression`` compresses gradients.
         """
         self._one_group("set_custom_reduce_scatter", recurse)
         self._set("set_custom_reduce_scatter", recurse, reduce_scatter=comm)
@@ -502,20 +511,10 @@ class FSDPModule(TorchFSDPModule):
         """
         if compression is not None and not isinstance(compression, CompressionPolicy):
             raise TypeError(f"compression must be a CompressionPolicy or None, got {compression!r}")
-        for unit, group in [(one, group) for one in self._units(recurse) for group in one.groups]:
-            if not group.is_idle:
-                phase = group.phases.phase.name.lower()
-                raise RuntimeError(
-                    f"{group.name or 'the root'}: set_compression was called while its {phase} runs; expected a call "
-                    "between two steps. Call it after backward, after reset_iter_state() on the root if that raised"
-                )
-            if unit.root.pending.expects(group):  # backward needs the buffers that the forward used
-                raise RuntimeError(
-                    f"{group.name or 'the root'}: set_compression was called between a forward and its backward; "
-                    "expected a call between two steps. Call it after the last backward, or after reset_iter_state() "
-                    "on the root, which drops gradients, if no backward follows"
-                )
-        self._change("set_compression", recurse, lambda group: replace(group.store.options, compression=compression))
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                _check_between_steps("set_compression", unit, group)
+        self._set("set_compression", recurse, compression=compress(compression))
 
     # ---- internal ----
 
@@ -550,7 +549,11 @@ class FSDPModule(TorchFSDPModule):
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""
         changes = [(unit, group, change(group)) for unit in self._units(recurse) for group in unit.groups]
-        for unit, group, options in changes:  # all are made, and so validated, before the first one takes effect
+        # All are made, and so validated, before the first one takes effect.
+        for unit, group, options in changes:
+            if options.formatting != group.store.options.formatting:
+                _check_between_steps(setter, unit, group)
+        for unit, group, options in changes:
             alike = group.store.options.alike == options.alike
             group.set_options(options)
             if not alike:
@@ -584,6 +587,22 @@ class FSDPModule(TorchFSDPModule):
                 if grad is not None:
                     param.return_gradient(grad)
         return result
+
+
+def _check_between_steps(setter: str, unit: FSDPState, group: FSDPParamGroup) -> None:
+    """Raise RuntimeError if ``group`` is in a pass, or a backward still expects it: the setter moves its shards."""
+    if not group.is_idle:
+        phase = group.phases.phase.name.lower()
+        raise RuntimeError(
+            f"{group.name or 'the root'}: {setter} was called while its {phase} runs; expected a call between two "
+            "steps. Call it after backward, after reset_iter_state() on the root if that raised"
+        )
+    if unit.root.pending.expects(group):  # backward needs the buffers that the forward used
+        raise RuntimeError(
+            f"{group.name or 'the root'}: {setter} was called between a forward and its backward; expected a call "
+            "between two steps. Call it after the last backward, or after reset_iter_state() on the root, which drops "
+            "gradients, if no backward follows"
+        )
 
 
 def _bool(name: str, value: Any) -> bool:

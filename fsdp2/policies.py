@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -28,8 +28,8 @@ from fsdp2._torch.collectives import AllGather, ReduceScatter
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
-    "CompressionPolicy",
     "DataParallelMeshDims",
+    "FormatOf",
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadOf",
@@ -39,6 +39,7 @@ __all__ = [
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
+    "WireFormat",
     "check_dtypes",
     "offload_by_name",
     "policy_by_name",
@@ -227,57 +228,37 @@ class ShardPlacementResult:
     mesh_info: DeviceMesh
 
 
-@dataclass(frozen=True)
-class CompressionPolicy:
-    """Compresses collectives of a unit to elements of eight or four bits, in blocks with one scale each.
+class WireFormat(Protocol):
+    """A form in which elements are sent: the interface of what ``format_of`` of a custom collective returns.
 
-    Shards, optimizers and checkpoints keep the original values. Compression makes steps faster if they wait for the
-    network.
+    Rows of elements become rows of bytes and elements again. Collectives encode and decode in runs: parameters with
+    equal formats (``==``) that lie side by side are one row, and gradients with equal formats are sent together.
 
-    Attributes:
-        gather: The format of parameters, rounded to nearest: int8 or float8_e4m3fn. Forward and backward of an
-            iteration compute with the same values. None sends them uncompressed.
-        reduce: The format of gradients on the shard dimension: int8, float8_e5m2 or "int4". The receiving rank decodes
-            and sums them in float32. None sends them uncompressed.
-        replicate: The format of gradients on the replicate dimension of hybrid sharding, like ``reduce``.
-        block: The number of elements that share a scale, a multiple of 16.
-        stochastic: Round gradients stochastically, so that sums are unbiased; False rounds to nearest.
-        min_numel: Parameters with fewer elements (norms, biases) are sent uncompressed.
-        skip: A function of a parameter's name in the unit and the parameter; if it returns True, the parameter is sent
-            uncompressed.
-
-    Raises:
-        ValueError: A format, ``block`` or ``min_numel`` is not supported.
-        TypeError: ``stochastic`` or ``skip`` has the wrong type.
-
-    Example:
-        ```python
-        fsdp2.fully_shard(model, compression=fsdp2.CompressionPolicy(gather=torch.int8, reduce=torch.int8))
-        ```
+    A format that keeps something from one call to the next, like random numbers, has a method ``new_state`` as well. It
+    gets a number, and returns what ``encode`` gets as ``state``; there is one for each class of formats and stream, and
+    the number is 0 for the shard dimension and 1 for the replicate dimension. A gather's is None.
     """
 
-    gather: torch.dtype | None = None
-    reduce: torch.dtype | Literal["int4"] | None = None
-    replicate: torch.dtype | Literal["int4"] | None = None
-    block: int = 256
-    stochastic: bool = True
-    min_numel: int = 1 << 14
-    skip: Callable[[str, nn.Parameter], bool] | None = None
+    @property
+    def block(self) -> int:
+        """The number of elements that are encoded together; rows have a multiple of it."""
 
-    def __post_init__(self) -> None:
-        gradients = (None, torch.int8, torch.float8_e5m2, "int4")
-        parameters = (None, torch.int8, torch.float8_e4m3fn)
-        for name, known in (("gather", parameters), ("reduce", gradients), ("replicate", gradients)):
-            value: Any = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"compression.{name}: expected one of {known}, got {value!r}")
-        for name, least, multiple in (("block", 16, 16), ("min_numel", 0, 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least or value % multiple:
-                raise ValueError(
-                    f"compression.{name}: expected a multiple of {multiple}, at least {least}, got {value!r}"
-                )
-        if not isinstance(self.stochastic, bool):
-            raise TypeError(f"compression.stochastic must be a bool, got {self.stochastic!r}")
-        if self.skip is not None and not callable(self.skip):
-            raise TypeError(f"compression.skip: expected a function of a name and a parameter, got {self.skip!r}")
+    def nbytes(self, numel: int) -> int:
+        """Return how many bytes ``numel`` elements take, a multiple of ``block``."""
+
+    def encode(self, values: torch.Tensor, sent: torch.Tensor, state: Any) -> None:
+        """Write ``values`` (rows, elements), which may be on the host, to ``sent`` (rows, bytes)."""
+
+    def decode(self, sent: torch.Tensor, numel: int, values: torch.Tensor, first: int) -> None:
+        """Write elements of ``sent`` (rows, bytes), which has ``numel`` in each row, to ``values`` (rows, elements).
+
+        They begin at ``first``, a multiple of ``block``, and may end within a block.
+        """
+
+    def add(self, sent: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
+        """Add all rows of ``sent`` to ``total`` (elements, float32), then divide it by ``divisor``."""
+
+
+FormatOf = Callable[[str, nn.Parameter, int, int], WireFormat | None]
+"""Chooses the format of a parameter by its name in the unit, the parameter itself, the number of its elements that the
+ranks of the unit hold together, and that of the largest piece. None: it is sent as it is."""

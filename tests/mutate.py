@@ -38,7 +38,7 @@ RESULTS, ENTERED, TABLE = (
     ROOT / "runs" / "entered.json",
     ROOT / "tests" / "mutation.md",
 )
-FOLDERS = ("autograd", "comm", "engine", "sharding")
+FOLDERS = ("autograd", "comm", "compression", "engine", "sharding")
 DIAGNOSTIC = ("ranks", "hints")
 """Files that word what is wrong."""
 PLACES = 7

@@ -1,11 +1,10 @@
 """HOW bytes move: tensors in, tensors out. From the top down; a file imports only what stands below it.
 
-context      what groups communicate on: the lanes, the chunks in flight, random numbers
+context      what groups communicate on: the lanes, the chunks in flight
 gather       from shards to full parameters
 reduce       from full gradients to shards of their mean
 reductions   a window of reductions in flight
 retained     memory that reductions on streams still read
-formats      numbers in blocks of few bits, with a scale for each block
 scaling      where a sum is divided
 collectives  the only place that calls a collective
 streams      lanes: the only place where one waits for another

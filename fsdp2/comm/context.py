@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cached_property
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fsdp2.comm.formats import Noise
 from fsdp2.comm.gather import HostCopies
+from fsdp2.comm.reduce import Encoding
 from fsdp2.comm.reductions import Reductions
 from fsdp2.comm.streams import Lanes
+from fsdp2.policies import WireFormat
 
 __all__ = ["CommContext"]
 
@@ -29,6 +29,7 @@ class CommContext:
         self._limits: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for
         self._postponed: dict[object, Callable[[], None]] = {}
+        self._states: dict[tuple[type, int], Any] = {}
 
     def set_limits(self, root: object, chunks: int, units: int, largest: int) -> None:
         """Let ``chunks`` of gradients be in flight, and as many bytes as ``units`` groups of ``largest`` bytes have.
@@ -65,11 +66,12 @@ class CommContext:
             for start in starts.values():
                 start()
 
-    @cached_property
-    def noise(self) -> tuple[Noise, Noise]:
-        """Random numbers of this rank to round by, on the pack lane and on the replicate lane.
-
-        They are seeded from ``torch.initial_seed()``.
-        """
-        seed = torch.initial_seed() + 2 * dist.get_rank()
-        return Noise(seed), Noise(seed + 1)
+    def encoding(self, form: WireFormat | None, stream: int) -> Encoding | None:
+        """Return what encodes gradients in ``form``: 0 for those of the pack lane, 1 for the replicate lane."""
+        if form is None:
+            return None
+        key = type(form), stream
+        if key not in self._states:
+            new_state = getattr(form, "new_state", None)
+            self._states[key] = None if new_state is None else new_state(stream)
+        return Encoding(form, self._states[key])

@@ -11,13 +11,12 @@ import torch
 
 from fsdp2._torch.tensors import lies_in
 from fsdp2.comm.collectives import Work, all_gather, wire_view
-from fsdp2.comm.formats import Encoded, decode, encode, encoded_views
 from fsdp2.comm.pieces import copy_all, piece_pairs
 from fsdp2.comm.streams import ComputeLane, Lane, Lanes
-from fsdp2.policies import AllGather
+from fsdp2.policies import AllGather, WireFormat
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, CastSpan, FlatPlan, Item, align
+from fsdp2.sharding.packing import CastSpan, FlatPlan, Item, align
 
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "HostCopies", "finish_gather", "start_gather"]
 
@@ -163,7 +162,7 @@ class GatherBuffers:
             item, layout = self.items[i], self.items[i].layout
             flat = self.full.view(self.plan.full_offset[i], layout.full_storage_numel, item.wire_dtype)
             if item.form is not None:
-                decodings.append(partial(_decode, self._encoded_pieces(i, item.form, rows), flat, layout, item.form))
+                decodings.append(self._decoding(i, item.form, rows, flat))
                 continue
             start = self.plan.wire_offset[i] - self.plan.packed_start
             sent = rows[:, start : start + layout.slot_numel * item.wire_dtype.itemsize].view(item.wire_dtype)
@@ -176,13 +175,13 @@ class GatherBuffers:
                 sources.append(source)
         return [partial(copy_all, targets, sources), *decodings] if targets else decodings
 
-    def _encoded_pieces(self, i: int, form: BlockFormat, rows: torch.Tensor) -> Encoded:
-        """Return the pieces of item ``i`` in ``rows``, which were encoded together with its neighbours."""
+    def _decoding(self, i: int, form: WireFormat, rows: torch.Tensor, flat: torch.Tensor) -> Planned:
+        """Return what decodes item ``i``, which was encoded together with its neighbours, to its place ``flat``."""
         span = self.plan.span_of(i)
         start = span.wire_offset - self.plan.packed_start
-        sent = encoded_views(rows[:, start : start + form.nbytes(span.numel)], span.numel, form)
-        first = (self.plan.shard_offset[i] - span.shard_offset) // span.dtype.itemsize // form.block
-        return sent.part(slice(None), slice(first, first + -(-self.items[i].layout.slot_numel // form.block)))
+        sent = rows[:, start : start + form.nbytes(span.numel)]
+        first = (self.plan.shard_offset[i] - span.shard_offset) // span.dtype.itemsize
+        return partial(_decode, form, sent, span.numel, first, flat, self.items[i].layout)
 
     def allocate(self, *, staging: bool, full: bool) -> None:
         """Make what collectives read and write exist, and the ``full`` memory too if it cannot wait until then."""
@@ -214,19 +213,21 @@ def _casting(span: CastSpan, shard: torch.Tensor, wire: Buffer) -> Planned:
     return partial(wire.view(span.wire_offset, span.numel, span.wire_dtype).copy_, shard, non_blocking=True)
 
 
-def _encoding(span: CastSpan, form: BlockFormat, shard: torch.Tensor, wire: Buffer) -> Planned:
+def _encoding(span: CastSpan, form: WireFormat, shard: torch.Tensor, wire: Buffer) -> Planned:
     """Return what encodes a span's ``shard`` to its place in ``wire``."""
-    row = wire.bytes[span.wire_offset : span.wire_end].unsqueeze(0)
-    return partial(encode, shard.unsqueeze(0), encoded_views(row, span.numel, form), form)
+    row = wire.bytes[span.wire_offset : span.wire_offset + form.nbytes(span.numel)]
+    return partial(form.encode, shard.unsqueeze(0), row.unsqueeze(0), None)
 
 
-def _decode(sent: Encoded, flat: torch.Tensor, layout: ShardLayout, form: BlockFormat) -> None:
+def _decode(
+    form: WireFormat, sent: torch.Tensor, numel: int, first: int, flat: torch.Tensor, layout: ShardLayout
+) -> None:
     """Decode a parameter straight into its place, or by way of rows where the pieces in order are not it."""
     if layout.rank_major:
-        decode(sent, flat.view(layout.ranks, layout.slot_numel), form)
+        form.decode(sent, numel, flat.view(layout.ranks, layout.slot_numel), first)
         return
     slots = flat.new_empty(layout.ranks, layout.slot_numel)
-    decode(sent, slots, form)
+    form.decode(sent, numel, slots, first)
     for piece, slot in piece_pairs(flat.as_strided(layout.shape, layout.stride), slots, layout):
         piece.copy_(slot)
 

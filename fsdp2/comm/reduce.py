@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -27,17 +27,16 @@ from fsdp2.comm.collectives import (
     reduce_scatter,
     reduce_scatter_together,
 )
-from fsdp2.comm.formats import Draw, decode, decode_sum, encode, encoded_views
 from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
 from fsdp2.comm.retained import Retained
 from fsdp2.comm.scaling import Scaling, divide_
 from fsdp2.comm.streams import Before, Lane
-from fsdp2.policies import ReduceScatter
+from fsdp2.policies import ReduceScatter, WireFormat
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import ALIGN_BYTES, BlockFormat, RowPlan
+from fsdp2.sharding.packing import ALIGN_BYTES, RowPlan, align
 
-__all__ = ["Compression", "Finished", "ReducePlan", "pack_gradients", "reduce_chunk"]
+__all__ = ["Encoding", "Finished", "ReducePlan", "pack_gradients", "reduce_chunk"]
 
 
 Finished = Literal["early", "last", "together"]
@@ -50,17 +49,44 @@ Finished = Literal["early", "last", "together"]
 """
 
 
-@dataclass(frozen=True)
-class Compression:
-    """The formats of gradients on the shard axis and on the replicate axis; None for as they are, or no such axis.
+class Encoding(NamedTuple):
+    """A format in which gradients travel on one axis, and what it keeps from call to call on the lane that encodes."""
 
-    Each has random numbers of its own to round by, since each runs on a lane of its own; None rounds to the nearest.
-    """
+    form: WireFormat
+    state: Any = None
 
-    reduce: BlockFormat | None = None
-    replicate: BlockFormat | None = None
-    draw: Draw | None = None
-    draw_again: Draw | None = None
+    def for_others(self, values: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode the rows of ``values`` (1D, one per rank) for other ranks, and copy this rank's own to float32."""
+        table, rank = values.view(axis.size, -1), axis.rank
+        sent = self._rows(axis.size - 1, table.shape[1], values.device)
+        into = self._used(sent, table.shape[1])
+        for rows, to in ((table[:rank], into[:rank]), (table[rank + 1 :], into[rank:])):
+            if len(rows):
+                self.form.encode(rows, to, self.state)
+        return sent.view(-1), table[rank].to(torch.float32, copy=True)
+
+    def add_up(self, received: torch.Tensor, own: torch.Tensor, axis: Axis, scaling: Scaling) -> torch.Tensor:
+        """Make ``own``, this rank's row in float32, the sum (or mean) of it and the encoded rows of others."""
+        rows = self._used(received.view(axis.size - 1, -1), own.numel())
+        self.form.add(rows, own, axis.size if scaling.average else 1)
+        return own
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of ``values`` (1D)."""
+        sent = self._rows(1, values.numel(), values.device)
+        self.form.encode(values.unsqueeze(0), self._used(sent, values.numel()), self.state)
+        return sent.view(-1)
+
+    def decode(self, gathered: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write to ``rows`` (ranks, elements) what all ranks have encoded."""
+        ranks, numel = rows.shape
+        self.form.decode(self._used(gathered.view(ranks, -1), numel), numel, rows, 0)
+
+    def _rows(self, rows: int, numel: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(rows, align(self.form.nbytes(numel)), dtype=torch.uint8, device=device)
+
+    def _used(self, rows: torch.Tensor, numel: int) -> torch.Tensor:
+        return rows[:, : self.form.nbytes(numel)]
 
 
 @dataclass(frozen=True)
@@ -70,8 +96,9 @@ class ReducePlan:
     ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
     ``offload`` the shards are delivered on the CPU. ``wire_dtype`` may be narrower than ``reduce_dtype``; it must be
     the same on every rank, so it cannot depend on which gradients a rank happens to have. ``exchange_bytes`` is the
-    size from which on each rank sums what the others send it, None for what suits the backend. What is encoded has
-    rows of whole blocks, and float32 to reduce in.
+    size from which on each rank sums what the others send it, None for what suits the backend. ``encodings`` are those
+    of the shard axis and of the replicate axis, each None for as they are, or if there is no such axis. What is encoded
+    has rows of whole blocks, and float32 to reduce in.
     """
 
     shard: Axis
@@ -86,7 +113,7 @@ class ReducePlan:
     hook_lane: Lane | None = None
     offload: bool = False
     pin_memory: bool = False
-    compression: Compression = field(default_factory=Compression)
+    encodings: tuple[Encoding | None, Encoding | None] = (None, None)
 
     @property
     def divided_over_shards(self) -> float:
@@ -96,7 +123,8 @@ class ReducePlan:
     @cached_property
     def all_reduce_over_replicas(self) -> _OverCopies:
         """The way chunks are summed over the replicate axis."""
-        return _AllReduce(self) if self.compression.replicate is None else _EncodedAllReduce(self)
+        encoding = self.encodings[1]
+        return _AllReduce(self) if encoding is None else _EncodedAllReduce(self, encoding)
 
     @cached_property
     def scatter_over_replicas(self) -> _OverReplicas:
@@ -112,8 +140,8 @@ class ReducePlan:
 
     @cached_property
     def _fixed(self) -> _OverShards | None:
-        if self.compression.reduce is not None:
-            return _EncodedExchange(self)
+        if self.encodings[0] is not None:
+            return _EncodedExchange(self, self.encodings[0])
         return None if self.custom is None else _CustomReduceScatter(self, self.custom)
 
     @cached_property
@@ -348,13 +376,12 @@ class _CustomReduceScatter:
 class _EncodedExchange:
     """Each rank sums what the others send it encoded; its own row is added as it is."""
 
-    def __init__(self, plan: ReducePlan) -> None:
-        assert plan.compression.reduce is not None
-        self._plan, self._form = plan, plan.compression.reduce
+    def __init__(self, plan: ReducePlan, encoding: Encoding) -> None:
+        self._plan, self._encoding = plan, encoding
 
     def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
         """Encode on the pack lane, in its memory: that is little, and encoding takes several kernels."""
-        plan, form, lanes = self._plan, self._form, memory.lanes
+        plan, encoding, lanes = self._plan, self._encoding, memory.lanes
         lane, ranks, nbytes = lanes.reduce, plan.shard.size, sum([grad.nbytes for grad in grads])
         if finished != "together":
             memory.make_room(nbytes)
@@ -364,7 +391,7 @@ class _EncodedExchange:
             else:
                 rows = torch.empty(row.numel * ranks, dtype=plan.reduce_dtype, device=grads[0].device)
                 pack_gradients(grads, row, rows)
-            sent, own = _encode_for_others(rows, plan.shard, form, plan.compression.draw)
+            sent, own = encoding.for_others(rows, plan.shard)
             del rows
         memory.retain_inputs(packed.event, list(grads), nbytes)
         grads.clear()
@@ -373,7 +400,7 @@ class _EncodedExchange:
             works = all_to_all(received, sent, plan.shard, async_op=lane.async_op, with_own=False)
             mine = own.clone() if lane.on_stream else own  # in this lane's memory, since it becomes the sum
         memory.retain_encoded(done.event, [sent, own])
-        add_up = partial(_add_decoded, own=mine, axis=plan.shard, form=form, scaling=plan.scaling)
+        add_up = partial(encoding.add_up, own=mine, axis=plan.shard, scaling=plan.scaling)
         return _Flying(received, works, done.event, [sent], add_up)
 
 
@@ -483,28 +510,6 @@ def _sum_rows(rows: torch.Tensor, axis: Axis, dtype: torch.dtype, scaling: Scali
     return total
 
 
-def _encode_for_others(
-    values: torch.Tensor, axis: Axis, form: BlockFormat, draw: Draw | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode the rows of ``values`` (1D, one per rank) for other ranks, and copy this rank's own to float32."""
-    table, rank = values.view(axis.size, -1), axis.rank
-    sent = torch.empty(axis.size - 1, form.nbytes(table.shape[1]), dtype=torch.uint8, device=values.device)
-    into = encoded_views(sent, table.shape[1], form)
-    for rows, part in ((table[:rank], slice(rank)), (table[rank + 1 :], slice(rank, None))):
-        if len(rows):
-            encode(rows, into.part(part, slice(None)), form, draw)
-    return sent.view(-1), table[rank].to(torch.float32, copy=True)
-
-
-def _add_decoded(
-    received: torch.Tensor, own: torch.Tensor, axis: Axis, form: BlockFormat, scaling: Scaling
-) -> torch.Tensor:
-    """Make ``own``, this rank's row in float32, the sum (or mean) of it and the encoded rows of others."""
-    rows = encoded_views(received.view(axis.size - 1, -1), own.numel(), form)
-    decode_sum(rows, own, form, axis.size if scaling.average else 1)
-    return own
-
-
 # ---- over the replicate axis ----
 
 
@@ -538,32 +543,28 @@ class _EncodedAllReduce:
     A rank decodes its own part of the sums too, so that copies stay equal bit by bit.
     """
 
-    def __init__(self, plan: ReducePlan) -> None:
-        assert plan.compression.replicate is not None
-        self._axis, self._scaling = plan.replicate, plan.scaling
-        self._form, self._draw = plan.compression.replicate, plan.compression.draw_again
+    def __init__(self, plan: ReducePlan, encoding: Encoding) -> None:
+        self._axis, self._scaling, self._encoding = plan.replicate, plan.scaling, encoding
 
     def run(
         self, out: torch.Tensor, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, torch.Event | None]:
         """Exchange, add up, and gather the sums."""
-        axis, form = self._axis, self._form
+        axis, encoding = self._axis, self._encoding
         with lane.after(event):
-            sent, own = _encode_for_others(out, axis, form, self._draw)
+            sent, own = encoding.for_others(out, axis)
             received = torch.empty_like(sent)
             works = all_to_all(received, sent, axis, async_op=lane.async_op, with_own=False)
         yield from _until(works)
         with lane.after():
-            total = _add_decoded(received, own, axis, form, self._scaling)
-            mine = torch.empty(1, form.nbytes(total.numel()), dtype=torch.uint8, device=out.device)
-            encode(total.unsqueeze(0), encoded_views(mine, total.numel(), form), form, self._draw)
+            total = encoding.add_up(received, own, axis, self._scaling)
+            mine = encoding.encode(total)
             del sent, received, own, total
             gathered = mine.new_empty(axis.size * mine.numel())
-            works = all_gather([gathered], [mine.view(-1)], axis, async_op=lane.async_op)
+            works = all_gather([gathered], [mine], axis, async_op=lane.async_op)
         yield from _until(works)
         with lane.after() as done:
-            rows = out.view(axis.size, -1)
-            decode(encoded_views(gathered.view(axis.size, -1), rows.shape[1], form), rows, form)
+            encoding.decode(gathered, out.view(axis.size, -1))
         return done.event
 
 
@@ -577,18 +578,18 @@ class _OverReplicas:
         self, pieces: list[torch.Tensor], row: RowPlan, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Event | None]]:
         """Return this rank's part of the sums (or means) of ``pieces``, which are there from ``event`` on, and when."""
-        plan, axis, form = self._plan, self._axis, self._plan.compression.replicate
+        plan, axis, encoding = self._plan, self._axis, self._plan.encodings[1]
         dtype, device = pieces[0].dtype, pieces[0].device
         with lane.after(event) as done:
             rows = torch.empty(row.numel * axis.size, dtype=dtype, device=device)
             pack_gradients(pieces, row, rows)
             add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
             works: Sequence[Work] = ()
-            if form is not None:
-                sent, own = _encode_for_others(rows, axis, form, plan.compression.draw_again)
+            if encoding is not None:
+                sent, own = encoding.for_others(rows, axis)
                 out = torch.empty_like(sent)
                 works = all_to_all(out, sent, axis, async_op=lane.async_op, with_own=False)
-                add_up = partial(_add_decoded, own=own, axis=axis, form=form, scaling=plan.scaling)
+                add_up = partial(encoding.add_up, own=own, axis=axis, scaling=plan.scaling)
             elif prefers_all_to_all(axis, rows.nbytes, plan.exchange_bytes):
                 out = torch.empty_like(rows)
                 works = all_to_all(out, rows, axis, async_op=lane.async_op)

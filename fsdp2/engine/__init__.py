@@ -24,7 +24,7 @@ hints      errors about shards that were computed with, explained
 param      one managed parameter: shard, full tensor, gradient
 gradient_hooks  users' hooks on the gradients of shards
 phase      where a group is in the iteration, and which phase may follow which
-compression  which parameters travel in which block format
+formats    in which formats a parameter and its gradient are sent
 options    every knob of a group
 casts      what a policy casts
 registry   objects that are alive, for all threads

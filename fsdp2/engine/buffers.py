@@ -12,8 +12,8 @@ from fsdp2._torch.tensors import address_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
-from fsdp2.engine.compression import ENCODED, digest
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_nested
+from fsdp2.engine.formats import ENCODED, digest
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, copy_of, lie_in, show, storages_of_shards, writes_to_shards
 from fsdp2.engine.portions import Portions, portion_items
@@ -113,9 +113,9 @@ class ShardStore:
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
         moved = self._sizes(options) != self._sizes(self.options)
-        if options.compression != self.options.compression:
-            # All are chosen before the first is set: the caller's function (CompressionPolicy.skip) may raise.
-            chosen = [param.choose_formats(options.compression, param.sharded) for param in self.params]
+        if options.formatting != self.options.formatting:
+            # All are chosen before the first is set: the caller's function may raise.
+            chosen = [param.choose_formats(options.formatting, param.sharded) for param in self.params]
             for param, formats in zip(self.params, chosen):
                 moved |= formats.gather != param.formats.gather
                 param.formats = formats
@@ -141,7 +141,7 @@ class ShardStore:
     @staticmethod
     def _sizes(options: GroupOptions) -> TransferSizes:
         """Return the sizes that gathers follow; a custom all-gather brings its own memory, so it packs everything."""
-        return options.sizes if options.all_gather is None else _PACK_ALL
+        return options.sizes if options.gather is None else _PACK_ALL
 
     # ---- shards ----
 
@@ -387,7 +387,7 @@ class ShardStore:
 
 def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
     wire_dtype = compute_dtype(dtype, param.policy)
-    if param.spec.second is not None:  # portions are sent encoded, these are not
+    if param.spec.second is not None:  # portions have the format, these are sent as they are
         return Item(param.spec.second, dtype, wire_dtype)
     form = param.formats.gather if dtype in ENCODED and wire_dtype in ENCODED else None
     return Item(param.spec.layout, dtype, wire_dtype, form=form)

@@ -13,13 +13,14 @@ import torch
 
 from fsdp2.comm.collectives import prefers_all_to_all
 from fsdp2.comm.context import CommContext
-from fsdp2.comm.reduce import Compression, ReducePlan
+from fsdp2.comm.reduce import ReducePlan
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.compression import ENCODED, Formats
+from fsdp2.engine.formats import ENCODED, Formats
 from fsdp2.engine.param import FSDPParam, have_gradients
+from fsdp2.policies import WireFormat
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import NO_LIMIT, BlockFormat, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
+from fsdp2.sharding.packing import NO_LIMIT, ChunkPlan, RowPlan, plan_chunks, reduced_in_place
 
 __all__ = ["GradientDtypes", "GradientPlan"]
 
@@ -30,7 +31,7 @@ class GradientDtypes:
 
     What is delivered may be None, for the dtype of the sum. The sum ``follows`` gradients that happen to be wider where
     that was asked for; the computation is the same on all ranks, and so are they. What is encoded on the shard axis is
-    summed in float32; ``compression`` has the formats of both axes.
+    summed in float32; ``formats`` are those of the shard and the replicate axis.
     """
 
     wire: torch.dtype
@@ -38,7 +39,7 @@ class GradientDtypes:
     out: torch.dtype | None
     computed: torch.dtype
     follows: bool
-    compression: tuple[BlockFormat | None, BlockFormat | None] = (None, None)
+    formats: tuple[WireFormat | None, WireFormat | None] = (None, None)
 
     def encoded(self, formats: Formats, copies: int) -> GradientDtypes:
         """Return the same with ``formats``, where there are ``copies`` on a replicate axis.
@@ -49,7 +50,7 @@ class GradientDtypes:
         if (reduce or replicate) is None or not {self.reduce, self.computed} <= set(ENCODED):
             return self
         summed = self if reduce is None else replace(self, wire=torch.float32, reduce=torch.float32)
-        return replace(summed, follows=False, compression=(reduce, replicate))
+        return replace(summed, follows=False, formats=(reduce, replicate))
 
 
 class GradientPlan:
@@ -105,7 +106,7 @@ class GradientPlan:
         options = self._store.options
         exchanges = prefers_all_to_all(self._axis, NO_LIMIT, options.sizes.exchange_bytes)
         # A rank whose gradients accumulated sends them wider, and the others cannot know that it has.
-        return exchanges and options.reduce_scatter is None and not options.may_accumulate
+        return exchanges and options.scatter is None and not options.may_accumulate
 
     def _find_dtypes(self, reduced: list[int]) -> dict[int, GradientDtypes]:
         """Return the dtypes of the gradients of these parameters, which are the same on every rank.
@@ -160,7 +161,7 @@ class GradientPlan:
         """
         layouts = [param.spec.layout for param in params]
         in_place: tuple[int, ...] = ()
-        if self._reduces_in_place and dtypes.compression == (None, None):
+        if self._reduces_in_place and dtypes.formats == (None, None):
             in_place = reduced_in_place(layouts, dtypes.reduce.itemsize, self._store.options.sizes)
         return RowPlan(layouts, self._row_padding(dtypes), in_place, self._second_row(params, dtypes))
 
@@ -169,13 +170,13 @@ class GradientPlan:
         layouts = [param.spec.second for param in params if param.spec.second is not None]
         if not layouts:
             return None
-        form = dtypes.compression[1]
+        form = dtypes.formats[1]
         return RowPlan(layouts, self._aligned(self._store.mesh.replicate, dtypes) if form is None else form.block)
 
     @property
     def _reduces_in_place(self) -> bool:
         options = self._store.options
-        custom = options.reduce_scatter is not None or options.all_reduce_hook is not None
+        custom = options.scatter is not None or options.all_reduce_hook is not None
         return self._store.mesh.shard.is_nccl and not custom and options.sizes.exchange_bytes is None
 
     def _row_padding(self, dtypes: GradientDtypes) -> int:
@@ -184,7 +185,7 @@ class GradientPlan:
         NCCL is many times slower on sizes that are not multiples of 16 bytes. What is encoded has whole blocks, in the
         part of each rank of the replicate axis too.
         """
-        reduce, replicate = dtypes.compression
+        reduce, replicate = dtypes.formats
         mesh = self._store.mesh
         if replicate is not None and mesh.nested is None:
             return replicate.block * mesh.replicate.size
@@ -210,15 +211,10 @@ class GradientPlan:
             exchange_bytes=options.sizes.exchange_bytes,
             out_dtype=dtypes.out or reduce,
             scaling=scaling,
-            custom=options.reduce_scatter,
+            custom=options.scatter,
             hook=options.all_reduce_hook,
             hook_lane=options.all_reduce_lane,
             offload=store.offloads,
             pin_memory=store.pins,
-            compression=self._compression(*dtypes.compression),
+            encodings=(self._comm.encoding(dtypes.formats[0], 0), self._comm.encoding(dtypes.formats[1], 1)),
         )
-
-    def _compression(self, reduce: BlockFormat | None, replicate: BlockFormat | None) -> Compression:
-        policy = self._store.options.compression
-        by_chance = policy is not None and policy.stochastic
-        return Compression(reduce, replicate, *(self._comm.noise if by_chance else (None, None)))

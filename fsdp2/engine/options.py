@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,7 @@ from fsdp2.comm.collectives import is_torchs_own, needs_one_buffer
 from fsdp2.comm.streams import Lane
 from fsdp2.policies import (
     AllGather,
-    CompressionPolicy,
+    FormatOf,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ReduceScatter,
@@ -20,10 +21,18 @@ from fsdp2.policies import (
 )
 from fsdp2.sharding.packing import NO_LIMIT, TransferSizes
 
-__all__ = ["GroupOptions"]
+__all__ = ["Formatting", "GroupOptions"]
 
 _ALIKE_NAMES = ("sizes", "force_sum", "reduce_unused", "all_gather", "reduce_scatter", "all_reduce_hook")
 _ALIKE = attrgetter(*_ALIKE_NAMES)
+
+
+class Formatting(NamedTuple):
+    """What chooses the formats of parameters in gathers, and of gradients on each axis; None: sent as they are."""
+
+    gather: FormatOf | None = None
+    reduce: FormatOf | None = None
+    replicate: FormatOf | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,8 @@ class GroupOptions:
     With ``reshard_after_forward`` None, every unit but the root frees after forward; backward needs the root first.
     ``divide_factor`` None means the number of data-parallel ranks. ``may_accumulate``: somebody has said whether
     backwards reduce, so any rank may have gradients of several micro-batches, summed in the dtype of the reduction.
-    ``reduce_inputs`` is how many chunks of gradients may be in flight; None leaves it to the backend.
+    ``reduce_inputs`` is how many chunks of gradients may be in flight; None leaves it to the backend. ``compression``
+    is beside ``all_gather`` and ``reduce_scatter``, which may choose formats themselves: see ``formatting``.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -54,12 +64,34 @@ class GroupOptions:
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_lane: Lane | None = None
-    compression: CompressionPolicy | None = None
+    compression: Formatting = field(default_factory=Formatting)
 
     @property
     def gathering(self) -> tuple[object, ...]:
         """The settings that decide how shards lie in memory, because they are sent from there."""
-        return self.sizes, self.all_gather, self.compression
+        return self.sizes, self.all_gather, self.formatting
+
+    @property
+    def formatting(self) -> Formatting:
+        """What chooses formats: the custom collectives that have a method for it, otherwise ``compression``."""
+        if self.all_gather is None and self.reduce_scatter is None:
+            return self.compression
+        gather, reduce, replicate = self.compression
+        return Formatting(
+            getattr(self.all_gather, "format_of", gather),
+            getattr(self.reduce_scatter, "format_of", reduce),
+            getattr(self.reduce_scatter, "replica_format_of", replicate),
+        )
+
+    @property
+    def gather(self) -> AllGather | None:
+        """The custom collective that gathers; one that only chooses formats leaves that to fsdp2."""
+        return self.all_gather if callable(self.all_gather) else None
+
+    @property
+    def scatter(self) -> ReduceScatter | None:
+        """The custom collective that reduces gradients that have no format."""
+        return self.reduce_scatter if callable(self.reduce_scatter) else None
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -107,16 +139,22 @@ class GroupOptions:
         check_dtypes(self.mp_policy)
         for name in ("all_gather", "reduce_scatter"):
             comm = getattr(self, name)
-            if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+            communicates = callable(comm) and hasattr(comm, "allocate")
+            formats = hasattr(comm, "format_of") and not callable(comm)
+            if comm is not None and not communicates and not formats:
                 raise TypeError(
-                    f"{name}: expected a callable with an allocate method, got {comm!r}; derive it from torch's "
-                    f"{'AllGather' if name == 'all_gather' else 'ReduceScatter'} interface"
+                    f"{name}: expected a callable with an allocate method, or an object with a method format_of, got "
+                    f"{comm!r}; derive it from torch's {'AllGather' if name == 'all_gather' else 'ReduceScatter'} "
+                    "interface"
                 )
-        if self.compression is not None and self.compression.reduce is not None and self.reduce_scatter is not None:
-            raise ValueError(
-                f"compression.reduce: expected the collectives of fsdp2, got a custom reduce-scatter "
-                f"({type(self.reduce_scatter).__name__}), which would not be called; leave one of the two out"
-            )
+        custom = self.all_gather if hasattr(self.all_gather, "format_of") else None, self.reduce_scatter
+        for name, comm in zip(("gather", "reduce"), custom):
+            if comm is not None and getattr(self.compression, name) is not None:
+                kind = "all-gather" if name == "gather" else "reduce-scatter"
+                raise ValueError(
+                    f"compression.{name}: expected the collectives of fsdp2, got a custom {kind} "
+                    f"({type(comm).__name__}), which would not be called; leave one of the two out"
+                )
         if self.all_reduce_hook is not None and not callable(self.all_reduce_hook):
             raise TypeError(f"all_reduce_hook: expected a callable of one tensor, got {self.all_reduce_hook!r}")
         if self._symmetric and (self.reduce_inputs or 1) > 1:

@@ -312,7 +312,7 @@ class Residency:
             if not self._have_portions(launch, optional=optional, in_backward=in_backward):
                 return  # other ranks come to it later
             axis = store.mesh.shard
-            gather = partial(self._launch, buffers, axis, store.options.all_gather, None, None)
+            gather = partial(self._launch, buffers, axis, store.options.gather, None, None)
         if store.extensions is not None:
             self._start_extended(launch, gather, axis, optional)
         elif axis.size == 1:

@@ -8,18 +8,19 @@ parameters, each of them contiguous. In the shard and wire buffers, pieces that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from fsdp2.policies import WireFormat
 from fsdp2.sharding.layout import ShardLayout
 
 __all__ = [
     "ALIGN_BYTES",
     "NO_LIMIT",
-    "BlockFormat",
     "CastSpan",
     "ChunkPlan",
     "FlatPlan",
@@ -44,8 +45,6 @@ _DIRECT_BYTES = 1 << 20
 # sends fewer than _DIRECT_BYTES_PER_RANK from a rank is bound by latency.
 _COALESCED = 16
 _DIRECT_BYTES_PER_RANK = 32 << 10
-# A block's scale is a float32.
-_SCALE_BYTES = 4
 # Where the host waits for collectives, a unit's gradients are sent in at most _CHUNKS chunks. The latency of each grows
 # with the number of ranks, so there are fewer on more than _CHUNKED_RANKS: a quarter on twice as many ranks, and a
 # single one on four times as many.
@@ -92,25 +91,6 @@ class TransferSizes:
 
 
 @dataclass(frozen=True)
-class BlockFormat:
-    """Numbers of ``kind`` in blocks of ``block`` elements, with a float32 scale each: all numbers, then all scales.
-
-    ``kind`` is int8, a float8 dtype, or "int4", of which two share a byte.
-    """
-
-    kind: torch.dtype | str
-    block: int
-
-    def payload_bytes(self, numel: int) -> int:
-        """Return the bytes of ``numel`` encoded elements, without their scales."""
-        return numel // 2 if self.kind == "int4" else numel
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of ``numel`` elements (whole blocks) with scales, aligned so that another row can follow."""
-        return align(self.payload_bytes(numel) + numel // self.block * _SCALE_BYTES)
-
-
-@dataclass(frozen=True)
 class Item:
     """One parameter of a plan: its layout, its own dtype, and its dtype as sent.
 
@@ -121,7 +101,7 @@ class Item:
     layout: ShardLayout
     dtype: torch.dtype
     wire_dtype: torch.dtype
-    form: BlockFormat | None = None
+    form: WireFormat | None = None
     room: int = 0
 
     @property
@@ -139,22 +119,22 @@ class CastSpan:
     shard_offset: int
     wire_offset: int
     numel: int = 0
-    form: BlockFormat | None = None
-
-    def wire_bytes(self, numel: int) -> int:
-        """Return the bytes of ``numel`` elements as sent, without scales."""
-        return numel * self.wire_dtype.itemsize if self.form is None else self.form.payload_bytes(numel)
+    form: WireFormat | None = None
 
     @property
     def wire_end(self) -> int:
         """The end of the span in the wire buffer."""
-        nbytes = self.wire_bytes(self.numel) if self.form is None else self.form.nbytes(self.numel)
-        return self.wire_offset + nbytes
+        if self.form is not None:
+            return self.wire_offset + align(self.form.nbytes(self.numel))
+        return self.wire_offset + self.numel * self.wire_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """Byte offsets of every item (in item order) in the three buffers, and the buffers' sizes in bytes."""
+    """Byte offsets of every item (in item order) in the three buffers, and the buffers' sizes in bytes.
+
+    What is encoded has no place of its own in the wire buffer, only its span has.
+    """
 
     direct: tuple[int, ...]
     packed: tuple[int, ...]
@@ -189,10 +169,9 @@ def align(value: int, multiple: int = ALIGN_BYTES) -> int:
 def _slot_numel(item: Item) -> int:
     """Return the elements of one rank's slot, aligned in both dtypes so that one kernel can cast or encode a span."""
     numel = max(item.layout.slot_numel, item.room)
-    if item.form is not None:
-        return align(numel, item.form.block)
     smaller = min(item.dtype.itemsize, item.wire_dtype.itemsize)
-    return align(numel, max(ALIGN_BYTES // smaller, 1))
+    multiple = max(ALIGN_BYTES // smaller, 1)
+    return align(numel, multiple if item.form is None else math.lcm(multiple, item.form.block))
 
 
 def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
@@ -234,7 +213,7 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     packed = [i for i in others if items[i].layout.numel]
     empty = [i for i in others if not items[i].layout.numel]
 
-    def key(item: Item | CastSpan) -> tuple[torch.dtype, torch.dtype, BlockFormat | None]:
+    def key(item: Item | CastSpan) -> tuple[torch.dtype, torch.dtype, WireFormat | None]:
         return item.dtype, item.wire_dtype, item.form
 
     numbers = {found: number for number, found in enumerate(dict.fromkeys(map(key, items)))}
@@ -255,7 +234,7 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
             shard_end, wire_end = align(shard_end), align(wire_end)
             spans.append(CastSpan(item.dtype, item.wire_dtype, shard_end, wire_end, form=item.form))
         span, slot = spans[-1], _slot_numel(item)
-        shard_offset[i], wire_offset[i] = shard_end, span.wire_offset + span.wire_bytes(span.numel)
+        shard_offset[i], wire_offset[i] = shard_end, span.wire_end if span.form is None else span.wire_offset
         shard_end += slot * item.dtype.itemsize
         spans[-1] = span = replace(span, numel=span.numel + slot)
         wire_end = span.wire_end

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.comm.formats import decode, encode, encoded_views
-from fsdp2.sharding.packing import BlockFormat
+from fsdp2.compression.formats import BlockFormat, decode, encode, encoded_views
 from tests.step.test_communication import Gather, Scatter
 from tests.step.test_extensions import Halves
 from tests.support import api

@@ -125,7 +125,9 @@ def test_forward_that_reshards(policy, transfer):
 @api.fsdp2_only
 def test_compression_takes_the_encoded_bytes_of_two_units_more(monkeypatch):
     """At most: what is received of the layer that is gathered, and of the chunk that is reduced."""
-    monkeypatch.setattr("fsdp2.comm.formats._CPU_PIECE", 1024)  # pieces as small beside these layers as usual ones
+    monkeypatch.setattr(
+        "fsdp2.compression.formats._CPU_PIECE", 1024
+    )  # pieces as small beside these layers as usual ones
     compression = api.ours.CompressionPolicy(gather=torch.int8, reduce=torch.int8, block=64)
     plain, found = (measure(api.ours, True, FULL, compression=given) for given in (None, compression))
     encoded = 2 * (1 + 4 / 64) / 4

@@ -138,6 +138,7 @@ FOLDERS = (
     "fsdp1",
     "grouping",
     "module",
+    "compression",
     "weights",
     "optim",
     "ranks",

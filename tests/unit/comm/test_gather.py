@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdp2.comm.collectives import wire_view
-from fsdp2.comm.formats import encode
 from fsdp2.comm.gather import Buffer, GatherBuffers, HostCopies, finish_gather, start_gather
 from fsdp2.comm.streams import Lanes
+from fsdp2.compression.formats import BlockFormat
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import BlockFormat, FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
 from tests.support.streams import Device
 from tests.unit.comm.ranks import axes, sent, simulated
 from tests.unit.strategies import chunk, counted, dense_strides, layouts
@@ -370,4 +370,4 @@ def test_encoded_parameters_of_a_group_travel_together_with_the_others() -> None
     (message,) = sent(ranks[0].axis)
     plain = 4 * (8 * 16 + 4 * 2) // 2
     assert 3 * 64 * 32 <= message.sent.nbytes - plain <= 1.05 * 3 * 64 * 32
-    assert [one.func for one in ranks[0].buffers.fills].count(encode) == 1
+    assert [one.func for one in ranks[0].buffers.fills].count(form.encode) == 1

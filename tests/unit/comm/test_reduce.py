@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2.comm import reduce
-from fsdp2.comm.formats import Noise
-from fsdp2.comm.reduce import Compression, ReducePlan, pack_gradients, reduce_chunk
+from fsdp2.comm.reduce import Encoding, ReducePlan, pack_gradients, reduce_chunk
 from fsdp2.comm.reductions import Reductions
 from fsdp2.comm.retained import Retained
 from fsdp2.comm.scaling import choose_scaling
 from fsdp2.comm.streams import Lanes
+from fsdp2.compression.formats import BlockFormat, Noise
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.packing import BlockFormat, RowPlan
+from fsdp2.sharding.packing import RowPlan
 from tests.support.streams import Device
 from tests.unit.comm.ranks import Message, axes, sent, simulated
 from tests.unit.strategies import chunk, dense_strides, layouts
@@ -444,8 +444,10 @@ def test_an_exchange_sums_in_the_reduce_dtype() -> None:
 def test_encoded_gradients_become_means_within_a_step(cuts, replicas, formats, by_chance, dtype) -> None:
     """Each encoding is off by a step of the largest at most; copies on the replicate axis are equal bit by bit."""
     ranks = cuts[0].ranks
-    noise = [Noise(i) if by_chance else None for i in range(2)]
-    options = {"compression": Compression(formats[0], formats[1] if replicas > 1 else None, *noise)}
+    shard, replica = (
+        form and Encoding(replace(form, stochastic=by_chance), Noise(i)) for i, form in enumerate(formats)
+    )
+    options = {"encodings": (shard, replica if replicas > 1 else None)}
     made = Chunk(cuts, (dtype, torch.float32, torch.float32), replicas, pad_to=16 * replicas, options=options)
     grads = gradients(made)
     made.run(grads)
@@ -460,9 +462,9 @@ def test_encoded_gradients_become_means_within_a_step(cuts, replicas, formats, b
         assert made.sent().sent.nbytes == (ranks - 1) * INT8.nbytes(made.row.numel)
 
 
-def int4() -> dict[str, Compression]:
+def int4() -> dict[str, Any]:
     """Return the options of a reduction that encodes by chance."""
-    return {"compression": Compression(BlockFormat("int4", 16), None, Noise(1))}
+    return {"encodings": (Encoding(BlockFormat("int4", 16, stochastic=True), Noise(1)), None)}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fsdp2.comm.scaling import divide_
-from fsdp2.sharding.packing import NO_LIMIT, BlockFormat
+from fsdp2.sharding.packing import NO_LIMIT, align
 
-__all__ = ["Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encoded_views"]
+__all__ = ["BlockFormat", "Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encoded_views"]
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 """Returns random numbers for as many elements: float32, odd multiples of 2**-15 between -0.5 and 0.5."""
@@ -32,6 +34,48 @@ _FLOATS: dict[torch.dtype | str, tuple[float, int, int]] = {
 """Largest number, bits behind the leading one, smallest normal exponent."""
 _SMALLEST = torch.finfo(torch.float32).tiny  # scale: the inverse of a smaller one would be infinite
 _TO_INTEGER = 1.5 * 2**23  # floats of this size are integers, and their lowest bits are those of the integer
+_SCALE_BYTES = 4  # a block's scale is a float32
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Numbers of ``kind`` in blocks of ``block`` elements, with a float32 scale each: all numbers, then all scales.
+
+    ``kind`` is int8, a float8 dtype, or "int4", of which two share a byte. This is a ``WireFormat``. It rounds to the
+    nearest, or if it is ``stochastic`` by chance, where it has a state.
+    """
+
+    kind: torch.dtype | str
+    block: int
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} in blocks of {self.block}"
+
+    def payload_bytes(self, numel: int) -> int:
+        """Return the bytes of ``numel`` encoded elements, without their scales."""
+        return numel // 2 if self.kind == "int4" else numel
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of ``numel`` elements (whole blocks) with scales, aligned so that another row can follow."""
+        return align(self.payload_bytes(numel) + numel // self.block * _SCALE_BYTES)
+
+    def new_state(self, stream: int) -> Noise:
+        """Return random numbers of this rank to round by on a stream, seeded from ``torch.initial_seed()``."""
+        return Noise(torch.initial_seed() + 2 * dist.get_rank() + stream)
+
+    def encode(self, values: torch.Tensor, sent: torch.Tensor, state: Draw | None = None) -> None:
+        """Write ``values`` (rows, elements) to ``sent`` (rows, bytes)."""
+        encode(values, encoded_views(sent, values.shape[1], self), self, state if self.stochastic else None)
+
+    def decode(self, sent: torch.Tensor, numel: int, values: torch.Tensor, first: int = 0) -> None:
+        """Write to ``values`` (rows, elements) the elements from ``first`` on of ``numel`` in each row of ``sent``."""
+        blocks = -(-values.shape[1] // self.block)
+        decode(encoded_views(sent, numel, self, first // self.block, blocks), values, self)
+
+    def add(self, sent: torch.Tensor, total: torch.Tensor, divisor: int = 1) -> None:
+        """Add the rows of ``sent`` to ``total`` (elements, float32), and divide it by ``divisor``."""
+        decode_sum(encoded_views(sent, total.numel(), self), total, self, divisor)
 
 
 class Encoded(NamedTuple):
@@ -45,11 +89,14 @@ class Encoded(NamedTuple):
         return Encoded(self.payload[rows, blocks], self.scales[rows, blocks])
 
 
-def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat) -> Encoded:
-    """Return the numbers and scales in ``rows`` (rows, bytes) of ``numel`` encoded elements each."""
-    payload, blocks = form.payload_bytes(numel), numel // form.block
-    numbers = rows[:, :payload].unflatten(1, (blocks, form.payload_bytes(form.block)))
-    scales = rows[:, payload : payload + 4 * blocks].view(torch.float32)
+def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat, first: int = 0, blocks: int = -1) -> Encoded:
+    """Return the numbers and scales in ``rows`` (rows, bytes) of ``numel`` encoded elements each.
+
+    Of ``blocks`` from block ``first`` on, by default all. Made of few operations, since a gather makes them each time.
+    """
+    size, count = form.payload_bytes(form.block), numel // form.block if blocks < 0 else blocks
+    numbers = rows.narrow(1, first * size, count * size).view(rows.shape[0], count, size)
+    scales = rows.view(torch.float32).narrow(1, form.payload_bytes(numel) // _SCALE_BYTES + first, count)
     return Encoded(numbers, scales.unsqueeze(-1))
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.comm.formats import Noise, _pieces, decode, decode_sum, encode, encoded_views
-from fsdp2.sharding.packing import BlockFormat
+from fsdp2.compression.formats import BlockFormat, Noise, _pieces, decode, decode_sum, encode, encoded_views
 
 BLOCK = 32
 INTEGERS = {torch.int8: 127, "int4": 7}
@@ -196,7 +195,7 @@ def test_noise_reads_its_table_to_the_end(monkeypatch) -> None:
 def test_large_tensors_are_done_in_pieces_of_the_same_bits(kind: torch.dtype | str, monkeypatch) -> None:
     values, form = random_values(3, 8), BlockFormat(kind, BLOCK)
     sent, out = coded(values, form)
-    monkeypatch.setattr("fsdp2.comm.formats._CPU_PIECE", 200)
+    monkeypatch.setattr("fsdp2.compression.formats._CPU_PIECE", 200)
     again, there = coded(values, form)
     assert torch.equal(sent, again) and torch.equal(out, there)
     assert len([*_pieces(torch.empty(8, 1, 25))]) == 1  # no more than fill a cache

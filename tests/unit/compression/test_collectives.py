@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fsdp2 import CompressionPolicy
-from fsdp2.engine.compression import Formats, choose_formats, digest
+from fsdp2.compression.collectives import compress
+from fsdp2.engine.formats import Formats, choose_formats, digest
 from fsdp2.sharding.layout import ShardLayout
 
 POLICY = CompressionPolicy(torch.int8, torch.int8, torch.int8, block=528, min_numel=1)
@@ -14,7 +15,7 @@ POLICY = CompressionPolicy(torch.int8, torch.int8, torch.int8, block=528, min_nu
 
 def formats(numel: int, policy: CompressionPolicy = POLICY) -> Formats:
     """Return the formats of a parameter of two pieces, each of so many elements."""
-    return choose_formats(policy, "weight", None, ShardLayout((2 * numel,), (1,), 0, 2))
+    return choose_formats(compress(policy), "weight", None, ShardLayout((2 * numel,), (1,), 0, 2))
 
 
 @pytest.mark.parametrize(("numel", "encoded"), [(528, True), (512, True), (511, False)])

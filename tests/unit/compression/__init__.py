@@ -1,0 +1,1 @@
+"""Tests of fsdp2/compression."""

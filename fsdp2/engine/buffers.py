@@ -412,6 +412,14 @@ def _check_replacement(param: FSDPParam, shown: object) -> None:
     shape, placements = tuple(param.spec.layout.shape), param.spec.dtensor.placements
     if param.spec.dtensor.tensor_meta is not None:
         shape = tuple(param.spec.dtensor.tensor_meta.shape)
+    site = param.sites[0]
+    if shown is None:
+        raise RuntimeError(
+            f"{param.name}: the sharded parameter is not on its module any more; got none as {site.name!r} of "
+            f"{type(site.module).__name__}, expected a DTensor of shape {shape}. Parametrizations, weight_norm, "
+            "spectral_norm and pruning take it away when they are applied: apply them before fully_shard. Put a "
+            "parameter back that was deleted or set to None, or do so before fully_shard"
+        )
     if isinstance(shown, torch.Tensor) and (not shown.is_leaf or functorch_active()):
         raise RuntimeError(
             f"{param.name}: replaced on its module by a {type(shown).__name__} that autograd or torch.func computes a "
@@ -423,10 +431,8 @@ def _check_replacement(param: FSDPParam, shown: object) -> None:
         if tuple(shown.shape) == shape and shown.placements == placements:
             return
         got = f"a DTensor of shape {tuple(shown.shape)} placed as {shown.placements}"
-    elif isinstance(shown, torch.Tensor):
-        got = f"a {type(shown).__name__} of shape {tuple(shown.shape)}"
     else:
-        got = repr(shown)
+        got = f"a {type(shown).__name__} of shape {tuple(shown.shape)}"  # type: ignore[attr-defined]  # a parameter
     raise RuntimeError(
         f"{param.name}: the sharded parameter was replaced on its module; got {got}; expected a DTensor of shape "
         f"{shape} placed as {placements}. Load values with load_state_dict or copy_ them into the sharded parameter, "

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from fsdp2._trace import listening
@@ -112,8 +113,54 @@ def test_weight_norm_after_sharding(rank, world):
     """It takes the sharded weight away and registers two others: refused by name, in place of an internal text."""
     module, _ = sharded()
     weight_norm(module.linear)
-    with pytest.raises((ValueError, RuntimeError), match="linear.*(Register it|replace parameters) before fully_shard"):
+    with pytest.raises((ValueError, RuntimeError), match="linear.*(Register it|apply them) before fully_shard"):
         module(torch.ones(2, 3))
+
+
+class Half(nn.Module):
+    """A parametrization without an inverse, so that it takes the parameter itself."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+TAKES_AWAY: dict[str, Callable[[nn.Module], object]] = {
+    "parametrization": lambda linear: parametrize.register_parametrization(linear, "weight", Half()),
+    "pruning": lambda linear: prune.identity(linear, "weight"),
+    "deleted": lambda linear: delattr(linear, "bias"),
+    "none": lambda linear: setattr(linear, "bias", None),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", TAKES_AWAY)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_parameter_that_is_taken_away(rank, world, what, trained):
+    """A parametrization moves the parameter to a module of its own, and pruning to another name. The error advised
+    ``load_state_dict``. What it advises now works."""
+    module = stack()
+    shard_each(module, api.ours)
+    if trained:
+        module(torch.ones(2, 8)).sum().backward()
+    TAKES_AWAY[what](module[1])
+    name = "weight" if what in ("parametrization", "pruning") else "bias"
+    with pytest.raises(RuntimeError, match=rf"^(1\.)?{name}: .* is not on its module any more.* before fully_shard"):
+        module(torch.ones(2, 8))
+    module, alone = (changed(TAKES_AWAY[what]) for _ in range(2))
+    shard_each(module, api.ours)
+    for one in (module, alone):
+        one(torch.ones(2, 8)).square().sum().backward()
+    assert_gradients(module, alone)
+
+
+def changed(change: Callable[[nn.Module], object]) -> nn.Sequential:
+    """Return layers of which one is changed; a bias that is missing is registered as None."""
+    torch.manual_seed(0)
+    module = stack()
+    change(module[1])
+    if "bias" not in module[1]._parameters:
+        module[1].register_parameter("bias", None)
+    return module
 
 
 class Untied(nn.Module):

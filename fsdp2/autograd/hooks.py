@@ -39,6 +39,7 @@ __all__ = [
     "hook_forward",
     "hook_gradient",
     "hook_loading",
+    "hook_modules",
     "hook_next_step",
     "hook_optimizers",
     "hook_registrations",
@@ -173,6 +174,15 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
 
     register_module_parameter_registration_hook(registered)
     register_module_module_registration_hook(registered)
+
+
+def hook_modules(registered: Callable[[nn.Module, str, Any], None]) -> None:
+    """Call ``registered(module, name, child)`` before any module of the process gets a child; it may raise."""
+
+    def call(module: nn.Module, name: str, child: Any) -> None:
+        registered(module, name, child)
+
+    register_module_module_registration_hook(call)
 
 
 class ChildList:

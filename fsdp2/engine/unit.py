@@ -105,6 +105,9 @@ class Adopting(Protocol):
     def copied(self, memo: dict[int, Any]) -> Adopting:
         """Return the same for a deep copy of the modules."""
 
+    def ignored_now(self) -> set[nn.Parameter]:
+        """Return the parameters that the call leaves as they are."""
+
 
 class FSDPState(ComposableState):
     """One unit: the modules of a ``fully_shard`` call, their groups (one per mesh), and the root they run under.

@@ -115,13 +115,19 @@ class CallOptions:
             ignored_sites={Site(memo.get(id(site.module), site.module), site.name) for site in self.ignored_sites},
         )
 
-    def adopt_added(self, unit: FSDPState) -> None:
-        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties."""
-        for site in self.ignored_sites:  # loading with assign=True replaces ignored parameters
+    def ignored_now(self) -> set[nn.Parameter]:
+        """Return the parameters that the call leaves as they are. Loading with ``assign=True`` replaces them."""
+        for site in self.ignored_sites:
             shown = site.shown
             if shown is not None and not is_managed_tensor(shown):
                 self.ignored.add(shown)
-        managed = collect(unit.modules, self.ignored, self.ignored_modules)
+        for module in self.ignored_modules:
+            self.ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
+        return self.ignored
+
+    def adopt_added(self, unit: FSDPState) -> None:
+        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties."""
+        managed = collect(unit.modules, self.ignored_now(), self.ignored_modules)
         params = [param for group in unit.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
         shown_by = {site: param for param in params for site in param.sites}

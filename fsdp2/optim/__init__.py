@@ -11,6 +11,7 @@ proxies      plain parameters that replace shards during steps of optimizers tha
 clip         gradient clipping
 grad_scaler  gradient scaling with the same decision on every rank
 prebuilt     replaces parameters that an optimizer was given before they were sharded
+averaging    parameters beside sharded ones whose gradients nobody averages, and those that DDP would average too
 unreduced    gradients that are not reduced yet: zeroing drops them, functions that read gradients refuse them
 alike        local tensors of gradients and states, which must be sharded like their parameter
 runs         operators that read every element of a list of tensors

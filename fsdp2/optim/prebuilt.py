@@ -19,12 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use
-from fsdp2.autograd.hooks import hook_optimizers, hook_registrations
+from fsdp2.autograd.hooks import hook_modules, hook_optimizers, hook_registrations
 from fsdp2.engine.index import managed_sites, originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_summoned, is_temporary
 from fsdp2.engine.residency import note_optimizer_step
 from fsdp2.engine.unit import live_units
 from fsdp2.engine.unreduced import any_unreduced
+from fsdp2.optim.averaging import refuse_ddp, warn_of_unaveraged
 from fsdp2.optim.unreduced import drop_unreduced, refuse_unreduced_step
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
@@ -45,6 +46,7 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
         hook_optimizers(_before_step, note_optimizer_step)
         around_use(_before_zeroing, _follow_summoned)
         hook_registrations(is_managed_tensor)
+        hook_modules(refuse_ddp)
         _hooked = True
     _remember(originals, params)
 
@@ -61,6 +63,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
     repair(optimizer)
     if any_unreduced():
         refuse_unreduced_step(optimizer)
+    warn_of_unaveraged(optimizer)
 
 
 def _before_zeroing(optimizer: torch.optim.Optimizer) -> None:

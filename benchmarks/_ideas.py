@@ -23,7 +23,7 @@ from fsdp2._torch.collectives import group_all_gather_coalesced
 from fsdp2.comm import collectives, gather, reduce
 from fsdp2.comm.gather import Buffer
 from fsdp2.engine import buffers as shards
-from fsdp2.engine import order
+from fsdp2.engine import itinerary
 from fsdp2.engine.gradients import GroupGradients
 
 NEVER = 1 << 62
@@ -181,8 +181,8 @@ IDEAS = (
         "the orders give no advice",
         functools.partial(
             together,
-            replaced(order.ForwardOrder, "visit", without_advice),
-            replaced(order.BackwardOrder, "visit", without_advice),
+            replaced(itinerary.ForwardRoute, "visit", without_advice),
+            replaced(itinerary.BackwardRoute, "visit", without_advice),
         ),
     ),
     Idea(

@@ -9,7 +9,7 @@ backward   a backward pass
 forward    a forward pass
 passes     what both have in common: collectives before an observer, units that only other ranks use
 pending    what forwards leave for backwards
-order      the recorded order of groups, which says what comes next
+itinerary  which groups the passes under a root use, in which order
 group      parameters that communicate together, and what happens to them around a forward and a backward
 residency  what of a group is in memory, what its modules show, and every move between
 gradients  a group's gradients on their way out
@@ -21,6 +21,7 @@ subgroup   pieces kept on few neighbouring ranks after forward
 portions   pieces for the shard axis, with shard_over_replicas
 extension  tensors that decide themselves what travels
 hints      errors about shards that were computed with, explained
+stamp      whether the shards are still those that something was made of
 param      one managed parameter: shard, full tensor, gradient
 gradient_hooks  users' hooks on the gradients of shards
 phase      where a group is in the iteration, and which phase may follow which

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.itinerary import ForwardRoute
 from fsdp2.engine.observer import Observer
-from fsdp2.engine.order import ForwardOrder
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.pending import Pending
 
@@ -25,32 +25,40 @@ class ForwardPass(Pass):
         groups: list[FSDPParamGroup],
         observer: Observer,
         outermost: Any,
-        known: list[FSDPParamGroup],
-        needed_first: FSDPParamGroup | None,
+        kind: str,
+        route: ForwardRoute[FSDPParamGroup],
         pending: Pending,
         *,
         observed: bool,
     ) -> None:
-        """``known`` is the order of groups in the last forward, ``needed_first`` the group that backward needed first.
+        """``route`` is what the itinerary expects of a forward of this ``kind``, and records.
 
-        The second is None if it is not known. ``pending`` is the record for backwards on this forward.
+        ``pending`` is the record for backwards on this forward.
         """
         super().__init__(groups, observer)
         self.outermost = outermost
         self.observed = observed
         self.trains = torch.is_grad_enabled()  # a method that calls forward may switch them off
         self.pending = pending
-        self.order: ForwardOrder[FSDPParamGroup] = ForwardOrder(known)
+        self.kind, self.route = kind, route
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
         self.in_method = False  # a registered method is the outermost call, and has called forward
-        self._needed_first = needed_first
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
         if group.residency.is_outdated():
             group.reshard()  # its pieces were made of other shards
         super().prefetch(group)
+
+    def is_quiet(self, group: FSDPParamGroup) -> bool:
+        """Return whether a use of ``group`` here and now is quiet, as ``itinerary.Stop`` says."""
+        return self.route.is_quiet(group, trains=self.trains, with_gradients=torch.is_grad_enabled())
+
+    def visit(self, group: FSDPParamGroup, *, quiet: bool, late: bool) -> FSDPParamGroup | None:
+        """Note that ``group`` is used, and return the group to gather ahead, if one is known."""
+        self.quietly = quiet
+        return self.route.visit(group, quiet=quiet, late=late)
 
     def decide_after(self, group: FSDPParamGroup) -> bool | int:
         """Decide what becomes of ``group`` when its forward ends: freed (True), kept (False), or on so many ranks.
@@ -61,21 +69,23 @@ class ForwardPass(Pass):
         ranks skip are left out.
         """
         after, options = group.after_forward, group.store.options
+        if self.is_quiet(group):
+            return True  # before the next use the forward may update it, in ways that no version counter shows
         if self.in_method and not self.trains and group in self.outermost.groups:
             return True  # the method ends, and no backward follows, although gradients may be enabled around it
         if not self.trains or group.in_root or options.reduce_unused:
             return after
         freed = after is True and options.unshard_in_backward
         self.ended_with = group if freed else None  # backward begins with one that stays anyway
-        if freed and group is self._needed_first:
+        if freed and group is self.route.needed_first:
             self.stayed[group] = None
             return False
         return after
 
-    def end_part(self, known: list[FSDPParamGroup]) -> None:
-        """End what the observer and the order see as one pass; another part follows, which may repeat ``known``."""
+    def end_part(self, kind: str, route: ForwardRoute[FSDPParamGroup]) -> None:
+        """End what the observer and the itinerary see as one pass; a part of ``kind`` follows, on ``route``."""
         super().end()
-        self.order = ForwardOrder(known)
+        self.kind, self.route, self.in_method = kind, route, True
 
     def end(self) -> None:
         """Free what the pass gathered and nothing holds."""

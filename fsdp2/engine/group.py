@@ -7,11 +7,14 @@ is the business of its ``Residency``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _trace
+from fsdp2._torch.tensors import set_local_tensor
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.gradients import GroupGradients
@@ -62,7 +65,6 @@ class FSDPParamGroup:
         self.phases = PhaseTracker()
         self.residency = Residency(self, store, comm)
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
-        self.teaches = False  # it last ran without gradients inside a forward with gradients, as momentum teachers do
         self._norms = [param for param in params if param.has_statistics]
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
         self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
@@ -186,15 +188,28 @@ class FSDPParamGroup:
         """Let the modules show shards, which are what is saved."""
         self.residency.show_shards()
 
-    def after_save(self, *unused: object) -> None:
-        """Show what the pass computes with. Between passes shards stay shown, since optimizers hold these."""
+    def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, *unused: object) -> None:
+        """Show what the pass computes with. Between passes shards stay shown, since optimizers hold these.
+
+        Who writes to what was ``saved`` (``torch.distributed.checkpoint.load``) writes to the shards, also through
+        local tensors: these get the version counters of ours, by which that shows.
+        """
+        for param in self.params:
+            for site in param.sites:
+                value = saved.get(prefix + site.name) if site.module is module else None
+                if isinstance(value, DTensor) and param.is_stored_as(value):
+                    set_local_tensor(value, param.local.detach())
         if not self.is_idle:
             self.residency.show_memory()
 
     def before_load(self, *unused: object) -> None:
-        """Show the shards, so that values are loaded into them, and free what was made of the old ones."""
+        """Show the shards, so that values are loaded into them, and free what was made of the old ones.
+
+        All ranks do so, also those that have no elements of the parameter, where no version counter would show it.
+        """
         if not self.residency.summoned:
             self.reshard()
+            self.residency.forget_portions()
             self.comm.copies.wait()  # the host writes to shards on the host itself
 
     # ---- forward ----
@@ -211,31 +226,34 @@ class FSDPParamGroup:
         if self._norms and any([param.follow_statistics() for param in self._norms]):
             self.reshard()
             self.store.place_anew()
-        if self.residency.in_memory and (self.residency.held is None or aborted):
+        if self.residency.in_memory and (not self.residency.held or aborted):
             self.reshard()
 
-    def pre_forward(self, launch: Launch, *, first: bool, teaches: bool = False) -> None:
+    def pre_forward(self, launch: Launch, *, first: bool, quiet: bool = False) -> bool:
         """Show full parameters for a forward; stages 3 to 5 of the life of a parameter.
 
-        ``first``: no other forward of the group is under way, so that held memory may be replaced. ``teaches``: the
-        forward around has gradients, and this one has not.
+        ``first``: no other forward of the group is under way, so that what is in memory may be replaced. ``quiet``: the
+        forward around has gradients, and this one has not. Returns whether a gather ahead came too early: the shards
+        were written after it.
         """
-        if first and self.residency.is_outdated():
+        late = False
+        if first and self.residency.is_outdated(quiet=quiet):
+            late = self.residency.is_gathering
             self.reshard()
-        if teaches:
-            self.teaches = True
-        if self.teaches and self.residency.needs_gather:
+        if quiet and self.residency.needs_gather:
+            self.residency.forget_portions()  # they may be of the shards before an update that no counter shows
+        if (quiet or late) and self.residency.needs_gather:
             self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
         self.phases.enter("pre_forward")
         self._unshard_for_compute(launch, in_backward=False)
         self._versions = []
         if torch.is_grad_enabled():
-            self.teaches = False
             self._versions = self.store.full_versions()
             self._generation = self.store.generation
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
         if _trace.recording:
             _trace.emit("pre_forward", self.name)
+        return late
 
     def post_forward(self) -> None:
         """Note that no forward is inside any more; ``release`` follows, unless a backward computes with the group.
@@ -266,7 +284,7 @@ class FSDPParamGroup:
         Stage 6 of the life of a parameter. Ranks that skipped the unit do the same.
         """
         trains = torch.is_grad_enabled()
-        if self.residency.held is not None and not trains:
+        if self.residency.held and not trains:
             self.residency.return_to_pieces()
             return  # unshard() was called on them, or a backward needs them: an evaluation leaves them as they were
         if after is True or self.residency.adopted:
@@ -277,13 +295,15 @@ class FSDPParamGroup:
             self.residency.keep_pieces(after)
         if trains:  # for backward; a pass without gradients frees them at its end
             self.residency.hold()
+        else:
+            self.residency.note_made()  # the pass may come again, behind a write
 
     def end_forward_pass(self) -> None:
         """Free what the forward pass under the root gathered and what is not held."""
         residency = self.residency
         residency.end_portions(keep=torch.is_grad_enabled())
         residency.return_to_pieces()
-        if residency.in_memory and residency.held is None and not residency.summoned:
+        if residency.in_memory and not residency.held and not residency.summoned:
             self.reshard()
 
     def break_off_forward(self, *, trains: bool) -> None:
@@ -294,7 +314,7 @@ class FSDPParamGroup:
         """
         if self.phases.in_forward:
             self.phases.enter("post_forward")
-        if self.residency.is_full and self.residency.held is None and not self.residency.summoned:
+        if self.residency.is_full and not self.residency.held and not self.residency.summoned:
             self.reshard()
         if trains:
             self.residency.unhold()
@@ -320,6 +340,8 @@ class FSDPParamGroup:
             _trace.emit("pre_backward", self.name)
         if self.store.options.unshard_in_backward:
             self._unshard_for_compute(launch, in_backward=True)
+        if not self.frees_after_backward:
+            self.residency.note_made()  # before gradients arrive: hooks on them may step an optimizer
         return True
 
     def ends_with_its_gradients(self) -> bool:
@@ -371,7 +393,7 @@ class FSDPParamGroup:
 
     def end_backward_pass(self, *, last: bool) -> None:
         """End the backward for the group; after the ``last`` one, drop a prefetch that was not used."""
-        if last and self.residency.is_gathering and self.residency.held is None:
+        if last and self.residency.is_gathering and not self.residency.held:
             self.reshard()
         options = self.store.options
         if options.reduce_gradients and options.all_reduce_gradients:

@@ -346,6 +346,13 @@ class FSDPParam:
         """This rank's piece as a plain tensor."""
         return local_tensor(self.sharded)
 
+    def is_stored_as(self, value: DTensor) -> bool:
+        """Return whether ``value`` is another DTensor on the memory of this shard, which is a plain tensor."""
+        local, other = self.local, local_tensor(value)
+        if other is local or type(local) is not torch.Tensor or type(other) is not torch.Tensor:
+            return False
+        return storages_of([local]) == storages_of([other]) and local.shape == other.shape
+
     @property
     def data(self) -> torch.Tensor | None:
         """The plain tensor that has the elements of this rank's piece.

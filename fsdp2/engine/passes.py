@@ -77,6 +77,7 @@ class Pass:
 
     in_backward = False
     in_forward = False  # it is a forward, or lies inside one, which may write to shards
+    quietly = False  # the latest use of a group was quiet, as ``itinerary.Stop`` says
     outermost: Any = None  # the unit that a forward entered first
 
     def __init__(self, groups: list[FSDPParamGroup], observer: Observer) -> None:
@@ -121,7 +122,7 @@ class Pass:
         """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
         group.unshard(False, self.launch, self.in_backward, True)
         if self.in_forward:
-            group.residency.note_read()
+            group.residency.note_ahead(loud=not self.quietly)
 
     def end(self) -> None:
         """End the pass. The observer may first have this rank join collectives that other ranks wait for."""

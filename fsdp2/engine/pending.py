@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.order import BackwardOrder
+from fsdp2.engine.itinerary import BackwardRoute
 
 __all__ = ["Pending"]
 
@@ -18,7 +18,7 @@ class Pending:
     """
 
     def __init__(self, around: Pending | None = None) -> None:
-        self.calls: BackwardOrder[FSDPParamGroup] = BackwardOrder()
+        self.calls: BackwardRoute[FSDPParamGroup] = BackwardRoute()
         # The groups that backwards will come to, and whether no input of their calls requires a gradient.
         self._expected: dict[FSDPParamGroup, bool] = {}
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used

@@ -10,11 +10,12 @@ and everyone else uses four verbs:
 
 A pass frees what it gathered. What has to stay in memory beyond its end is *held*: full parameters or pieces that a
 backward will need, that ``set_reshard_after_backward(False)`` keeps for the next forward, or that the caller asked for
-with ``unshard()``. A forward uses held memory only if the shards have not changed since; otherwise it gathers anew.
+with ``unshard()``. What can be used later has a ``Stamp`` of the shards that it was made of: a forward that finds
+others gathers anew.
 
-Beside the state there are two more fields. ``shown`` differs from what a state shows by default while a state dict is
+Beside the state there are three more fields. ``shown`` differs from what a state shows by default while a state dict is
 taken, so that saving neither frees nor gathers, and where a unit stays in memory for backward alone. ``summoned``
-suspends all of it for ``summon_full_params``.
+suspends all of it for ``summon_full_params``. ``_by_hand`` tells if the caller wrote to what ``unshard()`` gathered.
 """
 
 from __future__ import annotations
@@ -28,18 +29,17 @@ from typing import Protocol
 import torch
 
 from fsdp2 import _trace
-from fsdp2._torch.tensors import local_tensors, versions_of
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.observer import Collective, Launch, ObservedGroup
-from fsdp2.engine.param import FSDPParam, Shown, is_managed_tensor, lie_in, show, shows, writes_to_shards
-from fsdp2.engine.registry import Registry
+from fsdp2.engine.param import FSDPParam, Shown, show, shows
+from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
 from fsdp2.sharding.mesh import Axis
 
-__all__ = ["Full", "Held", "InFlight", "Pieces", "Residency", "Sharded", "Summoning", "note_optimizer_step"]
+__all__ = ["Full", "InFlight", "Pieces", "Residency", "Sharded", "Summoning"]
 
 
 # ---- states ----
@@ -54,7 +54,8 @@ class Sharded:
     """
 
     adopted: bool = False
-    held: None = None
+    held: bool = False
+    stamp: None = None
     pieces: None = None
 
 
@@ -63,15 +64,16 @@ class InFlight:
     """A gather was started. It reads the shards or ``pieces``, which stay in memory until it is over.
 
     It ``keeps_pieces`` in a forward that finds some which are held for a backward: they stay in memory beside what is
-    gathered from them, and ``held`` marks them. Otherwise ``held`` marks what is gathered.
+    gathered from them, and are what is ``held``. Otherwise that is what is gathered.
     """
 
     work: Gathering
     pieces: SubgroupShards | None = None
     keeps_pieces: bool = False
     adopted: bool = False
-    held: Held | None = None
-    read: tuple[int, int] | None = None  # by a gather ahead of its use in a forward: steps of optimizers, and writes
+    held: bool = False
+    stamp: Stamp | None = None
+    loud: bool = False  # started ahead by a use that was not quiet: a quiet one may come behind an update
 
 
 @dataclass(eq=False)
@@ -79,7 +81,8 @@ class Full:
     """The full parameters are in memory, beside the ``pieces`` that they were gathered from, where these were held."""
 
     adopted: bool = False
-    held: Held | None = None
+    held: bool = False
+    stamp: Stamp | None = None
     pieces: SubgroupShards | None = None
 
 
@@ -89,7 +92,8 @@ class Pieces:
 
     pieces: SubgroupShards
     adopted: bool = False
-    held: Held | None = None
+    held: bool = False
+    stamp: Stamp | None = None
 
 
 State = Sharded | InFlight | Full | Pieces
@@ -102,64 +106,6 @@ _MOVES: dict[type[State], tuple[type[State], ...]] = {
 }
 _SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Full: "full", Pieces: "subgroup"}
 """The tensors that modules show in a state by default. Some show shards all the same, until the group is used next."""
-
-
-# ---- what is held ----
-
-_alive: Registry[Held] = Registry()
-_steps = 0
-"""How often optimizers that hold shards have stepped."""
-
-
-class Held:
-    """A mark on memory that outlives its pass: the versions that the shards had when that began.
-
-    A forward that finds other shards gathers anew. That starts a collective, so it must follow from facts that all
-    ranks see alike: steps of optimizers that hold one of the parameters, version counters of the DTensors, which every
-    rank increments (also one whose shard is empty), and parameters that were replaced. A write through ``to_local()``
-    shows in a version counter of the local tensor, on every rank that has elements to write to. If one rank alone
-    writes so, it alone gathers, and the observer makes all ranks raise.
-    """
-
-    def __init__(self, params: Sequence[FSDPParam], full_versions: list[int] | None = None) -> None:
-        """``full_versions``: those of the full parameters when the caller asked for them by hand."""
-        self._params = params
-        self.full_versions = full_versions
-        self._pieces = local_tensors([param.sharded for param in params])
-        self._versions = self._current_versions()
-        self._stepped = False
-        _alive.add(self)
-
-    def _current_versions(self) -> list[int]:
-        return versions_of([*(param.sharded for param in self._params), *self._pieces])
-
-    def note_step(self, stepped: set[int]) -> None:
-        """Note that an optimizer has stepped that holds the tensors with the ids ``stepped``."""
-        self._stepped = self._stepped or any(id(param.sharded) in stepped for param in self._params)
-
-    @property
-    def changed(self) -> bool:
-        """Return whether the shards were written, or others are in their place."""
-        if self._stepped or self._versions != self._current_versions():
-            return True
-        return not lie_in(self._params, self._pieces)
-
-
-def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Tell held memory and gathers in flight that ``optimizer`` has stepped, since version counters need not show that.
-
-    DTensor's operators that change several tensors at once (``foreach``) run below autograd, where no counter grows.
-    """
-    global _steps
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not any(map(is_managed_tensor, params)):
-        return  # one rank alone may step it
-    _steps += 1
-    if not len(_alive):
-        return
-    stepped = set(map(id, params))
-    for held in _alive:
-        held.note_step(stepped)
 
 
 class Summoning(Protocol):
@@ -182,11 +128,12 @@ class Residency:
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what the state says is in
         # memory stays there, and is shown again afterwards.
         self.summoned: dict[FSDPParam, Summoning] = {}
+        self._by_hand: list[int] | None = None  # versions of the full parameters that the caller asked for
         self._group = group  # whose gathers these are, for the observer
         show(store.params, "sharded")
 
     def __repr__(self) -> str:
-        held = ", held" if self.held is not None else ""
+        held = ", held" if self.held else ""
         return f"{type(self.state).__name__.lower()}{held}, shows {'summoned' if self.summoned else self.shown}"
 
     def _move(self, state: State) -> None:
@@ -230,27 +177,27 @@ class Residency:
         return self.state.adopted
 
     @property
-    def held(self) -> Held | None:
-        """The mark on memory that outlives its pass; None on what the pass frees."""
+    def held(self) -> bool:
+        """True if what is in memory outlives its pass."""
         return self.state.held
 
-    def is_outdated(self) -> bool:
-        """Return whether memory is held, or gathered ahead, that must not be used any more: the shards changed.
+    def is_outdated(self, *, quiet: bool = False) -> bool:
+        """Return whether what is in memory, or on its way, must not be used any more: the shards changed.
 
-        All ranks that compute with the group ask this at the same places, so they gather anew alike.
+        All ranks that compute with the group ask this at the same places, so they gather anew alike. A ``quiet`` use,
+        without gradients inside a forward with gradients, trusts no gather that started before the first such use.
 
         Raises:
             RuntimeError: somebody put others in the place of full parameters.
         """
         state = self.state
-        held = state.held
         if self.summoned:
             return False
-        if held is None:
-            read = state.read if type(state) is InFlight else None
-            return read is not None and read != (_steps, writes_to_shards(self.store.params))
+        if not state.held:
+            loud = type(state) is InFlight and state.loud
+            return (quiet and loud) or (state.stamp is not None and state.stamp.changed)
         if shows(self.store.params, self.shown):
-            return held.changed
+            return state.stamp is None or state.stamp.changed
         if self.shown != "sharded":
             # To free the group would put the shards in their place, and lose them.
             raise RuntimeError(
@@ -290,13 +237,14 @@ class Residency:
                 self.store.replaced(in_backward=True)  # refuses that; a forward has asked is_outdated()
             self.show("full")
 
-    def note_read(self) -> None:
-        """Remember of a gather that a forward started ahead which shards it reads: until its use they may be written.
+    def note_ahead(self, *, loud: bool) -> None:
+        """Stamp a gather that a forward started ahead: before its use it may update a teacher, or step an optimizer.
 
-        A forward may update a teacher, or step an optimizer, before it comes to the group.
+        ``loud``: it was started by a use that was not quiet.
         """
-        if type(self.state) is InFlight and self.state.held is None and self.state.read is None:
-            self.state.read = _steps, writes_to_shards(self.store.params)
+        state = self.state
+        if type(state) is InFlight and state.stamp is None:
+            state.stamp, state.loud = Stamp(self.store.params), loud
 
     @_trace.profiled("all_gather")
     def _start_gather(self, launch: Launch, optional: bool, in_backward: bool) -> None:
@@ -304,15 +252,15 @@ class Residency:
         pieces = self.state.pieces
         if pieces is not None:
             axis = pieces.axis  # neighbours alone: other ranks have pieces of the same values
-            held = None if in_backward else self.state.held  # a backward frees them
-            gather = partial(self._launch, pieces.gather, axis, None, pieces, held)
+            stays = self.state.held and not in_backward  # a backward frees them
+            gather = partial(self._launch, pieces.gather, axis, None, pieces, stays)
         else:
             self._take_in_replaced(in_backward=in_backward)
             buffers = store.gather_buffers or store.make_gather_buffers(lanes)
             if not self._have_portions(launch, optional=optional, in_backward=in_backward):
                 return  # other ranks come to it later
             axis = store.mesh.shard
-            gather = partial(self._launch, buffers, axis, store.options.gather, None, None)
+            gather = partial(self._launch, buffers, axis, store.options.gather, None, False)
         if store.extensions is not None:
             self._start_extended(launch, gather, axis, optional)
         elif axis.size == 1:
@@ -334,11 +282,12 @@ class Residency:
 
         It does if none outlived a pass, or if shards were written since. As for `Held`, all ranks see that alike.
         """
-        store, held = self.store, self.state.held
+        store, state = self.store, self.state
         if store.mesh.nested is None or self.summoned:
             return False
-        if type(self.state) is not Sharded:
-            return held is not None and held.changed  # what is in memory is freed when the group is used
+        if type(state) is not Sharded:
+            # What is in memory is freed when the group is used.
+            return state.held and (state.stamp is None or state.stamp.changed)
         return store.portions is None or store.portions.outdated or store.replaced(in_backward=False)
 
     def gather_portions(self, launch: Launch) -> None:
@@ -369,7 +318,7 @@ class Residency:
     def _launch_portions(self) -> None:
         portions = self.store.portions
         assert portions is not None
-        portions.start(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, Held(self.store.params))
+        portions.start(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, Stamp(self.store.params))
 
     def drop_passing_portions(self) -> None:
         """Begin a forward or a gather by hand: forget portions of a pass that did not reach its end."""
@@ -424,13 +373,14 @@ class Residency:
         axis: Axis,
         custom: AllGather | None,
         pieces: SubgroupShards | None,
-        held: Held | None,
+        stays: bool,
         extras: Sequence[torch.Tensor] = (),
     ) -> None:
         if _trace.recording:
             _trace.emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
         work = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
-        self._move(InFlight(work, pieces, held is not None, self.state.adopted, held))
+        stamp = self.state.stamp if stays else None
+        self._move(InFlight(work, pieces, stays, self.state.adopted, stays, stamp))
 
     # ---- ready ----
 
@@ -446,7 +396,7 @@ class Residency:
             self.store.extensions.decode(rows, state.work.lane, self.comm.lanes.compute)
         if state.pieces is not None and not state.keeps_pieces:
             state.pieces.free()  # the gather has read them, and is over
-        self._move(Full(state.adopted, state.held, state.pieces if state.keeps_pieces else None))
+        self._move(Full(state.adopted, state.held, state.stamp, state.pieces if state.keeps_pieces else None))
         self.show("full")
 
     # ---- free ----
@@ -477,17 +427,17 @@ class Residency:
         # requires_grad to the other tensors, on ranks that skip the unit as on those that use it.
         if self.shown != "sharded" or type(state) is InFlight:
             self.show("sharded")
-        if state.held is not None:
-            self._warn_of_writes(state.held)
+        if state.held:
+            self._warn_of_writes()
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
         self._free_full()
         if state.pieces is not None:
             state.pieces.free()
         self._move(Sharded())
 
-    def _warn_of_writes(self, held: Held) -> None:
-        written = [] if held.full_versions is None else self.store.changed_since(held.full_versions)
-        if written:
+    def _warn_of_writes(self) -> None:
+        before, self._by_hand = self._by_hand, None
+        if written := [] if before is None else self.store.changed_since(before):
             warnings.warn(
                 f"{', '.join(written)}: values were written to the full parameters that unshard() or use_weights "
                 "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
@@ -511,7 +461,7 @@ class Residency:
             self._forget_pieces(self.state)
             pieces = self.store.subgroup(size)
             pieces.copy_from_full()
-            self._move(Pieces(pieces, self.state.adopted))
+            self._move(Pieces(pieces, self.state.adopted, stamp=self.state.stamp))
             self.show("subgroup")
             self._free_full()
 
@@ -529,7 +479,7 @@ class Residency:
             return
         if type(state) is InFlight:
             finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
-        self._move(Pieces(state.pieces, state.adopted, state.held))
+        self._move(Pieces(state.pieces, state.adopted, state.held, state.stamp))
         self.show("subgroup")
         self._free_full()
 
@@ -543,11 +493,18 @@ class Residency:
         if isinstance(self.state, Full):
             self._forget_pieces(self.state)
         if not isinstance(self.state, Sharded):
-            self.state.held = Held(self.store.params, self.store.full_versions() if by_hand else None)
+            self.state.held = True
+            self._by_hand = self.store.full_versions() if by_hand else None
+            self.note_made()
+
+    def note_made(self) -> None:
+        """Stamp what is in memory, which will be used again, with the shards that it was made of."""
+        if not isinstance(self.state, Sharded) and self.state.stamp is None:
+            self.state.stamp = Stamp(self.store.params)
 
     def unhold(self) -> None:
         """Let the next forward free what is held."""
-        self.state.held = None
+        self.state.held = False
 
     # ---- show ----
 
@@ -585,14 +542,16 @@ class Residency:
         Memory that was held and up to date stays held: it got the same values as the shards.
         """
         extended, state = self.store.extended, self.state
-        current = state.held is not None and not state.held.changed
+        current = state.stamp is not None and not state.stamp.changed
         try:
             for param, value in values.items():
                 param.write(value, full=isinstance(state, Full) and param not in extended)
             if state.pieces is not None:
                 state.pieces.write(values)
             if current and values:
-                self.hold(by_hand=state.held is not None and state.held.full_versions is not None)
+                state.stamp = Stamp(self.store.params)
+                if self._by_hand is not None:
+                    self._by_hand = self.store.full_versions()
         finally:
             for param in params:
                 self.summoned.pop(param, None)

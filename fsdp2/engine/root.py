@@ -17,6 +17,7 @@ from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Synchronization
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.itinerary import Itinerary
 from fsdp2.engine.observer import Observer, PassKind, Unobserved, make_observer
 from fsdp2.engine.param import Site
 from fsdp2.engine.passes import Pass, Unit, backward_runs
@@ -39,9 +40,7 @@ class RootContext(Generic[U]):
     def __init__(self, device: torch.device, unit: U) -> None:
         self.comm = CommContext(device)
         self.all_states: list[U] = [unit]
-        # The order in which the last forward met the groups, of each sort: whether it was observed, and whether a
-        # registered method called it.
-        self._orders: dict[tuple[bool, bool], list[FSDPParamGroup]] = {}
+        self.itinerary: Itinerary[FSDPParamGroup] = Itinerary()
         self._pending = Pending()
         self.forward: ForwardPass | None = None  # the pass that runs
         self.backward: BackwardPass | None = None
@@ -49,10 +48,6 @@ class RootContext(Generic[U]):
         self.manual = False  # the caller ends backwards
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer = Unobserved()  # of the passes under this root
-        # The group that the last forward with gradients ended with; the one before the last backward, which needed it
-        # first.
-        self._ended_with: FSDPParamGroup | None = None
-        self._needed_first: FSDPParamGroup | None = None
         self._ends_wide = False  # with a projection to a vocabulary, say; known from the first forward on
         self._compared = False  # whether the ranks have compared their units
         self._children: ChildList | None = None  # below the root's module, known from the first forward on
@@ -107,9 +102,8 @@ class RootContext(Generic[U]):
             self._children.look()
 
     def forget_units(self) -> None:
-        """Forget the order of groups, in which some may be that are no longer below the root."""
-        self._ended_with = self._needed_first = None
-        self._orders.clear()
+        """Forget the routes of passes, on which groups may be that are no longer below the root."""
+        self.itinerary.forget()
         self.observer.forget_units()
 
     def use_comm(self, comm: CommContext) -> None:
@@ -199,11 +193,13 @@ class RootContext(Generic[U]):
         aborted = running is not None and running.trains
         observer = Unobserved() if alone else self.observer
         pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
-        known = self._known_order(observed=not alone)
-        run = ForwardPass(self.groups, observer, unit, known, self._needed_first, pending, observed=not alone)
+        like = f"{kind.name} of {unit.name}"  # a forward of another unit goes another way
+        route = self.itinerary.begin(like, alone=alone)
+        run = ForwardPass(self.groups, observer, unit, like, route, pending, observed=not alone)
         for group in run.groups:
             group.begin_forward_pass(aborted=aborted)
-        outdated = with_outdated_portions(run.groups)
+        # Not yet those of groups that may be updated first.
+        outdated = [group for group in with_outdated_portions(run.groups) if not route.comes_late(group)]
         kind = PassKind(kind.name, anew=self.numbers_of(outdated))
         self.forward, self.backward = run, None
         _trace.refresh()
@@ -232,23 +228,10 @@ class RootContext(Generic[U]):
         run.trains = torch.is_grad_enabled() and run.pending is self._pending
         if not run.trains:
             if run.in_method:
-                self._note_order(run)
-            run.end_part(self._known_order(observed=run.observed, in_method=True))
-            run.in_method = True
-            run.observer.begin(PassKind("evaluation in a method"), outermost=True)
-
-    def _note_order(self, run: ForwardPass) -> None:
-        """Expect the order of ``run``, or of its last part, once more."""
-        if run.order.calls:
-            self._orders[run.observed, run.in_method] = run.order.calls
-
-    def _known_order(self, *, observed: bool, in_method: bool = False) -> list[FSDPParamGroup]:
-        """Return the order that a forward is expected to have.
-
-        One that a replica may run alone follows the last one of its sort, since other replicas know nothing of that, or
-        else what all ranks have run.
-        """
-        return self._orders.get((observed, in_method)) or self._orders.get((True, in_method)) or []
+                self.itinerary.end(run.route, run.kind, in_method=True)
+            kind = PassKind("evaluation in a method")
+            run.end_part(kind.name, self.itinerary.begin(kind.name, alone=not run.observed, in_method=True))
+            run.observer.begin(kind, outermost=True)
 
     def numbers_of(self, groups: Iterable[FSDPParamGroup]) -> tuple[int, ...]:
         """Return the numbers by which all ranks know ``groups``, in ascending order."""
@@ -280,10 +263,9 @@ class RootContext(Generic[U]):
         self.forward = None
         if not run.trains:  # the host may write to shards from here on; else it may from the end of backward on
             self.comm.copies.wait()
-        self._note_order(run)
+        self.itinerary.end(run.route, run.kind, in_method=run.in_method, trains=run.trains, ended_with=run.ended_with)
         if run.trains:
             self.pending.end_forward(run.gathered_skippable, run.stayed)
-            self._ended_with = run.ended_with
 
     def break_off_forward(self) -> None:
         """End the forward that runs, because an exception has left it; the caller may handle that and go on.
@@ -299,6 +281,7 @@ class RootContext(Generic[U]):
             group.break_off_forward(trains=run.trains)
         if run.observed:
             self.observer.abandon()
+            self.itinerary.break_off()
 
     # ---- backward ----
 
@@ -320,11 +303,10 @@ class RootContext(Generic[U]):
             return run
         # With manual finalization the caller frees what was gathered ahead.
         run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)
-        # Not at the end of forward: no backward follows a frozen teacher's.
-        self._needed_first = None if self._ends_wide else self._ended_with
         _trace.refresh()
         if self.forward is None:  # another backward will come on a forward that still runs
             self.pending.manual = self.finalizes_manually
+            self.itinerary.begin_backward(first_stays=not self._ends_wide)
         more = "" if self.is_last_backward else ", more to come"
         run.observer.begin(self._backward_kind("backward", more), outermost=False)
         run.end_with_autograd(partial(self.end_backward, run))
@@ -436,9 +418,9 @@ class RootContext(Generic[U]):
         self.observer.abandon()
         for group in self.groups:
             group.reset()
-        self.forward = self.backward = self._ended_with = self._needed_first = None
+        self.forward = self.backward = None
         self._pending = Pending()
-        self._orders.clear()
+        self.itinerary.forget()
 
     # ---- backwards that the caller ends ----
 

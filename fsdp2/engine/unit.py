@@ -191,13 +191,17 @@ class FSDPState(ComposableState):
         if call.kind is not CallKind.NORMAL:
             call.note_arguments(given, args, kwargs)
             return args, kwargs
-        teaches = not torch.is_grad_enabled() and isinstance(run, ForwardPass) and run.trains
+        forward = run if first and isinstance(run, ForwardPass) else None
         entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
+        ahead: list[FSDPParamGroup | None] = []
         for group in self.groups:
             only_user = first and (not group.shared or run.enter_shared(group, self))
-            group.pre_forward(run.launch, first=only_user, teaches=teaches)
+            quiet = forward is not None and forward.is_quiet(group)
+            late = group.pre_forward(run.launch, first=only_user, quiet=quiet)
             if only_user:
                 entering.append(group)
+            if forward is not None:  # a backward, in which this runs anew, gathers ahead by itself
+                ahead.append(forward.visit(group, quiet=quiet, late=late))
         if torch.is_grad_enabled():
             call.first_node = autograd_sequence_number()
             if entering:
@@ -206,8 +210,8 @@ class FSDPState(ComposableState):
                 for group in entering:
                     self.root.pending.expect(group, inputs_need_none=need_none)
         call.note_arguments(given, args, kwargs)
-        if first and isinstance(run, ForwardPass):  # a backward, in which this runs anew, gathers ahead by itself
-            self._prefetch_forward(run)
+        if forward is not None:
+            self._prefetch_forward(forward, ahead)
         return args, kwargs
 
     def _enter(self, module: nn.Module) -> tuple[Call, bool]:
@@ -416,18 +420,17 @@ class FSDPState(ComposableState):
                 f"{self.name or 'the root'}: forward inside summon_full_params; {reason}, or leave the context first"
             )
 
-    def _prefetch_forward(self, run: ForwardPass) -> None:
+    def _prefetch_forward(self, run: ForwardPass, following: list[FSDPParamGroup | None]) -> None:
+        """Start gathering what a prefetch list names, or else the groups ``following`` those of this unit."""
         for unit in self.forward_prefetch:
             if unit.root is self.root:  # gathers of another root belong to its own passes
                 for group in unit.groups:
+                    if run.quietly or not run.route.comes_late(group):
+                        run.prefetch(group)
+        for named in following:
+            if not self.forward_prefetch and named is not None and named not in self.groups:
+                for group in named.gathered_with:
                     run.prefetch(group)
-        for group in self.groups:
-            following = run.order.visit(group)  # recorded also with a prefetch list: other units follow the order
-            if not self.forward_prefetch and following is not None and following not in self.groups:
-                for other in following.gathered_with:
-                    # The forward may update a teacher first, in a way that no version counter shows.
-                    if group.teaches or not other.teaches:
-                        run.prefetch(other)
 
     def notice_added(self) -> None:
         """Take in what somebody put on the modules, or below them, since this was last asked."""

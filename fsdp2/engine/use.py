@@ -40,7 +40,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         ValueError: No parameter of ``module`` is sharded.
     """
     used = groups_below(module, required_by="use_weights")
-    before = [(group.residency.held is not None, group.residency.shown) for group in used]
+    before = [(group.residency.held, group.residency.shown) for group in used]
     gather_by_hand(used, "use_weights")
     for group in used:
         group.wait_for_unshard()

@@ -22,7 +22,7 @@ from fsdp2._torch.optimizers import around_use
 from fsdp2.autograd.hooks import hook_modules, hook_optimizers, hook_registrations
 from fsdp2.engine.index import managed_sites, originals_remembered, param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_summoned, is_temporary
-from fsdp2.engine.residency import note_optimizer_step
+from fsdp2.engine.stamp import note_optimizer_step
 from fsdp2.engine.unit import live_units
 from fsdp2.engine.unreduced import any_unreduced
 from fsdp2.optim.averaging import refuse_ddp, warn_of_unaveraged

@@ -14,19 +14,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fsdp2.engine.itinerary import MOST_CONTEXTS, Context, Contexts
 from fsdp2.engine.observer import END, Collective, PassKind
 
 __all__ = ["PassLog"]
 
-# Numbers of passes before that make a context, the longest known first; 32 are 16 micro-batches.
-_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)
-_MOST_CONTEXTS = 4096  # known at a time: loops without a pattern make ever new ones
 _SCHEDULES = 16  # remembered for each kind of pass
 _REMEMBERED = 64  # passes
 
 Schedule = Sequence[Collective]
-Context = tuple[PassKind, ...]
-"""The kinds of the passes before, and the kind of the pass itself."""
 
 
 # ---- what all ranks expect of the running pass: one of four values ----
@@ -73,7 +69,7 @@ class PassLog:
         self._first_kind = first_kind
         self._expects: _Known | _Guessed | _Chosen | _Unscheduled = _Unscheduled()  # of the running pass
         self._number = -1  # passes since the last meeting; the pass that runs during a meeting is 0
-        self._before: Context = ()  # empty at the start, and after a pass was aborted
+        self._contexts = Contexts()
         self._next: dict[Context, PassKind] = {}  # the kind that follows these
         self._known: dict[Context, Schedule] = {}
         self._schedules: dict[PassKind, deque[Schedule]] = {}  # by kind, the latest first
@@ -86,33 +82,27 @@ class PassLog:
         """Return True if all ranks expect a pass of ``kind`` now."""
         if self.kind:
             return False
-        known = (self._next[context] for context in self._lately() if context in self._next)
-        return next(known, None if self._before else self._first_kind) == kind
+        known = (self._next[context] for context in self._contexts.lately() if context in self._next)
+        return next(known, None if self._contexts.is_known else self._first_kind) == kind
 
     def expects_collectives(self, kind: PassKind) -> bool:
         """Return True if all ranks expect a pass of ``kind`` now, and expect it to launch a collective."""
-        schedule = next((self._known[context] for context in self._contexts_of(kind) if context in self._known), None)
+        schedule = next((self._known[context] for context in self._contexts.of(kind) if context in self._known), None)
         return self.follows(kind) and schedule is not None and schedule != [END]
-
-    def _contexts_of(self, kind: PassKind) -> list[Context]:
-        return [*((*before, kind) for before in self._lately()), (kind,)]
 
     def has_schedule(self, kind: PassKind) -> bool:
         """Return True if there was a pass of ``kind``."""
         return kind in self._schedules
 
-    def _lately(self) -> list[Context]:
-        return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
-
     def begin(self, kind: PassKind, guess: Schedule | None = None) -> None:
         """Start a pass, which all ranks do now; ``guess`` is the schedule to expect if none is known."""
-        if len(self._next) > _MOST_CONTEXTS:  # forget all: the next iterations are compared again, and learned anew
+        if len(self._next) > MOST_CONTEXTS:  # forget all: the next iterations are compared again, and learned anew
             self._next.clear()
             self._known.clear()
         self._first_kind = None
-        self._keys = self._contexts_of(kind)
-        self._next.update(dict.fromkeys(self._lately(), kind))
-        self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]
+        self._keys = self._contexts.of(kind)
+        self._next.update(dict.fromkeys(self._contexts.lately(), kind))
+        self._contexts.add(kind)
         self.kind, self.collectives, self.deviations = kind, [], 0
         known = next((self._known[context] for context in self._keys if context in self._known), None)
         self._expect(known, guess)
@@ -137,7 +127,7 @@ class PassLog:
     def abandon(self) -> None:
         """End a pass that was aborted, on this rank at least."""
         self._leave()
-        self._before = ()
+        self._contexts.clear()
 
     def _leave(self) -> None:
         self.kind, self.collectives, self._expects = None, [], _Unscheduled()

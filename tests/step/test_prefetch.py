@@ -332,7 +332,6 @@ MODES: dict[str, Callable[[nn.Module], bool]] = {
 
 
 @api.fsdp2_only
-@pytest.mark.xfail(strict=True, reason="an evaluation overwrites the recorded order of training, and the reverse")
 @on_ranks(2)
 @pytest.mark.parametrize("between", [True, False])
 @pytest.mark.parametrize("evaluations", [1, 2])
@@ -377,7 +376,6 @@ class Twice(nn.Module):
 
 
 @api.fsdp2_only
-@pytest.mark.xfail(strict=True, reason="whether a call is a teacher's is kept with the unit, and its gathers wait")
 @on_ranks(2)
 @pytest.mark.parametrize("target_first", [True, False])
 def test_blocks_run_without_and_with_gradients_in_one_forward(rank, world, target_first):

@@ -137,13 +137,9 @@ KINDS = {
 
 def reason(kind: str, write: str, graph: bool) -> str:
     """Return what is wrong today, if anything is."""
-    refused = write == "by_assigned_data" and not KINDS[kind].lists  # which says so
+    refused = write == "by_assigned_data" and not (graph and KINDS[kind].lists)  # which says so
     if write in SHOWN or refused:
         return ""
-    if OVER.items() <= dict(KINDS[kind].options).items():
-        return "portions of the teacher are gathered when the forward begins, and nothing tells that it was written"
-    if KINDS[kind].lists:
-        return "a prefetch list gathers the teacher before it is written, and nothing tells that it was"
     if graph:
         return "the teacher was gathered ahead before it was written, and nothing tells that it was"
     return ""

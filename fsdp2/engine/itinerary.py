@@ -1,0 +1,245 @@
+"""The itinerary of a root: which groups its passes use, in which order. Lists and positions, no tensors.
+
+An ``Itinerary`` remembers the *routes* of earlier forwards by the kinds of the passes before them, so that training and
+evaluations, or two forwards that alternate, each find their own. It cannot drive a program in eager mode: it says what
+is probably used next, so that its gather can start ahead, and being wrong costs only overlap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+__all__ = ["MOST_CONTEXTS", "BackwardRoute", "Context", "Contexts", "ForwardRoute", "Itinerary", "Stop"]
+
+T = TypeVar("T")
+
+# Numbers of passes before that make a context, the longest known first; 32 are 16 micro-batches.
+_PASSES_BEFORE = (32, 16, 8, 4, 2, 1)
+MOST_CONTEXTS = 4096
+"""Known at a time: loops without a pattern make ever new ones. Who has more forgets all, and learns them anew."""
+_MOST_CALLS = 1 << 16
+"""Of recorded calls: forwards with gradients that no backward follows would add to them for ever."""
+
+
+Context = tuple[Hashable, ...]
+"""The kinds of the passes before, and the kind of the pass itself."""
+
+
+class Contexts:
+    """The kinds of the latest passes, by which what one pass did is found again in the next one like it."""
+
+    def __init__(self) -> None:
+        self._before: Context = ()  # empty at the start, and after a pass was aborted
+
+    @property
+    def is_known(self) -> bool:
+        """True if a pass ran since the start, or since the last one that was aborted."""
+        return bool(self._before)
+
+    def lately(self) -> list[Context]:
+        """Return the kinds of the passes before, the longest list first."""
+        return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
+
+    def of(self, kind: Hashable) -> list[Context]:
+        """Return the contexts of a pass of ``kind`` that starts now, the most telling one first."""
+        return [*((*before, kind) for before in self.lately()), (kind,)]
+
+    def add(self, kind: Hashable) -> None:
+        """Note that a pass of ``kind`` starts."""
+        self._before = (*self._before, kind)[-_PASSES_BEFORE[0] :]
+
+    def clear(self) -> None:
+        """Forget the passes before: one was aborted, on this rank at least."""
+        self._before = ()
+
+
+class Stop(NamedTuple):
+    """One use of a group in a forward."""
+
+    group: Any
+    # Without gradients inside a forward with gradients, and not after a use with them, as momentum teachers run: the
+    # forward often updates such a group's shards first, in ways that no version counter shows. In an evaluation: a stop
+    # of a group that the last training forward used so.
+    quiet: bool = False
+    late: bool = False  # its shards were written after its gather had started ahead
+
+
+class _Trip(Generic[T]):
+    """A forward that is over."""
+
+    def __init__(self, stops: list[Stop], ended_with: T | None) -> None:
+        self.stops = stops
+        self.ended_with = ended_with  # the last group that the forward freed, or would have freed
+        self.needed_first: T | None = None  # the group that a backward needed first which followed the forward
+        # Groups whose shards may be written, in this forward and others, before it uses them.
+        self.late = {id(stop.group) for stop in stops if stop.quiet or stop.late}
+
+
+class ForwardRoute(Generic[T]):
+    """The stops of the forward that runs; as long as they are those of the last one like it, the next one is known.
+
+    A forward that goes another way gets no more advice.
+    """
+
+    def __init__(
+        self, known: _Trip[T] | None = None, contexts: Iterable[Context] = (), trained: _Trip[T] | None = None
+    ) -> None:
+        """``known`` is the last forward like it, ``trained`` the last one with gradients.
+
+        Forwards in the same ``contexts`` will be like it.
+        """
+        self.stops: list[Stop] = []
+        self.contexts = contexts
+        self.known = known
+        self._loud: set[int] = set()
+        self._late = (set() if known is None else known.late) | (set() if trained is None else trained.late)
+        self._ahead: list[Stop] = [] if known is None else known.stops
+
+    @property
+    def needed_first(self) -> T | None:
+        """The group that the backward will probably need first, or None."""
+        return None if self.known is None else self.known.needed_first
+
+    @property
+    def repeats(self) -> bool:
+        """True if the forward made the very stops that were expected."""
+        known = [] if self.known is None else self.known.stops
+        if len(known) != len(self.stops):
+            return False
+        return all(here.group is there.group and here[1:] == there[1:] for here, there in zip(self.stops, known))
+
+    def is_quiet(self, group: T, *, trains: bool, with_gradients: bool) -> bool:
+        """Return whether a stop of ``group`` here is quiet, in a forward that ``trains``."""
+        if not trains:
+            return id(group) in self._late
+        return not with_gradients and id(group) not in self._loud
+
+    def comes_late(self, group: T) -> bool:
+        """Return whether ``group``'s weights may be written before its use, so that its gather must not start ahead."""
+        return id(group) in self._late
+
+    def visit(self, group: T, *, quiet: bool = False, late: bool = False) -> T | None:
+        """Note that ``group`` runs now; return the group whose gather can start ahead, or None."""
+        position, ahead = len(self.stops), self._ahead
+        if not quiet:
+            self._loud.add(id(group))
+        self.stops.append(Stop(group, quiet, late))
+        if position >= len(ahead) or ahead[position].group is not group:
+            self._ahead = []
+            return None
+        following = ahead[position + 1] if position + 1 < len(ahead) else None
+        # Before the first of several quiet stops their weights may be updated; between them nothing is.
+        if following is None or following.late or (following.quiet and not quiet):
+            return None
+        return following.group
+
+
+class Itinerary(Generic[T]):
+    """The routes of the forwards under one root."""
+
+    def __init__(self) -> None:
+        self._contexts = Contexts()
+        self._known: dict[Context, _Trip[T]] = {}
+        self._alone: dict[Hashable, _Trip[T]] = {}  # the last forward of each kind that this rank ran alone
+        self._latest: dict[bool, _Trip[T]] = {}  # of any kind, by whether a registered method called it
+        self._trained: deque[_Trip[T]] = deque(maxlen=_PASSES_BEFORE[0])  # forwards that no backward has followed yet
+        self._latest_trained: _Trip[T] | None = None
+
+    def begin(self, kind: str, *, alone: bool = False, in_method: bool = False) -> ForwardRoute[T]:
+        """Begin a forward of ``kind``, and return its route.
+
+        Other ranks know nothing of a forward that this rank runs ``alone``: what is expected of others must not depend
+        on it.
+        """
+        contexts = self._contexts.of((kind, in_method))
+        known = next((self._known[context] for context in contexts if context in self._known), None)
+        known = known or self._latest.get(in_method)
+        if alone:
+            return ForwardRoute(self._alone.get(kind, known), trained=self._latest_trained)
+        self._contexts.add((kind, in_method))
+        return ForwardRoute(known, contexts, self._latest_trained)
+
+    def end(
+        self,
+        route: ForwardRoute[T],
+        kind: str,
+        *,
+        in_method: bool = False,
+        trains: bool = False,
+        ended_with: T | None = None,
+    ) -> None:
+        """End a forward: expect its ``route`` from the next one like it.
+
+        ``trains``: a backward may follow, and need ``ended_with`` first, the last group that the forward freed.
+        """
+        if not route.stops:
+            return
+        # Equal routes share one list, so that a repeated iteration takes no memory.
+        trip = _Trip(route.known.stops if route.known is not None and route.repeats else route.stops, ended_with)
+        trip.needed_first = route.needed_first  # until a backward shows that
+        if not route.contexts:
+            self._alone[kind] = trip
+            return
+        if len(self._known) > MOST_CONTEXTS:
+            self._known.clear()
+        self._known.update(dict.fromkeys(route.contexts, trip))
+        self._latest[in_method] = trip
+        if trains:
+            self._trained.append(trip)
+            self._latest_trained = trip
+
+    def begin_backward(self, *, first_stays: bool) -> None:
+        """Begin a backward; with ``first_stays``, forwards like the last ones leave for it what it needs first.
+
+        It is noted here and not at the end of the forward, because no backward follows that of a frozen teacher.
+        """
+        self._contexts.add("backward")
+        for trip in self._trained:
+            trip.needed_first = self._trained[-1].ended_with if first_stays else None
+        self._trained.clear()
+
+    def break_off(self) -> None:
+        """Note that a forward was aborted, perhaps on this rank alone."""
+        self._contexts.clear()
+
+    def forget(self) -> None:
+        """Forget everything: the groups are others now, or ranks were reset."""
+        self.__init__()  # type: ignore[misc]
+
+
+class BackwardRoute(Generic[T]):
+    """The forward calls whose backward is to come; backward meets them in reverse."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[T, int]] = []
+        self._positions: dict[int, list[int]] = {}
+
+    def record(self, group: T, forward: int) -> None:
+        """Note one call of ``group`` in the forward of this number."""
+        if len(self._calls) == _MOST_CALLS:  # start anew: what comes next is advice
+            self._calls.clear()
+            self._positions.clear()
+        self._positions.setdefault(id(group), []).append(len(self._calls))
+        self._calls.append((group, forward))
+
+    def expects(self, group: T) -> bool:
+        """Return whether there are calls of ``group`` to which no backward has come."""
+        return bool(self._positions.get(id(group)))
+
+    def visit(self, group: T) -> T | None:
+        """Note that the backward of ``group``'s latest call starts; return the group expected next, or None."""
+        positions = self._positions.get(id(group))
+        if not positions:
+            return None
+        position = positions.pop()
+        if position == 0:
+            return None
+        before, forward = self._calls[position - 1]
+        # Calls stay recorded until the last backward on them. If an earlier backward met that call, it is needed again
+        # by another backward on the same forward (of two losses), but not after the backward of the next forward. A
+        # call that is still among the positions has met no backward yet.
+        if forward == self._calls[position][1] or position - 1 in self._positions[id(before)]:
+            return before
+        return None

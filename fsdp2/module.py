@@ -259,6 +259,7 @@ class FSDPModule(TorchFSDPModule):
         """
         by_root: dict[RootContext[FSDPState], dict[FSDPParamGroup, None]] = {}
         for unit in self._units(recurse):
+            unit.reconcile()
             by_root.setdefault(unit.root, {}).update(dict.fromkeys(unit.groups))
         for root, groups in by_root.items():
             root.synchronize(list(groups))
@@ -274,6 +275,8 @@ class FSDPModule(TorchFSDPModule):
         Args:
             recurse: Also return those of all units below this module.
         """
+        for unit in self._units(recurse):
+            unit.reconcile()
         groups = [group for unit in self._units(recurse) for group in unit.groups]
         pending = [item for group in groups for item in group.gradients.unreduced.pending().items()]
         return {param.sharded: gradients for param, gradients in pending if param.sharded is not None}
@@ -574,14 +577,16 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``half``, ``to_empty`` and similar methods to the shards."""
+        unit = self._get_fsdp_state()
+        unit.reconcile()
         self.reshard()
-        groups = self._get_fsdp_state().groups
+        groups = unit.groups
         # A gradient with a dtype of its own (Tensor.grad_dtype) must not be cast with its shard.
         withheld = [(param, param.withhold_gradient()) for group in groups for param in group.params]
         try:
             result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
             for group in groups:
-                group.residency.adopt()
+                group.residency.adopt(lasting=True)
         finally:
             for param, grad in withheld:
                 if grad is not None:

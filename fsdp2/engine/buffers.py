@@ -54,6 +54,7 @@ class ShardStore:
         self.full_bytes = 0  # of the full parameters as computed with; each backward asks for it
         self._placed: dict[FSDPParam, torch.Tensor] = {}  # the local tensor that each shard was given
         self._storages: list[int] = []  # of the DTensors around these
+        self.borrows = False  # a shard may have been put on its modules for one call, and be gone by now
         self._full: Buffer | None = None
         self._fulls: list[torch.Tensor] = []  # the plain ones' full tensors in it
         self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
@@ -145,19 +146,23 @@ class ShardStore:
 
     # ---- shards ----
 
-    def adopt(self, before_writing: Callable[[], object]) -> bool:
+    def adopt(self, before_writing: Callable[[], object], *, lasting: bool = False) -> bool:
         """Take in shards that were replaced or whose local tensors changed; return whether any was replaced.
 
-        ``before_writing`` lets the host wait for what still reads shards that are on the host.
+        ``before_writing`` lets the host wait for what still reads shards that are on the host. ``lasting``: they are
+        there to stay, and not for one call.
 
         Raises:
             RuntimeError: a parameter was removed from its module, or replaced by something that is no such shard.
         """
         changed = replaced = False
         for param, placed in self._placed.items():
-            site = param.sites[0]
-            shown = site.shown
+            shown = param.sites[0].shown
+            if shown is not None and (shown is param.full or shown is param.subgroup):
+                # Who put other values there for one call has restored what it found, whose memory is gone by now.
+                shown = param.own
             if shown is param.sharded and param.local is placed:
+                show([param], "sharded")
                 continue
             _check_replacement(param, shown)
             replaced |= shown is not param.sharded
@@ -165,13 +170,14 @@ class ShardStore:
                 # Other content (swap_tensors): the tensor before may be another DTensor's now, and its place in the
                 # flat buffer gets the new values. ``adopt_shard`` does the same for a DTensor that was replaced.
                 placed.data = placed.detach().clone()
-            param.adopt_shard(shown)  # type: ignore[arg-type]  # just checked
-            show([param], "sharded")
+            param.adopt_shard(shown, lasting=lasting)  # type: ignore[arg-type]  # just checked
+            show([param], "sharded", over_others=True)  # wherever a tied one is shown
             changed = True
         if changed:
             before_writing()
             self._place([param.local for param in self.params])
             self.note_change()
+        self.borrows = any([param.own is not param.sharded for param in self.params])
         return replaced
 
     def replaced(self, *, in_backward: bool) -> bool:
@@ -181,8 +187,7 @@ class ShardStore:
         one dictionary lookup for each site.
 
         Raises:
-            RuntimeError: it does so ``in_backward``, so that the forward computed with other weights; or somebody
-                assigned ``.data``, which has no effect on a shard.
+            RuntimeError: somebody assigned ``.data``, which has no effect on a shard; not ``in_backward``.
         """
         # Storages tell of an assignment to .data, which the gather of the next forward refuses; backward does not ask.
         same = lie_in(self._placed, self._placed.values(), None if in_backward else self._storages)
@@ -199,11 +204,6 @@ class ShardStore:
                         continue
             except KeyError:  # removed
                 pass
-            if in_backward:
-                raise RuntimeError(
-                    f"{param.name}: replaced on its module between forward and backward, which would compute the "
-                    "gradient of other weights; use functional_call with other values under torch.no_grad() only"
-                )
             return True
         return False
 

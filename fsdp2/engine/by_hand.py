@@ -22,6 +22,8 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
     by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
     # Where no forward has run, nothing is known of a root: the first such unit stands for it.
     first = next((unit for unit in used.values() if unit.is_root is None), None)
+    for unit in dict.fromkeys(used.values()):
+        unit.reconcile()
     for group, unit in used.items():
         group.lazy_init(in_root=group.in_root)
         if unit.is_root is None and first is not None:

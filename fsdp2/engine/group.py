@@ -67,6 +67,7 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
+        self._computed_with: list[nn.Parameter | None] = []  # the shards that it used
         self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
         for param in params:
             param.group = self
@@ -250,6 +251,7 @@ class FSDPParamGroup:
         if torch.is_grad_enabled():
             self._versions = self.store.full_versions()
             self._generation = self.store.generation
+            self._computed_with = [param.sharded for param in self.params]
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
         if _trace.recording:
             _trace.emit("pre_forward", self.name)
@@ -340,6 +342,14 @@ class FSDPParamGroup:
             _trace.emit("pre_backward", self.name)
         if self.store.options.unshard_in_backward:
             self._unshard_for_compute(launch, in_backward=True)
+        if recorded:
+            for param, before in zip(self.params, self._computed_with):
+                if param.sharded is not before:
+                    raise RuntimeError(
+                        f"{param.name}: replaced on its module between forward and backward, which would compute the "
+                        "gradient of other weights; expected the parameter that forward used. Put it back, or call "
+                        "reset_iter_state() on the root module and start the iteration anew"
+                    )
         if not self.frees_after_backward:
             self.residency.note_made()  # before gradients arrive: hooks on them may step an optimizer
         return True

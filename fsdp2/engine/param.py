@@ -5,7 +5,8 @@ The only file that writes ``.grad``. Functions here take lists, since a step goe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter, is_
 from typing import Any, Literal
@@ -163,8 +164,11 @@ def shows(params: Iterable[FSDPParam], which: Shown) -> bool:
     return all([param.sites[0].shown is param.tensor(which) for param in params])
 
 
-def show(params: list[FSDPParam], which: Shown) -> bool:
-    """Make the modules show one of the tensors of each parameter; return whether requires_grad of any changed."""
+def show(params: list[FSDPParam], which: Shown, *, over_others: bool = False) -> bool:
+    """Make the modules show one of the tensors of each parameter; return whether requires_grad of any changed.
+
+    What somebody else has put on a module stays there, except with ``over_others``.
+    """
     changed = False
     for param in params:
         sharded, full, before = param.sharded, param.full, param.requires_grad
@@ -174,13 +178,19 @@ def show(params: list[FSDPParam], which: Shown) -> bool:
             or param.subgroup is not None
         ):
             changed |= param.sync_requires_grad()
-        shown = sharded if which == "sharded" else full if which == "full" else param.subgroup
-        if param.direct_sites:
-            for site in param.sites:
+        piece = param.subgroup
+        shown = sharded if which == "sharded" else full if which == "full" else piece
+        for site in param.sites:
+            there = site.module._parameters.get(site.name)
+            if there is shown:
+                continue
+            if there is not sharded and there is not full and there is not piece and there is not None:
+                if not over_others and not is_summoned(there):
+                    continue  # somebody put it there: the next who reads the parameter takes it in
+            if param.direct_sites:
                 site.module._parameters[site.name] = shown
-        else:
-            for site in param.sites:
-                site.show(shown)  # type: ignore[arg-type]  # it was made before
+            else:
+                site.show(shown)  # type: ignore[arg-type]  # it was made there
     return changed
 
 
@@ -288,6 +298,8 @@ class FSDPParam:
         self.attributes = python_attributes(original)
         self.hooks = gradient_hook_tables(original)
         self.sharded: nn.Parameter | None = None
+        # Its own shard, while modules show another, perhaps for one call. It is weak: who ends that call keeps it.
+        self._before: weakref.ref[nn.Parameter] | None = None
         self.full: nn.Parameter | None = None
         self._place: torch.Tensor | None = None  # where gathers write the full parameter: a view of the full buffer
         self.subgroup: nn.Parameter | None = None
@@ -422,14 +434,27 @@ class FSDPParam:
         self.sharded = sharded
         self.restore_grad_dtype()
 
-    def adopt_shard(self, sharded: nn.Parameter) -> None:
+    @property
+    def own(self) -> nn.Parameter | None:
+        """The shard that is the parameter's if the modules show another for one call only, else the shard."""
+        before = None if self._before is None else self._before()
+        return self.sharded if before is None else before
+
+    def is_one_of(self, shard_ids: Container[int]) -> bool:
+        """Return whether ``shard_ids`` has the id of its shard."""
+        return id(self.sharded) in shard_ids or id(self.own) in shard_ids
+
+    def adopt_shard(self, sharded: nn.Parameter, *, lasting: bool = False) -> None:
         """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there.
 
         The shard before gets memory of its own, because its place in the flat buffer is for the new one now:
         ``functional_call`` registers other values for one forward and then puts the old shard back, with its value.
+        Unless the new one is known to be ``lasting``, the old one is remembered as long as somebody keeps it.
         """
+        own = self.own
         if self.sharded is not None and self.sharded is not sharded:
             set_local_tensor(self.sharded, copy_of(self.local))
+        self._before = None if lasting or own is None or own is sharded else weakref.ref(own)
         for name, value in self.attributes.items():
             sharded.__dict__.setdefault(name, value)
         sharded.__dict__["_fsdp2_managed"] = True
@@ -454,7 +479,7 @@ class FSDPParam:
             local = self.spec.cut(whole).detach().to(home, copy=True)
             sharded = parameter_of(self.spec.shard(local), requires_grad=whole.requires_grad)
             share_gradient_hooks(sharded, hooks)
-            self.adopt_shard(sharded)
+            self.adopt_shard(sharded, lasting=True)
         else:
             self.local.copy_(self.spec.cut(whole))
         sharded.grad = None

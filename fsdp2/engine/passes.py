@@ -37,6 +37,9 @@ class Unit(Protocol):
     name: str
     groups: list[FSDPParamGroup]
 
+    def reconcile(self) -> None:
+        """Take in what others have put on the modules, since that is the truth."""
+
 
 def _cannot_join(collective: Collective, planned: bool) -> bool:
     """Return False."""

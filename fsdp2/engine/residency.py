@@ -130,7 +130,7 @@ class Residency:
         self.summoned: dict[FSDPParam, Summoning] = {}
         self._by_hand: list[int] | None = None  # versions of the full parameters that the caller asked for
         self._group = group  # whose gathers these are, for the observer
-        show(store.params, "sharded")
+        show(store.params, "sharded", over_others=True)
 
     def __repr__(self) -> str:
         held = ", held" if self.held else ""
@@ -230,11 +230,12 @@ class Residency:
         kind = type(self.state)
         if kind is InFlight or self.summoned:
             return
+        if kind is Full and self.shown != "full" and in_backward and self.store.replaced(in_backward=True):
+            self.reconcile(lasting=False)  # a forward has asked is_outdated()
+            kind = type(self.state)
         if kind is not Full:
             self._start_gather(launch, optional, in_backward)
         elif self.shown != "full":
-            if in_backward:
-                self.store.replaced(in_backward=True)  # refuses that; a forward has asked is_outdated()
             self.show("full")
 
     def note_ahead(self, *, loud: bool) -> None:
@@ -422,11 +423,9 @@ class Residency:
             finish_gather(state.work, self.comm.lanes.compute)
         elif _trace.recording:
             _trace.emit("reshard", self.name, self.store.full_bytes)
-        # Where shards are shown already, others may have been put in their place, for the next gather to take in.
-        # A gather in flight has taken those in. Then show() runs although shards are shown: it carries a change of
-        # requires_grad to the other tensors, on ranks that skip the unit as on those that use it.
-        if self.shown != "sharded" or type(state) is InFlight:
-            self.show("sharded")
+        # Also where shards are shown already: it carries a change of requires_grad to the other tensors, on ranks that
+        # skip the unit as on those that use it.
+        self.show("sharded")
         if state.held:
             self._warn_of_writes()
             self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
@@ -555,7 +554,7 @@ class Residency:
         finally:
             for param in params:
                 self.summoned.pop(param, None)
-            if show(list(params), "sharded"):
+            if show(list(params), "sharded", over_others=True):
                 self.store.note_change()
             self.shown = "sharded"
             self.show_memory()
@@ -564,17 +563,26 @@ class Residency:
 
     # ---- shards that others put in place ----
 
-    def adopt(self, *, loaded: bool = False) -> None:
+    def reconcile(self, *, lasting: bool) -> None:
+        """Take in what others have put on the modules in the place of ours, since that is the truth.
+
+        Everyone who reads or writes the parameters calls this first. ``lasting``: no call is under way for which it may
+        have been put there.
+        """
+        if self.summoned:
+            return
+        if type(self.state) is not Sharded and not shows(self.store.params, self.shown):
+            self.free()  # it was made of other shards; what was put on the modules stays there
+        self.adopt(lasting=lasting)
+
+    def adopt(self, *, lasting: bool = False) -> None:
         """Take in parameters that were replaced on the modules, moved, cast or loaded, while these show shards.
 
-        Where they were ``loaded`` they are there to stay. Another rank may have copied the same values in place.
+        ``lasting``: they are there to stay. Another rank may have copied the same values in place.
         """
-        if (
-            isinstance(self.state, Sharded)
-            and not self.summoned
-            and self.store.adopt(self.comm.copies.wait)
-            and not loaded
-        ):
+        if not isinstance(self.state, Sharded) or self.summoned:
+            return
+        if self.store.adopt(self.comm.copies.wait, lasting=lasting) and not lasting:
             self.state.adopted = True
 
     def use(self, store: ShardStore, comm: CommContext) -> None:

@@ -301,6 +301,9 @@ class RootContext(Generic[U]):
             if run.broke_off:
                 self._check_last_backward_ended("a backward starts")
             return run
+        for group in run.groups:
+            if group.store.borrows:  # an evaluation may have computed with other weights since the forward
+                group.residency.reconcile(lasting=False)
         # With manual finalization the caller frees what was gathered ahead.
         run.start(more_follow=not self.is_last_backward and not self.finalizes_manually)
         _trace.refresh()
@@ -405,6 +408,8 @@ class RootContext(Generic[U]):
         """
         for group in self.groups:
             group.residency.refuse_unended("reset_iter_state")
+        for unit in self.all_states:
+            unit.reconcile()
         finalizing = self.comm.finalizing
         if isinstance(finalizing, GradientReduction) and finalizing.root is not self:
             raise RuntimeError(

@@ -445,6 +445,14 @@ class FSDPState(ComposableState):
                 group.has_others_below = others
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
 
+    def reconcile(self) -> None:
+        """Take in what others have put on the modules, since that is the truth; who reads parameters calls this."""
+        if self.summoned is None:  # what summon_full_params shows would look like added parameters
+            self.notice_added()
+        lasting = self.root.running is None  # else it may have been put there for the call that runs
+        for group in self.groups:
+            group.residency.reconcile(lasting=lasting)
+
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
         for group in groups:

@@ -29,7 +29,7 @@ def any_unreduced() -> bool:
 
 def unreduced_params(shard_ids: Collection[int]) -> list[FSDPParam]:
     """Return the parameters with shards of these ids whose gradients are unreduced; alike on all ranks."""
-    return [param for unreduced in _noted for param in unreduced.find() if id(param.sharded) in shard_ids]
+    return [param for unreduced in _noted for param in unreduced.find() if param.is_one_of(shard_ids)]
 
 
 def drop_unreduced(shard_ids: Collection[int]) -> None:
@@ -91,7 +91,7 @@ class Unreduced:
         """Drop the gradients of parameters with shards of these ids, unless a pass uses the group."""
         if self._in_use():
             return
-        params = [param for param in self._store.params if id(param.sharded) in shard_ids]
+        params = [param for param in self._store.params if param.is_one_of(shard_ids)]
         self.forget(params)
         for param in params:
             param.drop_unreduced_gradient()

@@ -24,6 +24,8 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     resharded, outside any iteration, without a root.
     """
     units = [unit for unit in units_below(module) if id(unit) not in memo]
+    for unit in units:
+        unit.reconcile()
     groups = list(dict.fromkeys(group for unit in units for group in unit.groups if id(group) not in memo))
     shown_before = {group: group.residency.shown for group in groups if not group.residency.summoned}
     try:  # an attribute that cannot be copied (a lock) must not leave shards where full parameters were shown

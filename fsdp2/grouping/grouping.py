@@ -170,7 +170,7 @@ def _take_over(found: Found, param: FSDPParam) -> None:
         return
     group.reshard()
     param.take_value(new, group.store.home)
-    show([param], "sharded")
+    show([param], "sharded", over_others=True)
     group.store.note_change()
     follow_parameters([new], [param])
     logger.info("%s: took over the value of the parameter that replaced it", param.name)

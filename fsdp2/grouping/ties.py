@@ -58,7 +58,7 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
     for tie in ties:
         param, group = tie.param, _group_of_its_own(tie.param)
         param.set_sites(param.sites + [site for site in tie.found.sites if site not in param.sites])
-        show([param], "sharded")
+        show([param], "sharded", over_others=True)
         if group not in unit.groups:
             unit.groups.append(group)
 

@@ -35,8 +35,7 @@ def refuse_unreduced_step(optimizer: torch.optim.Optimizer, *unused: object) -> 
 
 def refuse_unreduced(params: Iterable[Any], function: str) -> None:
     """Raise RuntimeError if ``params`` have unreduced gradients, which ``function`` would not see."""
-    order = {id(param): number for number, param in enumerate(params)}  # alike on all ranks
-    found = sorted(unreduced.unreduced_params(order), key=lambda param: order[id(param.sharded)])
+    found = unreduced.unreduced_params({id(param) for param in params})
     if not found:
         return
     names = ", ".join(param.name for param in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")

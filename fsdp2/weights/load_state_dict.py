@@ -99,7 +99,7 @@ def _adopt_loaded(group: FSDPParamGroup, module: nn.Module, *unused: object) -> 
             shown = site.shown
             if site.module is module and shown is not None and shown is not param.sharded:
                 param.sites[0].show(shown)
-    group.residency.adopt(loaded=True)
+    group.residency.adopt(lasting=True)
 
 
 def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:

@@ -46,7 +46,7 @@ def materialize(places: Iterable[Place], device: torch.device) -> None:
             for site in place.sites:
                 setattr(site.module, site.name, place.tensor)
     for group in dict.fromkeys(place.param.group for place in waiting if place.param is not None):
-        group.residency.adopt(loaded=True)
+        group.residency.adopt(lasting=True)
 
 
 def _shard_of(place: Place, going: Collection[FSDPParam]) -> torch.Tensor:

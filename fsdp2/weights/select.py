@@ -157,7 +157,7 @@ class Selection:
             yield
         finally:
             for group in self.groups:
-                group.residency.adopt(loaded=True)
+                group.residency.adopt(lasting=True)
 
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows one of the parameters."""
@@ -221,16 +221,16 @@ def _check_idle(group: FSDPParamGroup, where: str) -> None:
 def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
     """Return the tensors of ``module``. It may be sharded, contain sharded modules, or be a plain module.
 
-    Without ``recurse``, the tensors of units below it are left out. Shards that were replaced on their modules (loaded,
-    moved or cast) are adopted first.
+    Without ``recurse``, the tensors of units below it are left out. What was put on modules in the place of their
+    parameters is taken in first.
 
     Raises:
         TypeError: ``module`` is not an nn.Module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}")
-    for group in groups_below(module):
-        group.residency.adopt()
+    for unit in dict.fromkeys(groups_below(module).values()):
+        unit.reconcile()
     finder = SiteFinder()
     places: dict[int, Place] = {}
     left_out: dict[int, Place] = {}

@@ -26,7 +26,6 @@ from tests.support.pool import on_ranks
 pytestmark = api.fsdp2_only
 
 INPUTS = torch.ones(2, 8)
-TAKEN = pytest.mark.xfail(strict=True, reason="what functional_call showed is taken for the shards from then on")
 
 
 def pair(**options: Any) -> tuple[Any, Any]:
@@ -73,7 +72,6 @@ def step_on_both(module: Any, alone: Any, where: str = "") -> None:
 # ---- weights of one call ----
 
 
-@TAKEN
 @on_ranks(1, 2)
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_deep_copy_after_an_evaluation_with_other_weights(rank, world, trained):
@@ -90,7 +88,6 @@ def test_a_deep_copy_after_an_evaluation_with_other_weights(rank, world, trained
     step_on_both(clone, copy.deepcopy(alone))
 
 
-@TAKEN
 @on_ranks(1, 2)
 def test_recovery_after_an_evaluation_with_other_weights(rank, world):
     """The weights were replaced, and no longer required gradients."""
@@ -102,7 +99,6 @@ def test_recovery_after_an_evaluation_with_other_weights(rank, world):
     step_on_both(module, alone)
 
 
-@pytest.mark.xfail(strict=True, reason="what functional_call showed is taken for the shards, and gets the gradients")
 @on_ranks(2)
 @pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_synchronization_after_an_evaluation_with_other_weights(rank, world, setter):
@@ -134,9 +130,7 @@ READERS: dict[str, Callable[[Any], object]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "reader", [pytest.param(reader, marks=TAKEN if reader in ("reset", "deepcopy") else []) for reader in READERS]
-)
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_everything_else_after_an_evaluation_with_other_weights(rank, world, reader, backward):
     """Whatever is called next sees the model's own weights and leaves them."""
@@ -150,12 +144,12 @@ def test_everything_else_after_an_evaluation_with_other_weights(rank, world, rea
     step_on_both(module, alone)
 
 
-@pytest.mark.xfail(strict=True, reason="a group that its backward needs refuses other values on its modules")
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_a_target_between_forward_and_backward(rank, world, reshard):
     """A target network by ``functional_call`` under ``no_grad``, between a forward and its backward. It was refused
-    with "use functional_call under torch.no_grad() only", which it was."""
+    with "use functional_call under torch.no_grad() only", which it was. Where the modules show full parameters for that
+    backward it is refused, and what the error says to do helps: that failed likewise."""
     module, alone = pair(reshard_after_forward=reshard)
     others = [doubled(model) for model in (module, alone)]
     for _ in range(2):
@@ -163,6 +157,10 @@ def test_a_target_between_forward_and_backward(rank, world, reshard):
         for model, weights in zip((module, alone), others):
             model.zero_grad()
             output = model(INPUTS)
+            if model is module and reshard is False:
+                with torch.no_grad(), pytest.raises(RuntimeError, match=r"^0.weight: its module shows other.*reshard"):
+                    functional_call(model, weights, (INPUTS,))
+                model.reshard(recurse=True)
             with torch.no_grad():
                 target = functional_call(model, weights, (INPUTS,))
             losses.append((output - target).square().mean())
@@ -172,7 +170,6 @@ def test_a_target_between_forward_and_backward(rank, world, reshard):
         assert_gradients(module, alone)
 
 
-@pytest.mark.xfail(strict=True, reason="a group that its backward needs refuses other values on its modules")
 @on_ranks(1, 2)
 def test_a_target_before_a_forward_and_another_between(rank, world):
     """The target of a step first, then the step, then another target before its backward."""
@@ -201,7 +198,6 @@ class Fragile(nn.Sequential):
         return x
 
 
-@pytest.mark.xfail(strict=True, reason="dropping a gather ahead shows shards over what the call was given")
 @on_ranks(1, 2)
 @pytest.mark.parametrize("grad", [False, True])
 def test_other_weights_after_a_forward_that_broke_off(rank, world, grad):
@@ -302,21 +298,13 @@ SEE = {
 
 
 WHEN = ("new", "trained", "after a forward")
-REFUSED = "a function that reads parameters refuses a plain one that a forward takes in"
-LOST = "a function that does not gather goes on with the weight from before"
 
 
 def assignments() -> list[Any]:
-    """Return every case, with what is wrong today."""
+    """Return every case; those after a forward are slow."""
     found = []
     for make, when, see in itertools.product((as_dtensor, as_plain), WHEN, SEE):
-        wrong = ""
-        if see == "see_copied" or (see == "see_reset" and when != "new"):
-            wrong = LOST
-        elif make is as_plain and see in ("see_whole", "see_each", "see_unsharded", "see_cast", "see_used"):
-            wrong = REFUSED
-        marks: list[Any] = [pytest.mark.xfail(strict=True, reason=wrong)] if wrong else []
-        marks += [pytest.mark.slow] if when == "after a forward" else []
+        marks = [pytest.mark.slow] if when == "after a forward" else []
         found.append(pytest.param(make, when, see, marks=marks, id=f"{make.__name__}, {when}, {see}"))
     return found
 

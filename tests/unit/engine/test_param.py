@@ -101,7 +101,7 @@ def test_a_module_that_watches_its_attributes_is_told(dp2: DataParallelMesh) -> 
     lstm = nn.LSTM(3, 4)
     sites = [Site(lstm, name) for name in list(lstm._parameters)]
     params = [manage(getattr(lstm, site.name), dp2, site) for site in sites]
-    show(params, "full")
+    show(params, "full", over_others=True)  # the originals are still shown
     assert [id(w) for w in lstm._flat_weights] == [id(param.full) for param in params]
     show(params, "sharded")
     assert [id(w) for w in lstm._flat_weights] == [id(param.sharded) for param in params]

@@ -30,7 +30,8 @@ from tests.support.streams import Device
 def test_recovery_ends_what_the_backward_left_on_its_own_stream() -> None:
     """The next work on the stream that the backward ran on takes the memory of gradients that were being reduced."""
     with Device() as device:
-        root: RootContext[Any] = RootContext(torch.device("cpu"), SimpleNamespace(name="", groups=[]))
+        unit = SimpleNamespace(name="", groups=[], reconcile=lambda: None)
+        root: RootContext[Any] = RootContext(torch.device("cpu"), unit)
         lanes, reductions, stream = root.comm.lanes, root.comm.reductions, device.Stream()
         with device.stream(stream):
             lanes.compute.enter_backward()

@@ -7,8 +7,12 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+import torch.distributed as dist
 
 import fsdp2
+from fsdp2.engine.unit import units_so_far
 
 __all__ = ["main"]
 
@@ -26,8 +30,15 @@ examples:
   torchrun --nproc-per-node 8 -m fsdp2 -m torchtitan.train --job.config_file debug.toml
   accelerate launch --use_fsdp --fsdp_version 2 -m fsdp2 train.py
 
-Processes that the program starts itself (torch.multiprocessing) still use torch's function, unless they call
-fsdp2.install()."""
+At the program's end, a line on stderr says how many units of fsdp2 ran, or that there was none. Processes that the
+program starts itself (torch.multiprocessing) still use torch's function, unless they call fsdp2.install()."""
+_UNUSED = """\
+fsdp2 did nothing: this process never called fully_shard. To let a library call it, set:
+  accelerate launch          --use_fsdp --fsdp_version 2, before -m fsdp2
+  transformers, TRL          TrainingArguments(fsdp=True, fsdp_config={"version": 2, ...})
+  Lightning                  a ModelParallelStrategy, and a configure_model that calls fully_shard
+accelerate, and so transformers and TRL, shard on GPUs only: on CPUs they train with DDP. Processes
+that a program starts itself must call fsdp2.install() themselves."""
 
 
 def _forecast(arguments: Sequence[str]) -> int:
@@ -57,13 +68,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a script, a folder with a __main__.py, or a module")
-    parser.add_argument("rest", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="an argument of the program")
-    given = parser.parse_args(arguments)
+    # What follows the program is not parsed: argparse would take a "--" away.
+    before = len(list(takewhile(lambda one: one.startswith("-") and one != "--", arguments)))
+    before += arguments[before : before + 1] == ["--"]
+    given = parser.parse_args(arguments[: before + 1])
+    rest = arguments[before + 1 :]
     if not given.module and given.program in _SUBCOMMANDS:
-        return _SUBCOMMANDS[given.program](given.rest)
+        return _SUBCOMMANDS[given.program](rest)
     if not given.module and not os.path.exists(given.program):
         parser.error(f"can't open file {given.program!r}: no such file; -m runs a module")
-    _run(given.program, given.rest, module=given.module)
+    _run(given.program, rest, module=given.module)
     return 0
 
 
@@ -71,12 +85,32 @@ def _run(program: str, arguments: Sequence[str], *, module: bool) -> None:
     """Run ``program`` with ``sys.argv`` and ``sys.path`` as Python would set them for it."""
     fsdp2.install(rebind=True)
     sys.argv[:] = [program, *arguments]
-    if module:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        # Like Python itself: the first entry is the script's folder. ``-m fsdp2`` had put the current folder there.
-        sys.path[0] = os.path.dirname(os.path.abspath(program))
-        runpy.run_path(program, run_name="__main__")
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            # Like Python itself: the first entry is the script's folder. ``-m fsdp2`` had put the current folder there.
+            sys.path[0] = os.path.dirname(os.path.abspath(program))
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as exit:
+        _say_what_ran(failed=exit.code not in (None, 0))
+        raise
+    _say_what_ran()
+
+
+def _say_what_ran(*, failed: bool = False) -> None:
+    """Print on the first rank of each host how many units of fsdp2 ran, and what to set if there was none."""
+    if dist.get_node_local_rank(fallback_rank=0):
+        return
+    made, ran = units_so_far()
+    text = f"{ran} unit{'s' * (ran != 1)} of fsdp2 ran"
+    if made > ran:
+        text += f", of {made} that were made"
+    if not made:
+        if failed:  # it may have ended before
+            return
+        text = _UNUSED
+    print(f"python -m fsdp2: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,27 @@ import torch
 
 from fsdp2._torch.autograd import functorch_active, profiler_running, without_functorch
 
-__all__ = ["Recorder", "emit", "listening", "owned", "profiled", "recording_with", "refresh", "span"]
+__all__ = ["Recorder", "Source", "emit", "listening", "owned", "profiled", "recording_with", "refresh", "span"]
 
 _M = TypeVar("_M", bound=Callable[..., Any])
 
 
-class Recorder(Protocol):
-    """Records when collectives run and what waits for them, with the name of the unit."""
+class Source(Protocol):
+    """What an event is of: a root, a group, or a part of one. Two models may have units of one name."""
 
-    def enter(self, name: str) -> None:
-        """Attribute communication and waits from now on to the unit ``name``."""
+    @property
+    def name(self) -> str:
+        """The name of the module, or ""."""
+
+
+class Recorder(Protocol):
+    """Records when collectives run and what waits for them, and events, each with its source."""
+
+    def heard(self, event: str, source: Source) -> None:
+        """Record an event, such as "unshard"."""
+
+    def enter(self, source: Source) -> None:
+        """Attribute communication and waits from now on to ``source``."""
 
     def moment(self) -> Any:
         """Return the current point in time on the current stream, or on the host if there are no streams."""
@@ -50,13 +61,15 @@ def refresh() -> None:
     recording = bool(_listeners) or recorder is not None or _log is not None or profiler_running()
 
 
-def emit(event: str, name: str, nbytes: int | None = None) -> None:
-    """Pass ``event`` (such as "unshard") and the group's ``name`` to listeners, and log both with ``nbytes``.
+def emit(event: str, source: Source, nbytes: int | None = None) -> None:
+    """Pass ``event`` (such as "unshard") and its source to the recorder, the source's name to listeners and the log.
 
     ``nbytes`` is the number of bytes that the event moves or frees.
     """
+    name = source.name
     if recorder is not None:
-        recorder.enter(name)
+        recorder.enter(source)
+        recorder.heard(event, source)
     for listener in _listeners:
         listener(event, name)
     if _log is not None:
@@ -64,12 +77,13 @@ def emit(event: str, name: str, nbytes: int | None = None) -> None:
         _log.debug("FSDP::%s%s%s", event, f" ({name})" if name else "", size, stacklevel=2)
 
 
-def span(event: str, name: str) -> AbstractContextManager[object]:
+def span(event: str, source: Source) -> AbstractContextManager[object]:
     """Return a profiler range called ``FSDP::event (name)``, or an empty context if no profiler runs."""
     if recorder is not None:
-        recorder.enter(name)
+        recorder.enter(source)
     if not profiler_running():
         return _nothing
+    name = source.name
     return torch.profiler.record_function(f"FSDP::{event} ({name})" if name else f"FSDP::{event}")
 
 
@@ -84,7 +98,7 @@ def profiled(event: str) -> Callable[[_M], _M]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not (recording or functorch_active()):
                 return method(self, *args, **kwargs)
-            with without_functorch(), span(event, self.name):
+            with without_functorch(), span(event, self):
                 return method(self, *args, **kwargs)
 
         return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
@@ -117,12 +131,12 @@ def recording_with(new: Recorder) -> Iterator[None]:
         refresh()
 
 
-def owned(name: str, operation: Generator[None, None, None]) -> Generator[None, None, None]:
-    """Run ``operation``, and attribute it to the unit ``name`` each time it continues."""
+def owned(source: Source, operation: Generator[None, None, None]) -> Generator[None, None, None]:
+    """Run ``operation``, and attribute it to ``source`` each time it continues."""
     try:
         while True:
             if recorder is not None:
-                recorder.enter(name)
+                recorder.enter(source)
             next(operation)
             yield
     except StopIteration:

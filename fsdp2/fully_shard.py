@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -23,7 +22,7 @@ from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, apis_of, get_state, keep_state, register_as_managed
 from fsdp2.fsdp1.arguments import merge_arguments
-from fsdp2.fsdp1.methods import FSDP1Methods, names_remedies
+from fsdp2.fsdp1.methods import FSDP1Methods, names_remedies, refuse_fsdp1
 from fsdp2.fsdp1.strategy import follow_strategy
 from fsdp2.grouping.collect import collect
 from fsdp2.grouping.copying import copy_module, deepcopy_module, refuse_pickling
@@ -352,29 +351,19 @@ def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
     return True if value == size else value
 
 
-_OF_FSDP1 = {
-    "set_state_dict_type": "fsdp2.state_dict_type or fsdp2.set_state_dict_type",
-    "get_state_dict_type": "fsdp2.get_state_dict_type",
-    "_unshard_params": "fsdp2.summon_full_params",
-    "optim_state_dict": "fsdp2.optim_state_dict",
-    "optim_state_dict_to_load": "fsdp2.optim_state_dict_to_load",
-}
-"""Functions of FSDP1's class that would find no FSDP1 wrappers and do nothing, and fsdp2's replacements."""
-
-
 class _Registry(dict):
     """The composable APIs applied to a module. It raises an error if torch's own fully_shard is called above our unit.
 
     torch would treat our shards as tensor-parallel parameters and shard them again. Its only test of a module that it
     is about to manage is a look-up of ``replicate`` in this registry, so the error is raised there. Libraries may also
     call torch's search for the modules of a unit; they get an answer that ends the search at our units. FSDP1's
-    functions, which would do nothing, raise an error.
+    functions, which would find none of FSDP1's wrappers, raise an error.
     """
 
     def __contains__(self, name: object) -> bool:
         caller = sys._getframe(1)
         if name != "replicate" or caller.f_code.co_name != "_is_composable_with_fsdp":
-            _refuse_fsdp1(caller)
+            refuse_fsdp1(caller)
             return super().__contains__(name)
         search = frame = caller.f_back
         while frame is not None and frame.f_code.co_name in ("dfs", "_get_managed_modules"):
@@ -386,23 +375,6 @@ class _Registry(dict):
             )
         assert search is not None
         return search.f_locals["module"] not in search.f_locals["root_modules_set"]
-
-
-def _refuse_fsdp1(frame: FrameType | None) -> None:
-    """Raise an error if a function of FSDP1's class searches for its wrappers: it would find none and do nothing."""
-    if frame is None or frame.f_code.co_name != "_composable":
-        return
-    called = ""
-    for _ in range(8):
-        frame = None if frame is None else frame.f_back
-        if frame is None or not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
-            break
-        called = frame.f_code.co_name if frame.f_code.co_name in _OF_FSDP1 else called
-    if called:
-        raise ValueError(
-            f"FullyShardedDataParallel: {called.lstrip('_')} would do nothing for a module that fsdp2.fully_shard "
-            f"manages; expected one of FSDP1's wrappers. Call {_OF_FSDP1[called]} with the same arguments"
-        )
 
 
 def _attach(unit: FSDPState) -> None:

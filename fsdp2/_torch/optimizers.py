@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.state_dict as checkpoints
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.hooks import outside_dynamo
@@ -15,11 +16,14 @@ from fsdp2._torch.hooks import outside_dynamo
 __all__ = [
     "around_init_group",
     "around_use",
+    "carry_attribute",
     "check_finite_and_unscale",
     "foreach_mul",
     "foreach_norm",
     "put_first_after_step",
 ]
+
+_Use = Callable[[torch.optim.Optimizer], None]
 
 # One kernel unscales a list of gradients and records if one is not finite. torch.amp.GradScaler uses it too.
 check_finite_and_unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
@@ -38,8 +42,8 @@ def around_init_group(
 
     All of torch's optimizers fill them in this method: parameters with a gradient, gradients, then one list for each
     kind of state. ``collect()`` calls the original method; return its result. The step computes with the tensors in the
-    lists, while the optimizer keeps its own. A copy of the optimizer does not call ``around``. A compiled step has a
-    graph break here, or calls it during tracing (torch before 2.15).
+    lists, while the optimizer keeps its own. A copy of the optimizer does not call ``around``: see `carry_attribute`. A
+    compiled step has a graph break here, or calls it during tracing (torch before 2.15).
     """
     own, reference = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]  # not in Optimizer
 
@@ -52,15 +56,28 @@ def around_init_group(
 
 
 def around_use(
-    before_zeroing: Callable[[torch.optim.Optimizer], None], after_adding: Callable[[torch.optim.Optimizer], None]
+    before_zeroing: _Use, before_reading: _Use, after_adding: _Use, around_loading: Callable[..., Callable[[], None]]
 ) -> None:
-    """Call functions before each ``zero_grad`` and after each ``add_param_group`` of every optimizer in the process.
+    """Call functions around the methods of every optimizer in the process that use its parameters.
 
-    An optimizer's ``__init__`` adds its groups by ``add_param_group`` too. torch has hooks only for steps and state
-    dicts, so the two methods of the base class are replaced. Subclasses that override them call the base class's.
+    torch has hooks for every optimizer only for steps. So methods of the base class are replaced; subclasses that
+    override them call the base class's. An optimizer's ``__init__`` adds its groups by ``add_param_group`` too.
+
+    Args:
+        before_zeroing: Is called before ``zero_grad``.
+        before_reading: Is called before ``state_dict``, copying and pickling, and before
+            torch.distributed.checkpoint.state_dict reads or makes state.
+        after_adding: Is called after ``add_param_group``.
+        around_loading: Is called before ``load_state_dict``, and what it returns after it.
     """
     base = torch.optim.Optimizer
-    zero, add = base.zero_grad, base.add_param_group
+    zero, save, load, add, pickled = (
+        base.zero_grad,
+        base.state_dict,
+        base.load_state_dict,
+        base.add_param_group,
+        base.__getstate__,
+    )
 
     @outside_dynamo  # like torch's own methods
     @functools.wraps(zero)
@@ -69,12 +86,69 @@ def around_use(
         zero(self, set_to_none)
 
     @outside_dynamo
+    @functools.wraps(save)
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        before_reading(self)
+        return save(self)
+
+    @outside_dynamo
+    @functools.wraps(load)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        after = around_loading(self)
+        load(self, state_dict)
+        after()
+
+    @outside_dynamo
     @functools.wraps(add)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
         after_adding(self)
 
-    base.zero_grad, base.add_param_group = zero_grad, add_param_group  # type: ignore[method-assign]  # on purpose
+    @functools.wraps(pickled)
+    def getstate(self: torch.optim.Optimizer) -> dict[str, Any]:
+        before_reading(self)
+        return pickled(self)
+
+    base.zero_grad, base.state_dict, base.load_state_dict = zero_grad, state_dict, load_state_dict  # type: ignore[method-assign]  # on purpose
+    base.add_param_group, base.__getstate__ = add_param_group, getstate  # type: ignore[method-assign]  # likewise
+    _before_checkpoints(before_reading)
+
+
+def _before_checkpoints(before: _Use) -> None:
+    """Call ``before`` with an optimizer whose state torch.distributed.checkpoint.state_dict is about to use.
+
+    It looks up the parameters of an optimizer that has state before it calls any method of it.
+    """
+    make = checkpoints._init_optim_state
+
+    @functools.wraps(make)
+    def init_optim_state(optim: torch.optim.Optimizer) -> None:
+        before(optim)
+        make(optim)
+
+    checkpoints._init_optim_state = init_optim_state
+
+
+def carry_attribute(name: str, restore: Callable[[torch.optim.Optimizer, Any], object]) -> None:
+    """Let copies of optimizers, and pickled ones, carry the attribute ``name``, which torch leaves out.
+
+    ``restore(copy, value)`` is called with the value when the copy has its groups and state; it sets the attribute.
+    """
+    base = torch.optim.Optimizer
+    get, set_ = base.__getstate__, base.__setstate__
+
+    @functools.wraps(get)
+    def getstate(self: torch.optim.Optimizer) -> dict[str, Any]:
+        state = get(self)
+        return {**state, name: self.__dict__[name]} if name in self.__dict__ else state
+
+    @functools.wraps(set_)
+    def setstate(self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        set_(self, {key: value for key, value in state.items() if key != name})
+        if name in state:
+            restore(self, state[name])
+
+    base.__getstate__, base.__setstate__ = getstate, setstate  # type: ignore[method-assign]  # on purpose
 
 
 def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:

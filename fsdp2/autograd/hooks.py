@@ -24,13 +24,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import autograd_sequence_number, functorch_active, gradient_hook_tables, view_base
+from fsdp2._torch.autograd import functorch_active, gradient_hook_tables, view_base
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor, uncount_write
-from fsdp2.autograd.hidden import Gate, HiddenInputs
 from fsdp2.autograd.reach import is_made_since
-from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
 
 __all__ = [
     "ChildList",
@@ -228,94 +226,35 @@ def after_steps(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -
 
 
 def watch_inputs(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    done: Callable[[], None],
-    starting: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[Arguments, bool, HiddenInputs | None]:
-    """Put hooks on the inputs that require a gradient: ``done`` runs when backward has computed all their gradients.
+    inputs: list[torch.Tensor], done: Callable[[], None], starting: Callable[[torch.Tensor], None]
+) -> list[torch.Tensor]:
+    """Return ``inputs``, which all require a gradient, with hooks: ``done`` runs when backward has all their gradients.
 
     A later backward through these gradients (``create_graph=True``) calls ``starting`` first.
 
-    Return (``args``, ``kwargs``) with hooks, whether no input requires a gradient, and inputs inside plain objects
-    (such as a cache that earlier layers have filled), if there are any. These cannot be replaced, so the hooks on the
-    other inputs do nothing until the caller knows that the module does not use them.
+    A single input becomes a view with a hook on its node, so that the module may still change it in place. Several go
+    through one autograd function, because its backward runs only when all gradients are there. So does a single input
+    that a collective is still writing.
     """
-    if not torch.is_grad_enabled():
-        return (args, kwargs), True, None
-    needing, hidden = _inputs_needing_gradients(args, kwargs)
-    if not needing:
-        return (args, kwargs), not hidden, None
-    if any([t.layout is not torch.strided for t in needing]):  # no views of these, and not as outputs of a function
-        return (args, kwargs), False, None
-    if not hidden:
-        return _replaced(args, kwargs, needing, done, starting), False, None
-    gate, since = Gate(done), autograd_sequence_number()
-    new = _replaced(args, kwargs, needing, gate, starting)
-    return new, False, HiddenInputs(gate, hidden, new, since)
-
-
-def _inputs_needing_gradients(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the inputs that require a gradient, and those that are inside plain objects, by themselves."""
-    needing, flat = [], True
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                needing.append(value)
-        elif value is not None and not isinstance(value, (bool, int, float, str)):
-            flat = False
-    if flat:
-        return needing, []
-    needing = [t for t in find_tensors((args, kwargs), objects=False) if t.requires_grad]
-    every = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
-    if len(every) == len(needing):  # else the others are inside plain objects
-        return needing, []
-    replaceable = {id(t) for t in needing}
-    return needing, [t for t in every if id(t) not in replaceable]
-
-
-def _replaced(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    needing: list[torch.Tensor],
-    done: Callable[[], None],
-    starting: Callable[[torch.Tensor], None] | None,
-) -> Arguments:
-    """Return (``args``, ``kwargs``) with tensors with hooks in place of those ``needing`` a gradient.
-
-    A tensor in several places stays one: self-attention projects query, key and value by one product if they are.
-
-    A single such input becomes a view with a hook on its node, so that the module may still change it in place. Several
-    inputs go through one autograd function, because its backward runs only when all gradients are there. So does a
-    single input that a collective is still writing.
-    """
-    unique = list({id(t): t for t in needing}.values()) if len(needing) > 1 else needing
-    new = []
-    if len(unique) == 1 and not isinstance(unique[0], AsyncCollectiveTensor):
-        view = unique[0].view_as(unique[0])
+    for tensor in inputs:
+        if tensor.layout is not torch.strided:  # there are no views of these, and they are no outputs of a function
+            return inputs
+    if len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
+        view = inputs[0].view_as(inputs[0])
         if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
             view.grad_fn.register_prehook(lambda grads: _inputs_are_done(grads, done, starting))
-            if len(needing) == 1 and args and args[0] is needing[0]:
-                return (view, *args[1:]), kwargs
-            new = [view]
-    new = new or list(_InputsDone.apply((done, starting), *unique))
-    if len(unique) < len(needing):
-        by_id = dict(zip(map(id, unique), new))
-        new = [by_id[id(t)] for t in needing]
-    replacements = iter(new)
-    return map_arguments(lambda t: next(replacements) if t.requires_grad else t, args, kwargs)
+            return [view]
+    return [*_InputsDone.apply((done, starting), *inputs)]
 
 
 def _inputs_are_done(
-    grads: Iterable[torch.Tensor | None], done: Callable[[], None], starting: Callable[[torch.Tensor], None] | None
+    grads: Iterable[torch.Tensor | None], done: Callable[[], None], starting: Callable[[torch.Tensor], None]
 ) -> tuple[torch.Tensor | None, ...]:
     """Call ``done``, since backward has computed ``grads`` of all inputs, and watch them for a second backward.
 
     Return the gradients to go on with.
     """
-    new = tuple(grads) if starting is None else tuple([_watch_entry(grad, starting) for grad in grads])
+    new = tuple([_watch_entry(grad, starting) for grad in grads])
     done()
     return new
 
@@ -372,11 +311,12 @@ class _InputsDone(torch.autograd.Function):
         return tangents
 
 
-def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: int) -> tuple[bool, Any]:
-    """Call ``starting`` before backward enters the module through ``output``.
+def watch_outputs(
+    tensors: list[torch.Tensor], starting: Callable[[torch.Tensor], None], since: int
+) -> tuple[bool, list[torch.Tensor]]:
+    """Call ``starting`` before backward enters the module through one of ``tensors``.
 
-    Return whether a tensor in ``output`` requires a gradient, and ``output``, with tensors replaced under
-    ``torch.func``.
+    Return whether one of them requires a gradient, and ``tensors``, replaced under ``torch.func``.
 
     A hook on a view is lost if the view is changed in place afterwards, because autograd then goes through its base.
     The base is therefore watched too if the module made it, that is, if its node is not older than ``since``.
@@ -385,7 +325,7 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
     reach the tensors. They are replaced by outputs of a node that calls ``starting`` in backward.
     """
     watched = False
-    for tensor in find_tensors(output):
+    for tensor in tensors:
         if not tensor.requires_grad:
             continue
         watched = True
@@ -396,12 +336,10 @@ def watch_outputs(output: Any, starting: Callable[[torch.Tensor], None], since: 
         if base is not None and is_made_since(base.grad_fn, since):
             base.grad_fn.register_prehook(partial(_start_by, base.output_nr, starting))
     if functorch_active():
-        output = map_tensors(
-            lambda t: _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t,
-            output,
-            objects=True,
-        )
-    return watched, output
+        tensors = [
+            _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t for t in tensors
+        ]
+    return watched, tensors
 
 
 def _start_by(output: int, starting: Callable[[torch.Tensor], None], grads: tuple[torch.Tensor | None, ...]) -> None:

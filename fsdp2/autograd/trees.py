@@ -1,16 +1,22 @@
-"""Find and replace the tensors inside the inputs and outputs of forward, in containers of any type.
+"""What goes into a forward and comes out of it: trees of containers, which are walked once, by one rule.
 
-Lists, tuples, named tuples, dicts, dataclasses and registered pytree nodes are rebuilt as the same type if anything in
-them changes; otherwise they stay the same object. Sets and the attributes of plain objects are searched, but replaced
-(in a copy) only on request, because a module may write to an object that it receives, such as a cache.
+* Lists, tuples, dicts, deques, their subclasses (named tuples), dataclasses, and the nodes that are registered with
+  torch's pytree are *looked into*, 64 levels deep. If a tensor inside is replaced, they are built anew as the same
+  type; everything else stays the same object.
+* Sets, closures and the attributes of other objects are *searched*, eight levels deep. In arguments, tensors in them
+  are hidden: they are found, but the module may write to such an object (a cache), so it gets the object itself. The
+  module does not write to its results any more, so tensors in sets and objects are replaced there, in copies of these.
+* Modules, classes, iterators and other things that can be called are left alone. Iterators and what can be called are
+  *opaque*, functions with a closure too: nobody can see the tensors that they will compute.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,52 +25,439 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fsdp2._torch.tensors import pytree
 
-__all__ = ["PLAIN", "Copies", "find_tensors", "keys_in", "map_arguments", "map_leaves", "map_tensors", "take_apart"]
+__all__ = ["PLAIN", "Tree", "keys_in", "map_leaves", "take_apart"]
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_LEAVES = (*PLAIN, type, ModuleType, nn.Module, torch.dtype, torch.device, torch.Size)
-_MAX_DEPTH = 64
-_MAX_OBJECT_DEPTH = 8  # attributes of attributes may lead anywhere
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_LEAVES = (*PLAIN, type, ModuleType, nn.Module, BuiltinFunctionType)
+_LEVELS = 64
+_SEARCHED_LEVELS = 8  # attributes of attributes may lead anywhere
+_LEFT_LEVELS = 3  # each forward looks at all attributes of all its modules,
+_LEFT_ITEMS = 64  # among them vocabularies
 
-Function = Callable[[torch.Tensor], torch.Tensor]
+Parts = dict[Any, Any]
 
 
-def map_tensors(function: Function, tree: Any, *, objects: bool = False) -> Any:
-    """Return ``tree`` with every tensor replaced by ``function(tensor)``.
+class Tree:
+    """Values that go into a forward or come out of it. Its ``tensors`` are each there once, and in order.
 
-    Tensors in sets and in attributes of plain objects are replaced only with ``objects``, in copies of these.
-
-    Raises:
-        RuntimeError: ``tree`` is nested deeper than 64 levels.
+    ``tensors`` may be set to others, one for one; ``rebuilt`` then returns the values with these in their place.
     """
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if tree is None:
-        return None
-    return _Mapper(function, objects).map(tree, 0)
+
+    __slots__ = (
+        *("_found", "_nodes", "_places", "_results", "_searches", "_seen", "_values"),
+        *("copies", "hidden", "objects", "opaque", "tensors"),
+    )
+
+    def __init__(
+        self, values: Sequence[Any], *, results: bool = False, left: bool = False, search: bool = True
+    ) -> None:
+        """Walk over ``values``, and ``search`` what is not looked into.
+
+        ``results``: a module returns them. ``left``: it has left them somewhere; large containers are left out.
+
+        Raises:
+            RuntimeError: containers are nested deeper than 64 levels.
+        """
+        self._values = values
+        self.tensors: list[torch.Tensor]
+        self._nodes: dict[int, int | _Node] | None = None  # what is at the positions of values that are not plain
+        self.copies: list[tuple[_Node, Any, Parts]] = []  # a container, its copy, and what was in that
+        self.hidden: list[torch.Tensor] = []
+        self.objects: list[Any] = []  # the outermost ones that hidden tensors may be in
+        self.opaque = False
+        if len(values) == 1 and isinstance(values[0], torch.Tensor):  # most units take one tensor, and return one
+            self.tensors = self._found = [values[0]]
+            return
+        self.tensors = self._found = []
+        self._results, self._searches = results, search
+        self._places: dict[int, int] = {}
+        # Each visited object by its id. It is kept alive, or another one could get the id.
+        self._seen: dict[int, tuple[Any, _Node]] = {}
+        self._nodes = {}
+        levels = _LEFT_LEVELS if left else _LEVELS
+        for position, value in enumerate(values):
+            if type(value) not in PLAIN:
+                found = self._look(value, levels, searching=left, most=_LEFT_ITEMS if left else None)
+                if found is not None:
+                    self._nodes[position] = found
+
+    def _look(self, value: Any, levels: int, *, searching: bool, most: int | None) -> int | _Node | None:
+        """Return the place of a tensor in the list, or what is in a container; None if there is nothing to replace."""
+        if isinstance(value, torch.Tensor):
+            if searching and not self._results:
+                self.hidden.append(value)
+                return None
+            place = self._places.setdefault(id(value), len(self.tensors))
+            if place == len(self.tensors):
+                self.tensors.append(value)
+            return place
+        if isinstance(value, _LEAVES) or (type(value) is FunctionType and not value.__closure__):
+            return None
+        if id(value) in self._seen:
+            return self._seen[id(value)][1]
+        kind = _kind_of(value)
+        if kind is None or kind is _Closure:
+            self.opaque = self.opaque or not searching
+            if kind is None or not self._results:
+                return None
+        if levels == 0 and not searching:
+            raise RuntimeError(f"forward's inputs or outputs are nested deeper than {_LEVELS} levels ({type(value)})")
+        if levels == 0:
+            return None
+        if kind.searched and not searching:
+            if not self._searches:
+                return None
+            self.objects.append(value)
+            searching, levels = True, _LEFT_LEVELS if kind is _Closure else _SEARCHED_LEVELS
+        node = _Node(value, kind, kind.parts(value))
+        self._seen[id(value)] = (value, node)
+        if most is None or len(node.parts) <= most:
+            for key, part in node.parts.items():
+                if type(part) not in PLAIN:
+                    found = self._look(part, levels - 1, searching=searching, most=most)
+                    if found is not None:
+                        node.inner[key] = found
+        return node
+
+    def rebuilt(self, *, in_place: bool = False) -> Sequence[Any]:
+        """Return the values with ``tensors`` in the place of those that were found.
+
+        What does not change stays the same object. Containers whose tensors were replaced are copied, and these
+        ``copies`` are remembered for ``carry_back``; or else they are written to ``in_place``, and objects too.
+        """
+        if self.tensors is self._found:
+            return self._values
+        if self._nodes is None:
+            return self.tensors
+        values: list[Any] = [*self._values]
+        done: dict[int, Any] = {}
+        for position, found in self._nodes.items():
+            values[position] = self._build(found, done, in_place)
+        return values
+
+    def _build(self, found: int | _Node, done: dict[int, Any], in_place: bool) -> Any:
+        if isinstance(found, int):
+            return self.tensors[found]
+        if id(found) in done:
+            return done[id(found)]
+        value, kind, parts = found.value, found.kind, found.parts
+        done[id(found)] = value  # a cycle ends here
+        changed = {}
+        for key, inner in found.inner.items():
+            new = self._build(inner, done, in_place)
+            if new is not parts[key]:
+                changed[key] = new
+        if not changed:
+            return value
+        after = {**parts, **changed}
+        if in_place and kind.writable:
+            kind.write(value, after)
+            return value
+        built = done[id(found)] = kind.copy(value, after, changed)
+        if kind is _Registered:
+            self._note_attributes(value, built, _Attributes)
+        elif kind.writable:
+            self.copies.append((found, built, after))
+        return built
+
+    def _note_attributes(self, value: Any, built: Any, kind: type[_Kind]) -> None:
+        """Remember the attributes of a node of pytree and the containers in them: torch builds it, but changes none."""
+        before, after = kind.parts(value), kind.parts(built)
+        if before.keys() == after.keys():
+            self.copies.append((_Node(value, kind, before), built, after))
+            for key, part in before.items():
+                if part is not after[key] and type(part) is type(after[key]) in (list, dict):
+                    self._note_attributes(part, after[key], _EXACT[type(part)])
+
+    def carry_back(self, kept: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+        """Make the changes that the module made to copies in the originals, and return the values that it wrote.
+
+        ``kept`` returns what to write instead of these.
+        """
+        written: list[Any] = []
+        done: set[int] = set()
+        for node, copied, after in self.copies:
+            if id(node.value) in done:  # a list that a node of pytree has as a child and as an attribute
+                continue
+            done.add(id(node.value))
+            now = node.kind.parts(copied)
+            changed = {key: value for key, value in now.items() if key not in after or after[key] is not value}
+            if not changed and len(now) == len(after):
+                continue
+            originals = {id(after[key]): part for key, part in node.parts.items()}
+            new = [key for key, value in changed.items() if id(value) not in originals]
+            now.update(zip(new, kept([changed[key] for key in new])))
+            node.kind.write(node.value, {key: originals.get(id(value), value) for key, value in now.items()})
+            written += [now[key] for key in new]
+        return written
 
 
-def map_arguments(
-    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with every tensor replaced; fast if all arguments are tensors."""
-    if kwargs or not all([isinstance(value, torch.Tensor) for value in args]):
-        return map_tensors(function, (args, kwargs))
-    return tuple([function(value) for value in args]), kwargs
+class _Node:
+    """A container or object, its parts, and what was found in those of them that tensors are in."""
+
+    __slots__ = ("inner", "kind", "parts", "value")
+
+    def __init__(self, value: Any, kind: type[_Kind], parts: Parts) -> None:
+        self.value, self.kind, self.parts = value, kind, parts
+        self.inner: dict[Any, int | _Node] = {}
 
 
-def find_tensors(tree: Any, *, objects: bool = True) -> list[torch.Tensor]:
-    """Return every tensor in ``tree``, in order; with ``objects``, also those in sets and plain objects."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    found: list[torch.Tensor] = []
+# ---- kinds of containers ----
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
 
-    map_tensors(note, tree, objects=objects)
+class _Kind:
+    """What is in values of one kind, by key, and how to copy one of them or write to it."""
+
+    searched = False  # instead of looked into
+    writable = False
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        """Return what is in ``value``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        """Return a copy of ``value`` with other ``parts``, of which these are ``changed``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def write(value: Any, parts: Parts) -> None:
+        """Let these be the parts of a ``writable`` value."""
+        raise NotImplementedError
+
+
+class _Tuple(_Kind):
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        return dict(enumerate(value))
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        kind, items = type(value), list(parts.values())
+        if kind is tuple:
+            return tuple(items)
+        try:
+            new = tuple.__new__(kind, items)  # not kind(items): a subclass may take other arguments
+        except TypeError:  # the result types of torch.max and similar are built in C
+            return kind(items)
+        if hasattr(value, "__dict__"):
+            new.__dict__.update(value.__dict__)
+        return new
+
+
+class _Packed(_Kind):
+    """Packed sequences, whose batch sizes stay unchanged, on the CPU."""
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        return {name: getattr(value, name) for name in ("data", "sorted_indices", "unsorted_indices")}
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        return PackedSequence(batch_sizes=value.batch_sizes, **parts)
+
+
+class _Sequence(_Kind):
+    """Lists and deques."""
+
+    writable = True
+    parts = staticmethod(_Tuple.parts)
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        new = copy.copy(value)
+        for position, item in changed.items():
+            new[position] = item
+        return new
+
+    @staticmethod
+    def write(value: Any, parts: Parts) -> None:
+        value.clear()
+        value.extend(parts.values())
+
+
+class _Dict(_Kind):
+    writable = True
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        return dict(value)
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        if type(value) is dict:
+            return dict(parts)
+        new = copy.copy(value)
+        for key, item in changed.items():
+            new[key] = item
+        return new
+
+    @staticmethod
+    def write(value: Any, parts: Parts) -> None:
+        for key in [key for key in value if key not in parts]:
+            del value[key]
+        for key, item in parts.items():
+            if key not in value or value[key] is not item:
+                value[key] = item
+
+
+class _Attributes(_Kind):
+    """Dataclasses; and nodes of pytree and objects, as far as a module writes to them."""
+
+    writable = True
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        return {**getattr(value, "__dict__", {}), **_slots(value)}
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        new = copy.copy(value)  # without running __init__ again
+        for name, part in changed.items():
+            object.__setattr__(new, name, part)  # also where a dataclass is frozen
+        return new
+
+    @staticmethod
+    def write(value: Any, parts: Parts) -> None:
+        now = _Attributes.parts(value)
+        for name in now.keys() - parts.keys():
+            delattr(value, name)
+        for name, part in parts.items():
+            if name not in now or now[name] is not part:
+                object.__setattr__(value, name, part)
+
+
+class _Object(_Kind):
+    """Objects of other classes."""
+
+    searched = writable = True
+    parts, copy, write = _Attributes.parts, _Attributes.copy, _Attributes.write
+
+
+class _DictRecord(_Kind):
+    """Dicts that are dataclasses, such as the outputs of Hugging Face models: their items, and fields that are none."""
+
+    writable = True
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        items = {("item", key): item for key, item in value.items()}
+        known = set(map(id, items.values()))
+        fields = {("field", f.name): getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        return items | {key: part for key, part in fields.items() if id(part) not in known}
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        new = copy.copy(value)
+        _DictRecord._set(new, changed)
+        return new
+
+    @staticmethod
+    def write(value: Any, parts: Parts) -> None:
+        for key in [key for key in value if ("item", key) not in parts]:
+            dict.pop(value, key)
+        now = _DictRecord.parts(value)
+        _DictRecord._set(value, {key: part for key, part in parts.items() if key not in now or now[key] is not part})
+
+    @staticmethod
+    def _set(value: Any, changed: Parts) -> None:
+        for (sort, key), part in changed.items():
+            if sort == "item":
+                value[key] = part
+            else:
+                object.__setattr__(value, key, part)
+
+
+class _Registered(_Kind):
+    """Nodes that are registered with torch's pytree."""
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        return dict(enumerate(_take_apart_once(value)[0]))
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        return pytree.tree_unflatten(list(parts.values()), _take_apart_once(value)[1])
+
+
+class _Set(_Kind):
+    searched = True
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        return {item: item for item in value}
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        return type(value)(parts.values())
+
+
+class _Closure(_Kind):
+    """Functions: what is in their closures. The function around it uses the same cells, so nothing is set."""
+
+    searched = True
+
+    @staticmethod
+    def parts(value: Any) -> Parts:
+        found = {}
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__):
+            try:
+                found[name] = cell.cell_contents
+            except ValueError:  # it is empty so far
+                continue
+        return found
+
+    @staticmethod
+    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
+        return value
+
+
+_EXACT: dict[type, type[_Kind]] = {list: _Sequence, tuple: _Tuple, dict: _Dict}
+
+
+def _kind_of(value: Any) -> type[_Kind] | None:
+    """Return the kind of a value that is no leaf, None if nobody can look into it."""
+    cls = type(value)
+    if cls in _EXACT:
+        return _EXACT[cls]
+    if isinstance(value, PackedSequence):
+        return _Packed
+    if isinstance(value, tuple):
+        return _Tuple
+    if isinstance(value, (list, deque)):
+        return _Sequence
+    if isinstance(value, dict):
+        return _DictRecord if dataclasses.is_dataclass(value) else _Dict
+    if dataclasses.is_dataclass(value):
+        return _Attributes
+    if cls in pytree.SUPPORTED_NODES:
+        return _Registered
+    if isinstance(value, (set, frozenset)):
+        return _Set
+    if cls is FunctionType:
+        return _Closure
+    return None if callable(value) or hasattr(cls, "__next__") or hasattr(cls, "__await__") else _Object
+
+
+def _take_apart_once(value: Any) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+
+
+def _slots(value: Any) -> Parts:
+    """Return the attributes that ``value`` has in ``__slots__``, by the names under which they are stored."""
+    found = {}
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            stored = f"_{cls.__name__.lstrip('_')}{name}" if private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, stored):
+                found[stored] = getattr(value, stored)
     return found
+
+
+# ---- saved data ----
 
 
 def take_apart(
@@ -88,165 +481,3 @@ def keys_in(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[lis
     """Return the dictionary keys that lead to each leaf of ``take_apart``, outermost first; "" for other containers."""
     found, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [[str(getattr(step, "key", "")) for step in path] for path, _ in found]
-
-
-class Copies:
-    """The lists, dicts and dataclasses that a module was given as copies, because tensors in them were replaced."""
-
-    def __init__(self, given: Any, passed: Any) -> None:
-        """``passed`` is the tree ``given`` with tensors replaced."""
-        self._found: dict[int, tuple[Any, dict[Any, Any], Any, dict[Any, Any]]] = {}  # by the id of the first
-        self._compare(given, passed)
-
-    def _compare(self, given: Any, passed: Any) -> None:
-        before, after = ({}, {}) if given is passed else (_items(given), _items(passed))
-        if before.keys() != after.keys() or id(given) in self._found:
-            return
-        if before and not isinstance(given, tuple):
-            self._found[id(given)] = (given, before, passed, after)
-        for key, value in before.items():
-            self._compare(value, after[key])
-
-    def carry_back(self) -> list[Any]:
-        """Make the changes that the module made to a copy in the original, too; return the new values."""
-        new: list[Any] = []
-        for given, before, passed, after in self._found.values():
-            now = _items(passed)
-            changed = {key: value for key, value in now.items() if key not in after or after[key] is not value}
-            if not changed and now.keys() == after.keys():
-                continue
-            new += changed.values()
-            if isinstance(given, list):
-                originals = {id(after[key]): before[key] for key in before}
-                given[:] = [originals.get(id(value), value) for value in passed]
-            elif isinstance(given, dict):
-                for key in after.keys() - now.keys():
-                    given.pop(key, None)
-                for key, value in changed.items():
-                    given[key] = value
-            else:
-                for name, value in changed.items():
-                    setattr(given, name, value)
-        return new
-
-
-def _items(tree: Any) -> dict[Any, Any]:
-    """Return the items of a list, tuple or dict, or the attributes of a dataclass; nothing of other values."""
-    if isinstance(tree, (list, tuple)):
-        return dict(enumerate(tree))
-    if isinstance(tree, dict):
-        return dict(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-        return {**fields, **getattr(tree, "__dict__", {})}
-    return {}
-
-
-class _Mapper:
-    """One walk over one tree. Visited objects are remembered, so shared and cyclic ones are visited once."""
-
-    def __init__(self, function: Function, objects: bool) -> None:
-        self.function = function
-        self.objects = objects
-        # Each visited object and its result, by id. The object is kept alive, or another one could get its id.
-        self.seen: dict[int, tuple[Any, Any]] = {}
-
-    def map(self, tree: Any, depth: int) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return self.function(tree)
-        if isinstance(tree, _LEAVES):
-            return tree
-        if id(tree) in self.seen:
-            return self.seen[id(tree)][1]
-        if depth >= _MAX_DEPTH:
-            raise RuntimeError(f"forward's inputs or outputs are nested deeper than {_MAX_DEPTH} levels ({type(tree)})")
-        self.seen[id(tree)] = (tree, tree)
-        result = self._rebuild(tree, depth + 1)
-        self.seen[id(tree)] = (tree, result)
-        return result
-
-    def _rebuild(self, tree: Any, depth: int) -> Any:
-        kind = type(tree)
-        if isinstance(tree, PackedSequence):  # batch sizes stay unchanged, on the CPU
-            names = ("data", "sorted_indices", "unsorted_indices")
-            parts = {name: self.map(getattr(tree, name), depth) for name in names}
-            if all(getattr(tree, name) is part for name, part in parts.items()):
-                return tree
-            return PackedSequence(batch_sizes=tree.batch_sizes, **parts)
-        if isinstance(tree, (list, tuple)):
-            new = [self.map(item, depth) for item in tree]
-            return tree if all(a is b for a, b in zip(new, tree)) else _rebuild_sequence(tree, new)
-        if isinstance(tree, dict):
-            return self._rebuild_dict(tree, depth)
-        if dataclasses.is_dataclass(tree):
-            fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-            return self._rebuild_attributes(tree, fields, depth)
-        if kind in pytree.SUPPORTED_NODES:
-            leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-            new = [self.map(leaf, depth) for leaf in leaves]
-            return tree if all(a is b for a, b in zip(new, leaves)) else pytree.tree_unflatten(new, spec)
-        if not self.objects or callable(tree) or depth > _MAX_OBJECT_DEPTH:
-            return tree
-        if isinstance(tree, (set, frozenset)):
-            parts = {item: self.map(item, depth) for item in tree}
-            return tree if all(a is b for a, b in parts.items()) else kind(parts.values())
-        return self._rebuild_attributes(tree, {**getattr(tree, "__dict__", {}), **_slots(tree)}, depth)
-
-    def _rebuild_dict(self, tree: Any, depth: int) -> Any:
-        originals = list(tree.values())
-        items = {key: self.map(value, depth) for key, value in tree.items()}
-        changed = any(items[key] is not value for key, value in tree.items())
-        if type(tree) is dict:
-            return items if changed else tree
-        clone = tree
-        if changed:
-            clone = copy.copy(tree)
-            for key, value in items.items():
-                clone[key] = value
-        if not dataclasses.is_dataclass(tree):
-            return clone
-        # A transformers ModelOutput has its items as fields too; other classes have fields that are not items.
-        known = set(map(id, originals))
-        fields = {f.name: getattr(tree, f.name, None) for f in dataclasses.fields(tree)}
-        return self._rebuild_attributes(clone, {k: v for k, v in fields.items() if id(v) not in known}, depth)
-
-    def _rebuild_attributes(self, tree: Any, attributes: dict[str, Any], depth: int) -> Any:
-        """Return a copy with changed attributes, without running ``__init__`` again."""
-        new = {name: self.map(value, depth) for name, value in attributes.items()}
-        changed = {name: value for name, value in new.items() if value is not attributes[name]}
-        if not changed:
-            return tree
-        clone = copy.copy(tree)
-        for name, value in changed.items():
-            object.__setattr__(clone, name, value)  # also where the dataclass is frozen
-        return clone
-
-
-def _slots(tree: Any) -> dict[str, Any]:
-    """Return the attributes that ``tree`` has in ``__slots__``, by the names under which they are stored."""
-    found = {}
-    for cls in type(tree).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            stored = f"_{cls.__name__.lstrip('_')}{name}" if private else name
-            if name not in ("__dict__", "__weakref__") and hasattr(tree, stored):
-                found[stored] = getattr(tree, stored)
-    return found
-
-
-def _rebuild_sequence(old: Any, new: list[Any]) -> Any:
-    kind = type(old)
-    if kind is list or kind is tuple:
-        return kind(new)
-    if isinstance(old, list):
-        clone = copy.copy(old)
-        clone[:] = new
-        return clone
-    try:
-        clone = tuple.__new__(kind, new)  # not kind(new): a subclass may take other arguments
-    except TypeError:  # the result types of torch.max and similar are built in C
-        return kind(new)
-    if hasattr(old, "__dict__"):
-        clone.__dict__.update(old.__dict__)
-    return clone

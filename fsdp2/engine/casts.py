@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.autograd.trees import map_arguments, map_tensors
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = ["cast_inputs", "cast_output", "compute_dtype", "move_inputs", "reduce_dtype", "statistics_dtype"]
+
+Tensors = list[torch.Tensor]
 
 # torch 2.15 brought both: this field, and reducing in the parameter's dtype where the policy names none.
 _REDUCES_AS_KEPT = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
@@ -45,32 +46,26 @@ def statistics_dtype(module: nn.Module) -> torch.dtype | None:
     return None if statistics is None else statistics.dtype
 
 
-def cast_inputs(
-    policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward with floating-point tensors in ``param_dtype``, if the policy casts inputs."""
+def cast_inputs(policy: MixedPrecisionPolicy, tensors: Tensors) -> Tensors:
+    """Return the inputs of a forward, with floating-point tensors in ``param_dtype`` if the policy casts inputs."""
     dtype = policy.param_dtype
     wanted: Any = policy.cast_forward_inputs  # a function too: which tensors to cast
     if dtype is None or not wanted:
-        return args, kwargs
+        return tensors
     if callable(wanted):
-        return map_arguments(lambda t: _cast_floating(t, dtype) if wanted(t) else t, args, kwargs)
-    return map_arguments(lambda t: _cast_floating(t, dtype), args, kwargs)
+        return [_cast_floating(t, dtype) if wanted(t) else t for t in tensors]
+    return [_cast_floating(t, dtype) for t in tensors]
 
 
-def move_inputs(
-    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments on the ``device`` of the mesh, as DistributedDataParallel moves them."""
-    return map_arguments(lambda t: t if t.device == device else t.to(device), args, kwargs)
+def move_inputs(device: torch.device, tensors: Tensors) -> Tensors:
+    """Return the inputs on the ``device`` of the mesh, as DistributedDataParallel moves them."""
+    return [t if t.device == device else t.to(device) for t in tensors]
 
 
-def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    """Return a forward's output with floating-point tensors in ``output_dtype``, if the policy has one."""
+def cast_output(policy: MixedPrecisionPolicy, tensors: Tensors) -> Tensors:
+    """Return the results of a forward, with floating-point tensors in ``output_dtype`` if the policy has one."""
     dtype = policy.output_dtype
-    if dtype is None:
-        return output
-    return map_tensors(lambda t: _cast_floating(t, dtype), output, objects=True)
+    return tensors if dtype is None else [_cast_floating(t, dtype) for t in tensors]
 
 
 def _cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

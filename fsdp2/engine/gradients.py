@@ -327,9 +327,7 @@ class GroupGradients:
         reduction = plan.reduction(indices, (*grads, *sums), accumulated=bool(self.unreduced.accumulated))
         del sums
         if _trace.recording:
-            _trace.emit(
-                "reduce", self._group.name, sum(grad.numel() for grad in grads) * reduction.reduce_dtype.itemsize
-            )
+            _trace.emit("reduce", self._group, sum(grad.numel() for grad in grads) * reduction.reduce_dtype.itemsize)
         row = plan.row(indices)
         if not row.numel:  # empty parameters: nothing to send, on any rank
             deliver([torch.empty(p.spec.shard_shape, dtype=reduction.out_dtype, device=p.local.device) for p in params])
@@ -340,7 +338,7 @@ class GroupGradients:
         nbytes = sum([grad.nbytes for grad in grads])
         del grads
         if _trace.recorder is not None:
-            operation = _trace.owned(self._group.name, operation)
+            operation = _trace.owned(self._group, operation)
         self.comm.reductions.add(operation, nbytes, self._group)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:

@@ -254,7 +254,7 @@ class FSDPParamGroup:
             self._computed_with = [param.sharded for param in self.params]
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
         if _trace.recording:
-            _trace.emit("pre_forward", self.name)
+            _trace.emit("pre_forward", self)
         return late
 
     def post_forward(self) -> None:
@@ -268,7 +268,7 @@ class FSDPParamGroup:
                 self._refuse_writes(self.store.changed_since(self._versions))
         self.phases.enter("post_forward")
         if _trace.recording:
-            _trace.emit("post_forward", self.name)
+            _trace.emit("post_forward", self)
 
     @staticmethod
     def _refuse_writes(written: list[str]) -> None:
@@ -339,7 +339,7 @@ class FSDPParamGroup:
             return False
         self.comm.lanes.compute.enter_backward()
         if _trace.recording:
-            _trace.emit("pre_backward", self.name)
+            _trace.emit("pre_backward", self)
         if self.store.options.unshard_in_backward:
             self._unshard_for_compute(launch, in_backward=True)
         if recorded:
@@ -380,7 +380,7 @@ class FSDPParamGroup:
         """
         self.phases.enter("post_backward")
         if _trace.recording:
-            _trace.emit("post_backward", self.name)
+            _trace.emit("post_backward", self)
         if not self.store.options.reduce_gradients:
             self.gradients.leave_unreduced()
         if self.frees_after_backward and not stays:

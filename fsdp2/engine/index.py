@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.engine.group import FSDPParamGroup
@@ -17,6 +18,7 @@ __all__ = [
     "SiteFinder",
     "groups_below",
     "managed_sites",
+    "mesh_around",
     "originals_remembered",
     "param_of",
     "remember_originals",
@@ -76,6 +78,20 @@ def managed_sites(units: Iterable[FSDPState]) -> dict[Site, FSDPParam]:
     """Return the managed parameter that each place of a module shows, of the groups that ``units`` drive."""
     groups = dict.fromkeys(group for unit in units for group in unit.groups)
     return {site: param for group in groups for param in group.params for site in param.sites}
+
+
+def mesh_around(params: Iterable[torch.Tensor]) -> DeviceMesh | None:
+    """Return the largest mesh of the units that have one of ``params``, which no group manages, in or below them."""
+    wanted = set(map(id, params))
+    found: DeviceMesh | None = None
+    for unit in live_units():
+        meshes = [group.mesh.mesh for group in unit.groups]
+        largest = max(meshes, key=DeviceMesh.size, default=None)
+        if largest is None or (found is not None and found.size() >= largest.size()):
+            continue
+        if any(id(param) in wanted for module in unit.modules for param in module.parameters()):
+            found = largest
+    return found
 
 
 class SiteFinder:

@@ -11,14 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.hooks import dispatch_modes
-from fsdp2.autograd.hidden import HiddenInputs
-from fsdp2.autograd.hooks import Arguments
-from fsdp2.autograd.trees import PLAIN, Copies
+from fsdp2.autograd.boundary import Boundary
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import END, Answer, Collective, Observer
 from fsdp2.engine.phase import Phase
@@ -60,19 +57,9 @@ class Call:
 
     kind: CallKind
     run: Pass
+    boundary: Boundary
     depth: int = 0  # of a recursive one: how many calls of the module are on the stack
     members: set[nn.Module] = field(default_factory=set)  # that have not run yet
-    first_node: int = 0  # autograd nodes made by the forward, if it has gradients, have this number or a higher one
-    hidden: HiddenInputs | None = None  # inputs that no hook can be put on
-    copies: list[Copies] = field(default_factory=list)  # of the caller's containers, in which tensors were replaced
-    written: list[Any] = field(default_factory=list)  # what the module wrote to those containers
-    objects: list[Any] = field(default_factory=list)  # arguments that the module may leave its results in
-
-    def note_arguments(self, given: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember containers and objects among the arguments ``given``, and which are passed on as copies."""
-        self.objects += [arg for arg in (*args, *kwargs.values()) if not isinstance(arg, (torch.Tensor, *PLAIN))]
-        if self.objects and args is not given[0]:
-            self.copies.append(Copies(given, (args, kwargs)))
 
 
 class Pass:

@@ -15,6 +15,7 @@ class Registry(Generic[T]):
     """A set of weak references. Another thread may add to it while one iterates, where a WeakSet raises."""
 
     def __init__(self) -> None:
+        self.added = 0  # objects so far, also those that are freed
         self._found: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[T]:
@@ -28,6 +29,7 @@ class Registry(Generic[T]):
 
     def add(self, item: T) -> None:
         """Add ``item``, until it is freed."""
+        self.added += id(item) not in self._found
         self._found[id(item)] = item
 
     def discard(self, item: T) -> None:

@@ -378,7 +378,7 @@ class Residency:
         extras: Sequence[torch.Tensor] = (),
     ) -> None:
         if _trace.recording:
-            _trace.emit("unshard", self.name, sum(item.full_bytes for item in buffers.items))
+            _trace.emit("unshard", self, sum(item.full_bytes for item in buffers.items))
         work = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
         stamp = self.state.stamp if stays else None
         self._move(InFlight(work, pieces, stays, self.state.adopted, stays, stamp))
@@ -422,7 +422,7 @@ class Residency:
             # the shards or pieces that the gather reads. There is no "reshard" event for what was never ready.
             finish_gather(state.work, self.comm.lanes.compute)
         elif _trace.recording:
-            _trace.emit("reshard", self.name, self.store.full_bytes)
+            _trace.emit("reshard", self, self.store.full_bytes)
         # Also where shards are shown already: it carries a change of requires_grad to the other tensors, on ranks that
         # skip the unit as on those that use it.
         self.show("sharded")

@@ -37,6 +37,8 @@ time in which a unit can be gathered."""
 class RootContext(Generic[U]):
     """One per root. ``all_states`` (torch's name) are the units under it in ``named_modules`` order, its own first."""
 
+    name = ""  # in events
+
     def __init__(self, device: torch.device, unit: U) -> None:
         self.comm = CommContext(device)
         self.all_states: list[U] = [unit]
@@ -204,7 +206,7 @@ class RootContext(Generic[U]):
         self.forward, self.backward = run, None
         _trace.refresh()
         if _trace.recording:
-            _trace.emit("root_pre_forward", "")
+            _trace.emit("root_pre_forward", self)
         if alone:
             self.observer.suspend()
         else:
@@ -341,7 +343,7 @@ class RootContext(Generic[U]):
         ended = set(groups)
         run.over = True
         self.comm.drop_all_postponed()  # backward never came to them
-        with _trace.span("root_post_backward", ""):
+        with _trace.span("root_post_backward", self):
             run.join_before_end()
             # In the order of forward: a rank that has skipped units may be here while others are still in their
             # backward. It asks first for what they come to last, and joins what they need until then.
@@ -361,7 +363,7 @@ class RootContext(Generic[U]):
             self.backward = None
             self.comm.lanes.compute.leave_backward()
         if _trace.recording:
-            _trace.emit("root_post_backward", "")
+            _trace.emit("root_post_backward", self)
 
     def _forward_uses(self, group: FSDPParamGroup) -> bool:
         """Return whether a backward inside a forward leaves ``group`` to that forward.
@@ -459,7 +461,7 @@ class RootContext(Generic[U]):
         deferred = self.pending.deferred
         self.backward = run = BackwardPass(self.groups, self.observer)
         run.start(more_follow=False)  # so that the next forward finds it if it raises
-        with torch.no_grad(), _trace.span("finalize_backward", ""):
+        with torch.no_grad(), _trace.span("finalize_backward", self):
             self.observer.begin(self._backward_kind("finalization"), outermost=False)
             run.join_before_end()
             for group in self.groups_backward:
@@ -484,7 +486,7 @@ class RootContext(Generic[U]):
             return
         run = Synchronization(self.groups, self.observer)
         try:
-            with torch.no_grad(), _trace.span("synchronize_gradients", ""):
+            with torch.no_grad(), _trace.span("synchronize_gradients", self):
                 self.observer.begin(PassKind("synchronization"), outermost=True)
                 for group in left:
                     group.gradients.complete(run.launch)

@@ -28,10 +28,10 @@ from fsdp2._torch.modules import (
     insert_composable_state,
 )
 from fsdp2.autograd import hooks
+from fsdp2.autograd.boundary import Boundary
 from fsdp2.autograd.nesting import calls_under_way, is_called_by_method
-from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.side_outputs import SideOutputs
-from fsdp2.autograd.trees import find_tensors, map_tensors
+from fsdp2.autograd.trees import Tree
 from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
@@ -39,7 +39,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.hints import explain, explain_at_exit
 from fsdp2.engine.observer import launch_unobserved
 from fsdp2.engine.param import is_managed_tensor
-from fsdp2.engine.passes import Call, CallKind, backward_runs
+from fsdp2.engine.passes import Call, CallKind, Pass, backward_runs
 from fsdp2.engine.registry import Registry
 from fsdp2.engine.root import RootContext, kind_of_forward
 from fsdp2.policies import MixedPrecisionPolicy
@@ -53,14 +53,21 @@ __all__ = [
     "keep_state",
     "live_units",
     "register_as_managed",
+    "units_so_far",
 ]
 
 _live: Registry[FSDPState] = Registry()
+_ran: Registry[FSDPState] = Registry()
 
 
 def live_units() -> list[FSDPState]:
     """Return every unit of the process, in no order; a submodule that is no unit has no other way to find its own."""
     return list(_live)
+
+
+def units_so_far() -> tuple[int, int]:
+    """Return how many units this process has made, and how many of them have run under a root."""
+    return _live.added, _ran.added
 
 
 def get_state(module: nn.Module) -> FSDPState | None:
@@ -180,39 +187,45 @@ class FSDPState(ComposableState):
             self._check_summoned()
             return args, kwargs
         call, first = self._enter(module)
-        run, given = call.run, (args, kwargs)
+        run, trains = call.run, torch.is_grad_enabled()
+        moves = first and run.outermost is self and self.device.type != "cpu"
+        given = None
+        if moves or trains or self.mp_policy.param_dtype is not None:
+            given = Tree((*args, *kwargs.values()), search=trains)
+            if moves:
+                given.tensors = move_inputs(self.device, given.tensors)
+            if self.mp_policy.param_dtype is not None:
+                given.tensors = cast_inputs(self.mp_policy, given.tensors)
         if call.kind is CallKind.RECOMPUTED:
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now(run.launch, in_backward=True)
-        if first and run.outermost is self and self.device.type != "cpu":
-            args, kwargs = move_inputs(self.device, args, kwargs)
-        if self.mp_policy.param_dtype is not None:
-            args, kwargs = cast_inputs(self.mp_policy, args, kwargs)
-        if call.kind is not CallKind.NORMAL:
-            call.note_arguments(given, args, kwargs)
-            return args, kwargs
-        forward = run if first and isinstance(run, ForwardPass) else None
-        entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
+        forward = run if first and call.kind is CallKind.NORMAL and isinstance(run, ForwardPass) else None
         ahead: list[FSDPParamGroup | None] = []
-        for group in self.groups:
-            only_user = first and (not group.shared or run.enter_shared(group, self))
-            quiet = forward is not None and forward.is_quiet(group)
-            late = group.pre_forward(run.launch, first=only_user, quiet=quiet)
-            if only_user:
-                entering.append(group)
-            if forward is not None:  # a backward, in which this runs anew, gathers ahead by itself
-                ahead.append(forward.visit(group, quiet=quiet, late=late))
-        if torch.is_grad_enabled():
-            call.first_node = autograd_sequence_number()
-            if entering:
-                done = partial(self._inputs_done, entering)
-                (args, kwargs), need_none, call.hidden = hooks.watch_inputs(args, kwargs, done, self.pre_backward)
-                for group in entering:
-                    self.root.pending.expect(group, inputs_need_none=need_none)
-        call.note_arguments(given, args, kwargs)
+        if call.kind is CallKind.NORMAL:
+            entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
+            for group in self.groups:
+                only_user = first and (not group.shared or run.enter_shared(group, self))
+                quiet = forward is not None and forward.is_quiet(group)
+                late = group.pre_forward(run.launch, first=only_user, quiet=quiet)
+                if only_user:
+                    entering.append(group)
+                if forward is not None:  # a backward, in which this runs anew, gathers ahead by itself
+                    ahead.append(forward.visit(group, quiet=quiet, late=late))
+            if trains and given is not None:
+                self._watch_inputs(call.boundary, given, entering)
+        if given is not None:
+            args, kwargs = call.boundary.enter(given, args, kwargs)
         if forward is not None:
             self._prefetch_forward(forward, ahead)
         return args, kwargs
+
+    def _watch_inputs(self, boundary: Boundary, given: Tree, entering: list[FSDPParamGroup]) -> None:
+        """Put hooks on what a call was ``given``, for the moment when backward is done with ``entering``."""
+        boundary.first_node = autograd_sequence_number()
+        if entering:
+            need_none = boundary.watch_inputs(given, partial(self._inputs_done, entering), self.pre_backward)
+            for group in entering:
+                self.root.pending.expect(group, inputs_need_none=need_none)
 
     def _enter(self, module: nn.Module) -> tuple[Call, bool]:
         """Return the call that a forward starts or goes on with, and whether it starts."""
@@ -247,7 +260,7 @@ class FSDPState(ComposableState):
         """
         calls = self._calls
         if in_backward and any([group.phases.in_backward for group in self.groups]):
-            return self._start_call(Call(CallKind.RECOMPUTED, root.enter_backward())), True
+            return self._start_call(CallKind.RECOMPUTED, root.enter_backward()), True
         running = root.backward if in_backward else root.forward
         latest = calls[-1] if calls and calls[-1].run is running else None
         if latest is not None and latest.members and len(self.modules) > 1:
@@ -257,16 +270,18 @@ class FSDPState(ComposableState):
             # Gathered already, and both are through when the outer call is.
             if not in_backward and latest.run.outermost is self and is_called_by_method(module):
                 root.begin_forward_in_method()
-            return self._start_call(Call(CallKind.RECURSIVE, latest.run, depth)), True
+            return self._start_call(CallKind.RECURSIVE, latest.run, depth), True
         if root.forward is None and not in_backward:
             self._notice_errors()
         run = root.enter_backward() if in_backward else root.begin_forward(self)
         if calls and (depth == 1 or calls[-1].run is not run):
             calls.clear()  # left behind by exceptions
-        call = run.entered[self] = self._start_call(Call(CallKind.NORMAL, run, members=set(self.modules)))
+        call = run.entered[self] = self._start_call(CallKind.NORMAL, run)
+        call.members = set(self.modules)
         return call, True
 
-    def _start_call(self, call: Call) -> Call:
+    def _start_call(self, kind: CallKind, run: Pass, depth: int = 0) -> Call:
+        call = Call(kind, run, Boundary(self._outlasting, self._side_outputs), depth)
         self._calls.append(call)
         return call
 
@@ -277,42 +292,39 @@ class FSDPState(ComposableState):
         A grouped call is complete with its last member, or where the outermost forward ends without that member.
         """
         call = self._leave(module)
+        result = Tree((output,), results=True)
         if call is not None:
-            output = self._end(call, output)
-        return output if self.mp_policy.output_dtype is None else cast_output(self.mp_policy, output)
+            self._end(call, result)
+        if self.mp_policy.output_dtype is not None:
+            result.tensors = cast_output(self.mp_policy, result.tensors)
+        return result.rebuilt()[0]
 
-    def _end(self, call: Call, output: Any) -> Any:
-        """End ``call``, or one member's part of it, and return its output."""
-        if call.copies:
-            # As if the module had written to the caller's containers. Backward may enter by what it wrote.
-            call.written = [value for copies in call.copies for value in copies.carry_back()]
+    def _end(self, call: Call, result: Tree) -> None:
+        """End ``call``, or one member's part of it."""
+        call.boundary.leave(result)
         if call.kind is not CallKind.NORMAL:
-            return output  # a part of another call
-        output = self._without_own(output)
+            return  # a part of another call
         if call.members:
             # Not complete, but backward may enter by this member's output.
             if torch.is_grad_enabled():
-                _, output = hooks.watch_outputs(output, self._enter_member, call.first_node)
-                hooks.watch_outputs(call.written, self._enter_member, call.first_node)
-            return output
-        output = self._complete(call, output)
+                call.boundary.watch_results(result, self._enter_member)
+            return
+        self._complete(call, result)
         root = self.root
         if root.forward is not None and root.forward.outermost is self:
             # Grouped calls whose other members did not run in this forward end with it.
             for unit, unfinished in reversed(list(root.forward.entered.items())):
                 unit._calls.clear()
-                output = unit._complete(unfinished, output)
+                unit._complete(unfinished, result)
             root.end_forward()
-        return output
 
-    def _without_own(self, output: Any) -> Any:
-        """Return ``output`` with copies of the unit's full parameters and views of them, whose memory will be freed."""
+    def _outlasting(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return ``tensors`` with copies of full parameters of the unit and their views, whose memory will be freed."""
         if functorch_active():  # its tensors have no storage to compare
-            return output
-        return map_tensors(self._outlasting, output, objects=True)
-
-    def _outlasting(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if any([group.store.lies_in_full(tensor) for group in self.groups]) else tensor
+            return tensors
+        for group in self.groups:
+            tensors = [tensor.clone() if group.store.lies_in_full(tensor) else tensor for tensor in tensors]
+        return tensors
 
     @property
     def outer_modes(self) -> int:
@@ -342,17 +354,15 @@ class FSDPState(ComposableState):
             calls.pop()
         return call
 
-    def _complete(self, call: Call, output: Any) -> Any:
-        """End the forward of all members, whether they ran or not: free, and put hooks on the ``output``."""
-        if call.hidden is not None:
-            call.hidden.open_if_unused(output)
+    def _complete(self, call: Call, result: Tree) -> None:
+        """End the forward of all members, whether they ran or not: free, and put hooks on the ``result``."""
         in_backward, trains = backward_runs(), torch.is_grad_enabled()
+        if trains:
+            call.boundary.end(result)
         # No hook can be put on tensors inside a function or a generator, so backward may enter there without a gather.
-        hides = callable(output) or hasattr(output, "__next__")
-        self._release(call, in_backward, stays=trains and hides)
+        self._release(call, in_backward, stays=trains and result.opaque)
         if trains and self.groups:
-            output = self._watch_results(call, output, in_backward)
-        return output
+            self._watch_results(call, result, in_backward)
 
     def _release(self, call: Call, in_backward: bool, *, stays: bool) -> None:
         """Free what the call computed with, or keep it, as its pass decides; keep it for backward if it ``stays``."""
@@ -374,36 +384,20 @@ class FSDPState(ComposableState):
             if forward is not None and self._stays_for_backward(forward, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
 
-    def _watch_results(self, call: Call, output: Any, in_backward: bool) -> Any:
-        """Put hooks on what the forward computed, by which backward enters the unit, and return the output."""
-        since = call.first_node
-        made = autograd_sequence_number() - since
+    def _watch_results(self, call: Call, result: Tree, in_backward: bool) -> None:
+        """Put hooks on what the forward computed, by which backward enters the unit."""
+        made = autograd_sequence_number() - call.boundary.first_node
         for group in self.groups:
             group.gradients.expect_from(made)
-        starting = self._entry(call)
-        watched, output = hooks.watch_outputs(output, starting, since)
-        if not watched:  # it returns nothing, so its results may be in its arguments
-            made_here = partial(is_made_since, since=since)
-            call.written += [tensor for tensor in find_tensors(call.objects) if made_here(tensor.grad_fn)]
-        if call.written:
-            watched |= hooks.watch_outputs(call.written, starting, since)[0]
-        if not in_backward:  # also if parameters are kept: a backward on another forward may free them first
-            watched |= self._watch_side_outputs(call)
-            if watched:
-                self.root.pending.record(self.groups)
-        return output
+        units = [self, *call.run.entered]
+        # Also if parameters are kept: a backward on another forward may free them first.
+        sides = None if in_backward else lambda: [unit.pre_backward for unit in units]
+        if call.boundary.watch_results(result, self._entry(call), sides) and not in_backward:
+            self.root.pending.record(self.groups)
 
     def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:
         """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""
         return group in run.stayed or (not run.trains and group in self.root.pending.stayed)
-
-    def _watch_side_outputs(self, call: Call) -> bool:
-        """Put hooks on tensors that the forward left on modules; return whether there are any.
-
-        Backward may enter by them, into this unit and into the units around it.
-        """
-        units = [self, *call.run.entered]
-        return self._side_outputs.watch(call.first_node, lambda: [unit.pre_backward for unit in units])
 
     def _check_summoned(self) -> None:
         """Allow a forward that computes with what ``summon_full_params`` shows, in its dtype, where that is right.
@@ -632,6 +626,7 @@ class FSDPState(ComposableState):
 
     def _run_under(self, root: RootContext[FSDPState], name: str) -> None:
         """Run under ``root`` from now on, whose module calls this unit's modules ``name``."""
+        _ran.add(self)
         self._root = weakref.ref(root)
         self.name = name
         for group in self.groups:

@@ -79,6 +79,10 @@ def _copy_shard(param: FSDPParam, memo: dict[int, Any]) -> None:
     clone = FSDPParam(param.sharded, param.spec, [], param.name, param.policy)
     clone.name_in_unit, clone.formats = param.name_in_unit, param.formats
     clone.hooks = (None, None)  # as nn.Parameter copies itself: a hook may act on what belongs to the original
+    clone.sharded = memo.get(id(param.sharded))  # an optimizer that was copied first holds it already
+    if clone.sharded is not None:
+        clone.drop_gradient()
+        clone.sharded.__dict__.update(clone.attributes, _fsdp2_managed=True)
     clone.set_shard(copy_of(param.local))
     memo[id(param)], memo[id(param.sharded)] = clone, clone.sharded
 

@@ -19,7 +19,7 @@ from fsdp2.engine.unit import FSDPState
 from fsdp2.grouping.collect import Found, Managed, collect, move_to
 from fsdp2.grouping.placing import Placed, PlacementFn, place, policy_of_param
 from fsdp2.grouping.ties import check_tie, find_ties, follow_tie, join_ties, replaced_by
-from fsdp2.optim.prebuilt import follow_parameters
+from fsdp2.optim.prebuilt import follow_parameters, repair_holders
 from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 
@@ -142,6 +142,7 @@ class CallOptions:
         for found in unknown:
             for param in {shown_by[site] for site in found.sites if site in shown_by}:
                 _take_over(found, param)
+        repair_holders()
         if not added:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
             return

@@ -10,7 +10,29 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2.sharding.spec import arrived, dtensor_like, on_this_rank, placed_alike
 
-__all__ = ["local_gradient", "local_state", "shown_state"]
+__all__ = [
+    "STEPS_ON_LOCAL",
+    "STEPS_ON_WHOLE",
+    "is_counter",
+    "local_gradient",
+    "local_state",
+    "refuse_mixed_lists",
+    "shown_state",
+]
+
+STEPS_ON_LOCAL = "_fsdp2_local_shards"
+"""An attribute of optimizers that step on local shards: what ``elementwise`` was. Copies carry it."""
+STEPS_ON_WHOLE = "_fsdp2_full_params"
+"""An attribute of optimizers that step on whole parameters. Their state may have any shape."""
+
+_COUNTERS = frozenset(("eta", "mu", "mu_product", "step"))
+"""Single numbers in the state of torch's optimizers. Beside a parameter that is a single number itself, the name tells
+them from moments."""
+
+
+def is_counter(key: object) -> bool:
+    """Return True if an optimizer's state of this name is a single number, whatever the parameter's shape."""
+    return key in _COUNTERS
 
 
 def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -52,3 +74,19 @@ def shown_state(value: Any, param: torch.Tensor) -> Any:
     if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     return dtensor_like(param, value) if value.shape == on_this_rank(param).shape else value
+
+
+def refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if torch's optimizer is about to compute with lists of sharded and plain tensors at once."""
+    for number, group in enumerate(optimizer.param_groups):
+        how = next((name for name in ("fused", "foreach") if group.get(name)), None)
+        if how is None or not hasattr(optimizer, "_init_group"):
+            continue
+        kinds = [isinstance(param, DTensor) for param in group["params"] if param.grad is not None]
+        if all(kinds) or not any(kinds) or not optimizer.__dict__.keys().isdisjoint((STEPS_ON_LOCAL, STEPS_ON_WHOLE)):
+            continue
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: group {number} has {how}=True and got {sum(kinds)} sharded and "
+            f"{len(kinds) - sum(kinds)} plain parameters (such as ignored_params), expected one kind: operators on "
+            "lists do not take both. Call fsdp2.use_local_shards(optimizer), or make a group of plain ones"
+        )

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
-from fsdp2.engine.index import param_of
+from fsdp2.engine.index import mesh_around, param_of
 from fsdp2.engine.param import is_managed_tensor, is_temporary
 from fsdp2.optim.prebuilt import shards_of
 from fsdp2.optim.runs import joined, norms_of, scale
@@ -87,7 +87,8 @@ def clip_grad_norm_(
     cuts = _cuts(params)
     measured, scaled = _collect(params, cuts)
     device = on_this_rank(params[0]).device if params else torch.device("cpu")
-    meshes = _Meshes({_PLAIN if cut is None else cut for cut in cuts})
+    sharded = any(isinstance(param, DTensor) for param in params)
+    meshes = _Meshes({_PLAIN if cut is None else cut for cut in cuts}, None if sharded else mesh_around(params))
     powers = _Powers(norm_type, foreach, device)
     parts: dict[DeviceMesh | None, torch.Tensor] = {}
     weights = _weights(params, cuts) if meshes.averages else {}
@@ -240,8 +241,9 @@ class _Meshes:
     equal on all ranks are not.
     """
 
-    def __init__(self, cuts: set[_Cut]) -> None:
-        dims: dict[DeviceMesh, set[int]] = {}
+    def __init__(self, cuts: set[_Cut], around: DeviceMesh | None) -> None:
+        """``around`` is the mesh of the units around plain parameters, if all are plain (ignored)."""
+        dims: dict[DeviceMesh, set[int]] = {} if around is None else {around: set()}
         for mesh, own, _ in cuts:
             if mesh is not None:
                 dims.setdefault(mesh, set()).update(own)

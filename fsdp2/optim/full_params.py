@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.engine.param import lend_gradient, parameter_like
-from fsdp2.optim.alike import local_gradient
+from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, local_gradient
 from fsdp2.optim.exchange import Arriving, Layout
 from fsdp2.optim.full_state import OwnedState, keep_owned, names_in, shown_at_holders
 from fsdp2.optim.owners import default_cost
 from fsdp2.optim.ownership import Owned, Ownership, RankSet
-from fsdp2.optim.prebuilt import STEPS_ON_WHOLE, repair
+from fsdp2.optim.prebuilt import repair
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["use_full_params"]
@@ -91,7 +91,7 @@ def _check_kind(optimizer: optim.Optimizer) -> None:
     elif isinstance(optimizer, optim.SparseAdam):
         reason = "it needs sparse gradients, and those of shards are dense"
         remedy = "Leave its parameters out of sharding (ignored_params of fully_shard), or use Adam"
-    elif "_fsdp2_local_shards" in optimizer.__dict__:
+    elif STEPS_ON_LOCAL in optimizer.__dict__:
         reason = "use_local_shards was called on it, and it computes either with whole parameters or with shards"
         remedy = "Call one of the two on a new optimizer"
     if reason:

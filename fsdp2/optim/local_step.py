@@ -17,10 +17,10 @@ import torch
 from torch import optim
 
 from fsdp2._torch.hooks import dynamo_is_tracing, outside_dynamo
-from fsdp2._torch.optimizers import around_init_group
+from fsdp2._torch.optimizers import around_init_group, carry_attribute
 from fsdp2._torch.tensors import DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.autograd.hooks import after_steps
-from fsdp2.optim.alike import local_gradient, local_state, shown_state
+from fsdp2.optim.alike import STEPS_ON_LOCAL, local_gradient, local_state, shown_state
 from fsdp2.optim.collecting import Collecting
 from fsdp2.optim.proxies import step_on_proxies
 from fsdp2.sharding.spec import arrived, placed_alike
@@ -53,7 +53,7 @@ _NOT_ELEMENTWISE = {  # the reason and the remedy for errors
         "Leave its parameters out of sharding (ignored_params of fully_shard), or use Adam",
     ),
 }
-_MARK = "_fsdp2_local_shards"
+_carries = False
 
 
 def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -> optim.Optimizer:
@@ -63,7 +63,8 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
     hooks and checkpoints work unchanged. Results match those of the step on DTensors, bit for bit if the same
     implementation runs. If you choose neither ``foreach`` nor ``fused``, torch uses a loop for DTensors but, on
     accelerators, ``foreach`` for plain tensors. Plain parameters may share a group with sharded ones. A step that
-    torch.compile traces, or that is ``differentiable``, computes with DTensors as before.
+    torch.compile traces, or that is ``differentiable``, computes with DTensors as before. Copies of the optimizer step
+    on local shards too.
 
     Args:
         optimizer: One of torch's elementwise optimizers: SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam,
@@ -100,8 +101,12 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
             "one of torch's elementwise optimizers, or elementwise=True. Pass elementwise=True if no element's update "
             "depends on other elements or on the shape"
         )
-    if _MARK not in optimizer.__dict__:
-        optimizer.__dict__[_MARK] = True
+    if STEPS_ON_LOCAL not in optimizer.__dict__:
+        global _carries
+        if not _carries:
+            _carries = True
+            carry_attribute(STEPS_ON_LOCAL, lambda copy, elementwise: use_local_shards(copy, elementwise=elementwise))
+        optimizer.__dict__[STEPS_ON_LOCAL] = elementwise
         if kind in _ELEMENTWISE:
             _step_on_local_lists(optimizer)
         else:

@@ -3,13 +3,16 @@
 A parameter object cannot become a DTensor, so an optimizer built before ``fully_shard`` would continue to train a
 tensor that no module uses. So would an optimizer built while a module shows full parameters, after ``unshard()`` or
 inside ``summon_full_params``. Weak references to all such tensors are kept, and the optimizer gets the shards before it
-steps, zeroes gradients, unscales them or loads a state dict.
+steps, zeroes gradients, unscales them, is copied, saves or loads a state dict; and in the first forward, since other
+code may read the parameters of its groups.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -25,30 +28,48 @@ from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_summoned, is_tem
 from fsdp2.engine.stamp import note_optimizer_step
 from fsdp2.engine.unit import live_units
 from fsdp2.engine.unreduced import any_unreduced
+from fsdp2.optim.alike import STEPS_ON_WHOLE, is_counter, refuse_mixed_lists
 from fsdp2.optim.averaging import refuse_ddp, warn_of_unaveraged
 from fsdp2.optim.unreduced import drop_unreduced, refuse_unreduced_step
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
-__all__ = ["STEPS_ON_WHOLE", "follow_parameters", "repair", "shards_of"]
+__all__ = ["follow_parameters", "repair", "repair_holders", "shards_of"]
 
 _SIZE = "_fsdp2_size"  # attribute of an optimizer: its number of parameters when it was last searched
-STEPS_ON_WHOLE = "_fsdp2_full_params"
-"""An attribute of optimizers that step on whole parameters. Their state may have any shape."""
 _hooked = False
+_unsearched = False
+"""True if parameters were replaced, and the optimizers that hold them were not looked for since."""
 # Gradients that originals had when they were replaced: unreduced, or already written to the shard.
 _old_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original -> weak gradient
 
 
 def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) -> None:
     """Remember the managed parameter that replaces each original."""
-    global _hooked
+    global _hooked, _unsearched
     if not _hooked:
         hook_optimizers(_before_step, note_optimizer_step)
-        around_use(_before_zeroing, _follow_summoned)
+        around_use(_before_zeroing, repair, _follow_summoned, _around_loading)
         hook_registrations(is_managed_tensor)
         hook_modules(refuse_ddp)
         _hooked = True
     _remember(originals, params)
+    _unsearched = True
+
+
+def repair_holders() -> None:
+    """Give the shards to all optimizers of the process that hold parameters which were replaced since the last call.
+
+    Other code reads the parameters of their groups before any step: torch's ``clip_grad_norm_`` found no gradients
+    there. The first forward calls it, when libraries that give optimizers other parameters themselves have done so.
+    """
+    global _unsearched
+    if not _unsearched or not originals_remembered():
+        return
+    _unsearched = False
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    for optimizer in found:
+        with contextlib.suppress(RuntimeError):  # its next step raises it, if there is one
+            repair(optimizer)
 
 
 def _remember(originals: Iterable[nn.Parameter], params: Iterable[FSDPParam]) -> None:
@@ -63,6 +84,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
     repair(optimizer)
     if any_unreduced():
         refuse_unreduced_step(optimizer)
+    refuse_mixed_lists(optimizer)
     warn_of_unaveraged(optimizer)
 
 
@@ -136,8 +158,46 @@ def _carry_gradient(original: torch.Tensor, managed: FSDPParam) -> None:
     managed.set_gradient(arrived(grad.full_tensor()) if isinstance(grad, DTensor) else grad)
 
 
-def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam, any_shape: bool) -> dict[str, Any]:
+def _around_loading(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Prepare ``optimizer`` for ``load_state_dict``; return what has to be done after it."""
+    repair(optimizer)
+    # What is a plain tensor now stays one, except on an owner of whole parameters, where everything is plain.
+    whole = {} if STEPS_ON_WHOLE in optimizer.__dict__ else {p: _plain_names(optimizer, p) for p in _managed(optimizer)}
+
+    @torch.no_grad()
+    def after() -> None:
+        """Shard what was loaded whole: torch's checkpoints pass the state of a scalar parameter as plain numbers."""
+        for param, managed in _managed(optimizer).items():
+            entry = optimizer.state.get(param)
+            if isinstance(entry, dict):
+                optimizer.state[param] = _cut_state(entry, param, managed, any_shape=True, whole=whole.get(param, ()))
+
+    return after
+
+
+def _managed(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, FSDPParam]:
+    """Return the shards that ``optimizer`` holds, and the parameters that they are pieces of."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if is_managed_tensor(param)]
+    found = {param: param_of(param) for param in params if isinstance(param, DTensor)}
+    return {param: managed for param, managed in found.items() if managed is not None}
+
+
+def _plain_names(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> set[str]:
+    entry = optimizer.state.get(param)
+    items = entry.items() if isinstance(entry, dict) else ()
+    return {key for key, value in items if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)}
+
+
+def _cut_state(
+    state: dict[str, Any],
+    original: torch.Tensor,
+    managed: FSDPParam,
+    any_shape: bool,
+    whole: Collection[str] = (),
+) -> dict[str, Any]:
     """Return the optimizer's state of one parameter; tensors of the parameter's shape are sharded like it.
+
+    Tensors with a name in ``whole`` stay as they are, and so do single numbers, unless the parameter is one.
 
     Raises:
         RuntimeError: A tensor has another shape and more than one element, so it is unknown how to shard it. With
@@ -145,8 +205,9 @@ def _cut_state(state: dict[str, Any], original: torch.Tensor, managed: FSDPParam
     """
     cut = {}
     for key, value in state.items():
-        tensor = isinstance(value, torch.Tensor) and key != "step"
-        if not tensor or (value.numel() == 1 and value.shape != original.shape):
+        single = isinstance(value, torch.Tensor) and value.numel() == 1
+        counts = single and (is_counter(key) or value.shape != original.shape)
+        if not isinstance(value, torch.Tensor) or counts or key in whole:
             cut[key] = value
         elif value.shape == original.shape:
             cut[key] = _cut(value, original, managed)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.autograd.hooks import after_steps, hook_next_step
 from fsdp2.autograd.trees import map_leaves
 from fsdp2.engine.param import lend_gradient, parameter_like
-from fsdp2.optim.alike import local_gradient, local_state, shown_state
+from fsdp2.optim.alike import is_counter, local_gradient, local_state, shown_state
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["step_on_proxies"]
@@ -131,7 +131,7 @@ class _Proxies:
 
         if not isinstance(entry, dict):
             return map_leaves(shown, entry)
-        return {k: v if k == "step" and id(v) not in self._shown else map_leaves(shown, v) for k, v in entry.items()}
+        return {k: v if is_counter(k) and id(v) not in self._shown else map_leaves(shown, v) for k, v in entry.items()}
 
 
 def _proxy(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 import weakref
 from collections import Counter
@@ -227,6 +228,7 @@ class DataParallelMesh:
             )
         if mesh.ndim == 2 and mesh.mesh_dim_names is None:
             raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+        _warn_of_other_names(mesh)
         replicate = Axis.of(mesh, 0) if mesh.ndim == 2 else _ABSENT
         return cls(mesh, Axis.of(mesh, mesh.ndim - 1), replicate, _device_of(mesh))
 
@@ -329,6 +331,37 @@ class DataParallelMesh:
             return self.mesh
         assert self.mesh.mesh_dim_names is not None
         return self.mesh[self.mesh.mesh_dim_names[-1]]
+
+
+_DATA = {"dp", "data"}
+_REPLICATE = {"replicate", "replica", "replicas", "ddp"}
+_SHARD = {"shard", "shards", "sharded", "fsdp", "efsdp"}
+_OTHER = {
+    *("cp", "context", "sp", "seq", "sequence", "ulysses", "ring"),
+    *("tp", "tensor", "mp", "model", "pp", "pipe", "pipeline", "stage", "ep", "expert", "experts"),
+}
+
+
+def _warn_of_other_names(mesh: DeviceMesh) -> None:
+    """Warn if the names of a 2D mesh say something else than replicas in the first dimension, shards in the second."""
+    names = mesh.mesh_dim_names
+    if mesh.ndim != 2 or names is None:
+        return
+    first, second = ({*re.split(r"[^a-z]+", name.lower())} for name in names)
+    own = [
+        not first & _REPLICATE and bool(first & _SHARD or (first & _OTHER and not first & _DATA)),
+        not second & _SHARD and bool(second & _REPLICATE or (second & _OTHER and not second & _DATA)),
+    ]
+    if not any(own):
+        return
+    one = names[0] if own[1] else names[1]
+    warnings.warn(
+        "fully_shard: parameters are replicated over the first dimension of a 2D mesh and sharded over the second; got "
+        f"dimensions called {names}, expected names such as ('replicate', 'shard'). To shard over the ranks of both, "
+        f"as with context parallelism, pass mesh._flatten('{'_'.join(names)}'); over {one!r} alone, pass "
+        f"mesh[{one!r}]. If they are replicas and shards, rename them",
+        stacklevel=2,
+    )
 
 
 def _submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:

@@ -61,6 +61,34 @@ def test_a_module(folder):
     done = run(folder, "fsdp2", "-m", "program", "3", "-m", where=f"{ROOT}{os.pathsep}{folder}")
     assert done.stdout.split() == ["fsdp2.module", "True", "program.py", "helped", "3", "-m"], done.stderr
     assert done.returncode == 3
+    assert "python -m fsdp2: 0 units of fsdp2 ran, of 1 that were made" in done.stderr
+
+
+@pytest.mark.parametrize("given", [["--", "--lr", "1"], ["--lr", "--", "1", "--"], ["--help"], ["-m", "--"]])
+def test_arguments_are_those_of_plain_python(tmp_path, given):
+    """argparse took the first "--" behind the program away. At its end a program learns that fsdp2 did nothing: a
+    Trainer on a CPU trained with DDP, and nobody saw it."""
+    (tmp_path / "shows.py").write_text("import sys\nprint(sys.argv[1:])")
+    done = run(tmp_path, "fsdp2", str(tmp_path / "shows.py"), *given, where=str(ROOT))
+    assert done.stdout == f"{given}\n" and done.returncode == 0
+    assert "fsdp2 did nothing: this process never called fully_shard" in done.stderr
+    assert "fsdp_version 2" in done.stderr and max(map(len, done.stderr.splitlines())) <= 100 + len("python -m fsdp2: ")
+
+
+@pytest.mark.slow
+def test_units_that_ran_are_counted(tmp_path):
+    """Units that are freed count; every other rank is silent, and so is a program that fails before it shards."""
+    (tmp_path / "trains.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.distributed.fsdp import fully_shard\n"
+        "def train():\n    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2)))\n"
+        "    model(torch.ones(1, 2)).sum().backward()\ntrain()\n"
+    )
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fsdp2")
+    done = run(tmp_path, *torchrun, str(tmp_path / "trains.py"), where=str(ROOT))
+    assert done.stderr.count("python -m fsdp2: 2 units of fsdp2 ran\n") == 1, done.stderr
+    (tmp_path / "fails.py").write_text("import sys\nsys.exit('no data')")
+    done = run(tmp_path, "fsdp2", "fails.py", where=str(ROOT))
+    assert done.stderr == "no data\n" and done.returncode == 1
 
 
 def test_help_and_what_does_not_exist(capsys):

@@ -152,6 +152,32 @@ def test_plain_gradients_that_differ(rank, world):
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_ignored_parameters_alone(rank, world, norm_type):
+    """Without a sharded one among them nothing told over which ranks; each had a norm, and scaling, of its own."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    ignored = list(module[1].parameters())
+    fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params=set(ignored))
+    module(batch(rank)).square().mean().backward()
+    powers = torch.stack([torch.linalg.vector_norm(param.grad, norm_type) for param in ignored])
+    mine = torch.linalg.vector_norm(powers, norm_type).double()
+    everybodys: list[Any] = [None] * world
+    dist.all_gather_object(everybodys, mine)
+    together = torch.stack(everybodys)
+    expected = together.max() if norm_type == INF else together.pow(2).mean().sqrt()
+    assert len({float(norm) for norm in everybodys}) > 1
+    total = fsdp2.clip_grad_norm_(ignored, 0.01, norm_type)
+    torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=0)
+    assert_same_everywhere(total)
+    alone = nn.Parameter(torch.ones(3))  # of no sharded module: nobody else is asked
+    alone.grad = torch.full((3,), float(rank + 1))
+    with Collectives() as seen:
+        assert fsdp2.clip_grad_norm_(alone, 0.01, INF) == rank + 1
+    assert not seen.reductions
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_ranks_without_gradients_take_part(rank, world, norm_type):
     """On one rank, on all but one, on all: nobody waits forever, and what is not there counts as nothing."""
     for having in ([0], range(1, world), []):

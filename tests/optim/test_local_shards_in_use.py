@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests.optim.stepping import assert_equal, assert_same_training, batch, build, make, pair, train
+from tests.optim.stepping import Model, assert_equal, assert_same_training, batch, build, make, pair, train
 from tests.support import api
+from tests.support.parity import full, mesh_1d
 from tests.support.pool import on_ranks
 
 # ---- everybody else ----
@@ -165,7 +167,8 @@ def test_checkpoint_helpers(rank, world, name, options):
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
 def test_state_dicts(rank, world, name):
-    """``state_dict`` shows DTensors by index and loads; state that is not sharded like its parameter is refused."""
+    """``state_dict`` shows DTensors by index and loads, also what is whole; state that somebody else has put there and
+    that is not sharded like its parameter is refused."""
     modules, optimizers = pair(make(name))
     for module, optimizer in zip(modules, optimizers, strict=True):
         train(module, optimizer, [0, 1])
@@ -178,8 +181,14 @@ def test_state_dicts(rank, world, name):
         train(module, optimizer, [3])
     assert_same_training(modules, optimizers)
     key = "exp_avg" if name == "AdamW" else "momentum_buffer"
-    state["state"][0][key] = state["state"][0][key].full_tensor()
-    optimizers[1].load_state_dict(state)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        one = copy.deepcopy(state)
+        one["state"][0][key] = one["state"][0][key].full_tensor()
+        optimizer.load_state_dict(one)
+        train(module, optimizer, [3])
+    assert_same_training(modules, optimizers)
+    first = optimizers[1].param_groups[0]["params"][0]
+    optimizers[1].state[first][key] = optimizers[1].state[first][key].full_tensor()
     modules[1](batch(0)).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"parameter 0 of its group.*not sharded like its parameter.*a plain tensor"):
         optimizers[1].step()
@@ -214,3 +223,61 @@ def test_an_optimizer_can_be_saved(rank, world):
     file.seek(0)
     optimizers[0].load_state_dict(torch.load(file, weights_only=False))
     assert_same_training(modules, optimizers)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_lists_of_sharded_and_plain_parameters(rank, world, how):
+    """torch's operators on lists do not take both; each of the two remedies that the error names works."""
+    models, optimizers = [], []
+    for number in range(3):
+        torch.manual_seed(3)
+        module = Model()
+        plain = [module.row, *module.two.parameters()]
+        fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params=set(plain))
+        params = list(module.parameters())
+        if number == 2:
+            params = [{"params": [p for p in params if isinstance(p, DTensor)]}, {"params": plain}]
+        models.append(module)
+        optimizers.append(torch.optim.AdamW(params, lr=0.1, **{how: True}))
+        module(batch(0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=rf"AdamW\.step: group 0 has {how}=True.*3 sharded and 3 plain.*use_local"):
+        optimizers[0].step()
+    fsdp2.use_local_shards(optimizers[1])
+    for optimizer in optimizers[1:]:
+        optimizer.step()
+    optimizers[0].zero_grad()
+    for mine, theirs, old in zip(*(reversed([[*m.parameters()] for m in models])), strict=True):
+        assert torch.equal(full(mine), full(theirs))
+        assert torch.equal(full(mine), full(old)) == (old is models[0].frozen or old is models[0].rare)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["AdamW", "own"])
+def test_copies_of_the_optimizer(rank, world, name):
+    """They step on local shards too, those of the copied model, in whichever order the two are copied; their steps on
+    DTensors are refused where the group has plain parameters, or mean something else (an optimizer of the user)."""
+    seen: list[bool] = []
+
+    class Own(torch.optim.AdamW):
+        def step(self, closure=None):
+            seen.append(any(isinstance(param, DTensor) for param in self.param_groups[0]["params"]))
+            return super().step(closure)
+
+    torch.manual_seed(3)
+    module = Model()
+    fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params={module.row})
+    kind = torch.optim.AdamW if name == "AdamW" else Own
+    optimizer = fsdp2.use_local_shards(kind(module.parameters(), lr=0.1, foreach=True), elementwise=name == "own")
+    train(module, optimizer, [0])
+    memo: dict[int, Any] = {}
+    copies = [copy.deepcopy((module, optimizer)), copy.deepcopy((optimizer, module))[::-1]]
+    later = copy.deepcopy(optimizer, memo)
+    copies.append((copy.deepcopy(module, memo), later))
+    for model, one in ((module, optimizer), *copies):
+        held = one.param_groups[0]["params"]
+        assert all(mine is shown for mine, shown in zip(held, model.parameters(), strict=True))
+        train(model, one, [1])
+    assert not any(seen)
+    for model, one in copies:
+        assert_same_training([module, model], [optimizer, one])

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from tests.optim.stepping import Model, batch, build
+from tests.optim.stepping import WIDTH, Model, batch, build
 from tests.support.parity import full, mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
@@ -86,6 +86,63 @@ def test_gradients_of_originals_are_clipped(rank, world):
     for mine, theirs in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
         assert mine.grad is None or torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+@on_ranks(2)
+def test_torchs_functions_read_the_groups_of_an_optimizer(rank, world):
+    """Gradients are clipped and unscaled before the first step, by functions that know nothing of fsdp2.
+
+    They found originals without gradients in the groups: torch's norm was 0.0, and nothing was clipped.
+    """
+    models = [prebuilt(), fresh()]
+    for module, optimizer in models:
+        backward(module, 0)
+        params = optimizer.param_groups[0]["params"]
+        assert all(mine is shown for mine, shown in zip(params, module.parameters(), strict=True))
+    norms = [torch.nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 0.01) for _, o in models]
+    assert torch.equal(full(norms[0]), full(norms[1])) and full(norms[0]) > 0.01
+    for _, optimizer in models:
+        optimizer.step()
+    assert_same_weights(models[0][0], models[1][0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reads", ["state_dict", "get_optimizer_state_dict", "set_optimizer_state_dict", "copy"])
+def test_an_optimizer_that_was_stepped_before_sharding_is_saved_before_its_next_step(rank, world, reads):
+    """``KeyError: 0`` came of torch's functions, and ``state_dict`` had whole tensors that no optimizer could use."""
+    torch.manual_seed(3)
+    plain = Model()
+    before = adamw(plain.parameters())
+    rows = torch.randn(2, 4, WIDTH)
+    plain(rows[0], rare=True).square().mean().backward()
+    before.step()
+    before.zero_grad()
+    plain(rows[1], rare=True).square().mean().backward()
+    module = copy.deepcopy(plain)  # with its gradients of nothing
+    module.zero_grad()
+    optimizer = adamw(module.parameters())
+    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+    shard(module)
+    if reads == "state_dict":
+        saved = optimizer.state_dict()
+        optimizer = adamw(module.parameters())
+        optimizer.load_state_dict(saved)
+    elif reads == "copy":
+        module, optimizer = copy.deepcopy((module, optimizer))
+    else:
+        saved = get_optimizer_state_dict(module, optimizer)
+        if reads == "set_optimizer_state_dict":
+            set_optimizer_state_dict(module, optimizer, saved)
+        assert set(saved["state"]) == {name for name, param in module.named_parameters() if param.requires_grad}
+    for param, one in zip(module.parameters(), plain.parameters(), strict=True):
+        if param.requires_grad:
+            kinds = {key: type(value) for key, value in optimizer.state[param].items()}
+            assert kinds == {"step": torch.Tensor, "exp_avg": DTensor, "exp_avg_sq": DTensor}
+            param.grad = torch.distributed.tensor.distribute_tensor(one.grad, param.device_mesh, param.placements)
+    optimizer.step()
+    before.step()
+    for param, one in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param), one.detach(), rtol=1e-6, atol=1e-7)  # SIMD rounds ends otherwise
 
 
 @on_ranks(1, 2)

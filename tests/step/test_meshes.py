@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from functools import partial
 from inspect import signature
 from types import ModuleType
@@ -135,3 +137,50 @@ def test_a_mesh_may_list_its_ranks_in_any_order(rank, world, order, prepare, res
     right = prepare is shard_each or not order
     against = ("torch", "alone") if right else ("alone",)
     assert_parity(partial(prepare, mesh=mesh, reshard_after_forward=reshard), against=against)
+
+
+NAMES = {
+    "says the same": [
+        ("replicate", "shard"),
+        ("dp_replicate", "dp_shard_cp"),
+        ("dp", "fsdp"),
+        ("ddp", "efsdp"),
+        ("inter", "intra"),
+        ("node", "gpu"),
+        ("a", "b"),
+    ],
+    "says something else": [
+        ("dp_shard", "cp"),
+        ("shard", "replicate"),
+        ("fsdp", "tp"),
+        ("dp", "tp"),
+        ("DP", "Context"),
+        ("pp", "dp"),
+        ("ep", "efsdp"),
+    ],
+}
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_of_dimensions_say_what_they_are_for(rank, world, kind):
+    """A mesh of (shard, context parallel) was read as (replicate, shard), without a word: more memory than was meant,
+    and shards over the wrong ranks. The remedy is one dimension over the ranks of both."""
+    for names in NAMES[kind]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        module = stack()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")  # as it is without pytest: each text once
+            for unit in (*module, module):
+                fsdp2.fully_shard(unit, mesh=mesh)
+        texts = [str(one.message) for one in warned]
+        assert len(texts) == (kind == "says something else"), (names, texts)
+        for text in texts:
+            assert str(names) in text
+            remedy = re.search(r"pass (mesh\._flatten\(.*?\));", text)[1]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                module = fsdp2.fully_shard(stack(), mesh=eval(remedy, {"mesh": mesh}))
+            module(torch.ones(2, 8)).sum().backward()
+            assert module[0].weight.placements == (Shard(0),) and module[0].weight.device_mesh.size() == world

@@ -258,7 +258,10 @@ class Sent:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
 
-    def enter(self, name: str) -> None:
+    def heard(self, event: str, source: _trace.Source) -> None:
+        """Ignore events."""
+
+    def enter(self, source: _trace.Source) -> None:
         """Ignore the unit."""
 
     def moment(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
 
 from fsdp2.autograd.side_outputs import SideOutputs
 from tests.support import api
@@ -260,6 +262,75 @@ def test_blocks_that_write_to_their_arguments(rank, world, how):
     them was lost: a block that returned its result so did nothing, silently, as with torch. What it wrote to an object
     of another class was seen, but backward did not gather the block for it: "out of bounds for storage of size 0"."""
     build = lambda: WritesToArguments(how)
+    trains_like_one_process(build, units=lambda module: module.blocks, reshard_after_forward=True)
+
+
+class Step:
+    """A node that torch's pytree knows, and that has a note which is no child."""
+
+    def __init__(self, value: Any, note: Any = None) -> None:
+        self.value, self.note = value, note
+
+
+pytree.register_pytree_node(
+    Step,
+    lambda step: ([step.value], step.note),
+    lambda values, note: Step(*values, note),
+    serialized_type_name="tests.step.test_side_outputs.Step",
+)
+
+
+class WritesOnePart(nn.Module):
+    """A block that returns nothing, and writes its result to the only argument, a container of some kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, passed: Any) -> None:
+        if self.kind in ("list", "deque"):
+            passed.append(torch.tanh(self.layer(passed[-1])))
+            passed.reverse()
+            passed.reverse()
+        elif self.kind == "dict":
+            passed["more"] = torch.tanh(self.layer(passed.get("more", passed["x"])))
+        else:
+            passed.value = torch.tanh(self.layer(passed.value))
+            passed.note = "written"
+
+
+class GivesKeywords(nn.Module):
+    """Blocks that are called with one keyword argument, or with one positional one."""
+
+    def __init__(self, kind: str, by_keyword: bool) -> None:
+        super().__init__()
+        self.kind, self.by_keyword = kind, by_keyword
+        self.blocks = nn.ModuleList(WritesOnePart(kind) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        makers: dict[str, Any] = {
+            "list": lambda: [x],
+            "deque": lambda: deque([x], maxlen=2),
+            "dict": lambda: {"x": x},
+            "dataclass": lambda: Result(x, "a note"),
+            "pytree": lambda: Step(x),
+        }
+        passed = makers[self.kind]()
+        for block in self.blocks:
+            block(passed=passed) if self.by_keyword else block(passed)
+        assert getattr(passed, "note", "written") == "written"
+        if self.kind == "list":
+            assert len(passed) == 4 and passed[0] is x
+        return passed["more"] if self.kind == "dict" else passed[-1] if self.kind in ("list", "deque") else passed.value
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by_keyword", [True, False])
+@pytest.mark.parametrize("kind", ["list", "deque", "dict", "dataclass", "pytree"])
+def test_blocks_that_write_to_their_only_argument(rank, world, kind, by_keyword):
+    """What a unit wrote to a list, a dict or a dataclass was lost if it was called with keywords alone, and in a deque
+    or a node of pytree in any case: gradients were None or wrong, silently. One walk has one rule for all of these."""
+    build = lambda: GivesKeywords(kind, by_keyword)
     trains_like_one_process(build, units=lambda module: module.blocks, reshard_after_forward=True)
 
 

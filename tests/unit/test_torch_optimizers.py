@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as checkpoints
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -61,6 +64,18 @@ def test_lists_of_dtensors_and_others() -> None:
         assert specs == [_torch.dtensor_spec(one), None, None]
 
 
+@probes("carry_attribute")
+def test_copies_of_optimizers_carry_an_attribute(unpatched: None) -> None:
+    _torch.carry_attribute("_of_the_test", lambda copy, value: setattr(copy, "restored", (value, copy.param_groups)))
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not hasattr(copy.deepcopy(optimizer), "restored")
+    optimizer._of_the_test = "value"
+    for one in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert one.restored == ("value", one.param_groups) and not hasattr(one, "_of_the_test")
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer._of_the_test == "value" and not hasattr(optimizer, "restored")
+
+
 @probes("foreach_copy")
 def test_a_list_of_tensors_is_copied_and_cast_at_once() -> None:
     targets = [torch.zeros(2), torch.zeros(2, 2).t(), torch.zeros(2, 3)[:, :1]]
@@ -98,17 +113,27 @@ def test_dynamo_tells_that_it_traces() -> None:
     assert inside[1] and not _torch.dynamo_is_tracing()
 
 
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put back what ``around_use`` replaces."""
+    base = torch.optim.Optimizer
+    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group", "__getstate__", "__setstate__"):
+        monkeypatch.setattr(base, name, getattr(base, name))
+    monkeypatch.setattr(checkpoints, "_init_optim_state", checkpoints._init_optim_state)
+
+
 @probes("around_use")
-def test_optimizers_zero_and_are_given_parameters_by_methods_of_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, seen = torch.optim.Optimizer, []
-    monkeypatch.setattr(base, "zero_grad", base.zero_grad)  # so that both are put back
-    monkeypatch.setattr(base, "add_param_group", base.add_param_group)
+def test_optimizers_zero_and_are_given_parameters_by_methods_of_their_base(unpatched: None) -> None:
+    seen = []
 
     class Own(torch.optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)
 
-    _torch.around_use(lambda o: seen.append(shown.grad), lambda o: seen.append(len(o.param_groups)))
+    unused = lambda *_: None
+    _torch.around_use(
+        lambda o: seen.append(shown.grad), unused, lambda o: seen.append(len(o.param_groups)), lambda o: unused
+    )
     shown = nn.Parameter(torch.ones(3))
     optimizer = Own([{"params": [shown]}, {"params": [nn.Parameter(torch.ones(1))]}], lr=0.1)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
@@ -118,3 +143,32 @@ def test_optimizers_zero_and_are_given_parameters_by_methods_of_their_base(monke
     assert seen[3] is grad and torch.equal(shown.grad, torch.zeros(3))
     optimizer.zero_grad()
     assert seen[4] is grad and shown.grad is None
+
+
+@probes("around_use")
+def test_optimizers_save_and_load_by_methods_of_their_base(unpatched: None) -> None:
+    seen, unused = [], lambda *_: None
+
+    def around(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        before = optimizer.param_groups[0]["lr"]
+        return lambda: seen.append((before, optimizer.param_groups[0]["lr"]))
+
+    _torch.around_use(unused, lambda o: seen.append("read"), unused, around)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.load_state_dict(state)
+    assert seen == ["read", (0.2, 0.1)]
+    copy.deepcopy(optimizer)
+    pickle.dumps(optimizer)
+    assert seen[2:] == ["read", "read"]
+    # torch's checkpoints look the parameters of an optimizer up; before that they make its state, if it has none.
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    del seen[:]
+    saved = checkpoints.get_optimizer_state_dict(model, optimizer)
+    assert seen[0] == "read"
+    del seen[:]
+    checkpoints.set_optimizer_state_dict(model, optimizer, saved)
+    assert seen[0] == "read"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2.autograd.trees import keys_in, map_leaves, take_apart
 from fsdp2.fsdp1.state_dict.convert import Item, convert
 from fsdp2.fsdp1.state_dict.settings import get_state_dict_type
+from fsdp2.optim.alike import is_counter
 from fsdp2.optim.prebuilt import repair
 from fsdp2.sharding.boxes import Entry, Part
 from fsdp2.sharding.spec import placed_alike
@@ -295,7 +296,7 @@ def _convert_state(state_dict: Any, by_name: Mapping[str, Place], ranks: Ranks) 
         if place is not None:
             moment = key in _MOMENTS and len(keys[index]) == 3  # not a tensor nested inside the moment
             where = f"{clean_name(name)}: {key}"
-            result[index] = _value_to_load(value, place, where, counter=key == "step", moment=moment)
+            result[index] = _value_to_load(value, place, where, counter=is_counter(key), moment=moment)
         elif received:  # it lies in the bucket, whose memory is reused
             result[index] = value.clone()
 

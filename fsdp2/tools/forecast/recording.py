@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2._trace import listening, recording_with
+from fsdp2._trace import Source, recording_with
 from fsdp2.comm.collectives import exchange_objects
 from fsdp2.comm.streams import Moments
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.grouping.modules import fsdp_modules
 from fsdp2.sharding.mesh import Axis
 from fsdp2.tools.forecast.saving import save
@@ -28,7 +29,7 @@ __all__ = ["Record", "record_steps"]
 class _Launch:
     lane: str
     kind: str
-    unit: str
+    source: Source | None
     axis: str
     ranks: int
     nbytes: int
@@ -41,24 +42,30 @@ class _Recorder:
 
     def __init__(self, moments: Moments) -> None:
         self.moments = moments
-        self.unit = ""
-        self.events: list[tuple[Any, str, str]] = []
+        self.events: list[tuple[Any, str, Source]] = []
         self.launches: list[_Launch] = []
-        self.waits: list[tuple[Any, Any, str]] = []
+        self.waits: list[tuple[Any, Any, Source | None]] = []
+        self._source: Source | None = None
         self._running: dict[int, _Launch] = {}
 
-    def heard(self, event: str, name: str) -> None:
-        self.events.append((self.moments.now(), event, name))
+    def of(self, sources: Collection[Source]) -> None:
+        """Drop what belongs to other models: they may run in the same block."""
+        self.events = [event for event in self.events if event[2] in sources]
+        self.launches = [launch for launch in self.launches if launch.source in sources]
+        self.waits = [wait for wait in self.waits if wait[2] in sources]
 
-    def enter(self, name: str) -> None:
-        self.unit = name
+    def heard(self, event: str, source: Source) -> None:
+        self.events.append((self.moments.now(), event, source))
+
+    def enter(self, source: Source) -> None:
+        self._source = source
 
     def moment(self) -> Any:
         return self.moments.now()
 
     def launched(self, what: tuple[str, str], axis: Axis, nbytes: int, began: Any, work: Any) -> None:
         assert axis.group is not None
-        launch = _Launch(*what, self.unit, axis_name(axis.group), axis.size, nbytes, began, None)
+        launch = _Launch(*what, self._source, axis_name(axis.group), axis.size, nbytes, began, None)
         self.launches.append(launch)
         if isinstance(began, float) and work is not None:  # the host waits for it, and it runs in parallel
             self._running[id(work)] = launch
@@ -73,7 +80,7 @@ class _Recorder:
 
     def waited(self, began: Any, work: Any = None) -> None:
         now = self.moment()
-        self.waits.append((began, now, self.unit))
+        self.waits.append((began, now, self._source))
         launch = self._running.pop(id(work), None)
         if launch is not None and launch.ended is None:
             launch.ended = now
@@ -82,23 +89,26 @@ class _Recorder:
 class Record:
     """The record of ``record_steps`` on this rank: one timeline for each step.
 
-    A step begins with a forward that follows a backward, and ends where the next step begins.
+    A step begins with a forward that follows a backward, and ends where the next step begins. If the block ends with an
+    exception, the steps before it are there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.steps: list[Timeline] = []
-        self._device = device
+        self._device, self._cut = device, False
 
     @property
     def timeline(self) -> Timeline:
         """The last whole step. The first steps of a run also allocate buffers that later steps reuse.
 
         Raises:
-            RuntimeError: No forward of the model was recorded, or the block has not ended.
+            RuntimeError: No step of the model was recorded, or the block has not ended.
         """
         if not self.steps:
             raise RuntimeError(
-                "record_steps recorded no forward; run steps of the model inside the block, and read the record "
+                "record_steps: the block was ended by an exception in its first step, so no whole step was recorded"
+                if self._cut
+                else "record_steps recorded no forward; run steps of the model inside the block, and read the record "
                 "after it"
             )
         return self.steps[-1]
@@ -132,9 +142,9 @@ class Record:
 def record_steps(model: nn.Module) -> Iterator[Record]:
     """Record the training steps inside a ``with`` block on this rank.
 
-    It records each gather, reduction and wait, and each forward and backward of a unit, with times and bytes. On a GPU
-    the times come from events, so the host does not wait for the device until the block ends. Outside the block it
-    costs nothing.
+    It records each gather, reduction and wait, and each forward and backward of a unit of ``model``, with times and
+    bytes. Other models that run in the block are left out. On a GPU the times come from events, so the host does not
+    wait for the device until the block ends. Outside the block it costs nothing.
 
     Args:
         model: A module with units of ``fully_shard``.
@@ -153,20 +163,42 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
         record.save("step.html")
         ```
     """
-    units = fsdp_modules(model)
-    groups = {group: None for unit in units for group in unit._get_fsdp_state().groups}
+    groups = _groups(model)
     if not groups:
         raise ValueError(f"record_steps: {type(model).__name__} has no units; call fully_shard on it first")
-    device = next(iter(groups)).mesh.device
+    device = groups[0].mesh.device
     record, recorder = Record(device), _Recorder(Moments(device))
-    with recording_with(recorder), listening(recorder.heard):
-        yield record
+    try:
+        with recording_with(recorder):
+            yield record
+    except BaseException:
+        record._cut = True
+        with suppress(RuntimeError):  # the device may have failed
+            record.steps = _recorded(recorder, model, whole=False)
+        raise
+    record.steps = _recorded(recorder, model, whole=True)
+
+
+def _groups(model: nn.Module) -> list[FSDPParamGroup]:
+    units = fsdp_modules(model)
+    return list(dict.fromkeys(group for unit in units for group in unit._get_fsdp_state().groups))
+
+
+def _recorded(recorder: _Recorder, model: nn.Module, *, whole: bool) -> list[Timeline]:
+    """Return the steps of ``model``. If the last one is not ``whole``, it counts only if its backward has ended."""
     end = recorder.moment()
     recorder.moments.wait()
     # The streams are empty, so this moment has no delay: it relates the clock of the device to that of the host.
     anchor = recorder.moment()
     recorder.moments.wait()
-    record.steps = _steps(recorder, list(groups), end, (anchor, time.perf_counter()))
+    host, groups = time.perf_counter(), _groups(model)
+    roots = [unit._get_fsdp_state().root for unit in fsdp_modules(model)]
+    recorder.of({*groups, *(group.residency for group in groups), *roots})
+    steps = _steps(recorder, groups, end, (anchor, host))
+    if not whole and steps:
+        last = [event for _, event, _ in recorder.events if event.startswith("root_")][-1:]
+        return steps if last == ["root_post_backward"] else steps[:-1]
+    return steps
 
 
 _MEETINGS = 9
@@ -176,14 +208,17 @@ def _steps(recorder: _Recorder, groups: list[Any], end: Any, anchor: tuple[Any, 
     if not recorder.events:
         return []
     origin, between = recorder.events[0][0], recorder.moments.between
-    marks = [Mark(between(origin, moment), event, unit) for moment, event, unit in recorder.events]
+    marks = [Mark(between(origin, moment), event, source.name) for moment, event, source in recorder.events]
     last = between(origin, end)
     spans = unit_spans(marks)
     for one in recorder.launches:
         begin = between(origin, one.began)
         ended = last if one.ended is None else between(origin, one.ended)
-        spans.append(Span(one.lane, one.kind, begin, ended, one.unit, one.nbytes, one.ranks, one.axis))
-    waits = [Exposed(between(origin, begin), between(origin, ended), unit) for begin, ended, unit in recorder.waits]
+        spans.append(Span(one.lane, one.kind, begin, ended, _name(one.source), one.nbytes, one.ranks, one.axis))
+    waits = [
+        Exposed(between(origin, begin), between(origin, ended), _name(source))
+        for begin, ended, source in recorder.waits
+    ]
     memory = _memory(marks, groups)
     starts = _starts(marks)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -193,6 +228,10 @@ def _steps(recorder: _Recorder, groups: list[Any], end: Any, anchor: tuple[Any, 
         step = Timeline.of("recorded", rank, spans, waits, memory, period)
         steps.append(replace(step, started=zero + period[0]))
     return steps
+
+
+def _name(source: Source | None) -> str:
+    return "" if source is None else source.name
 
 
 def _starts(marks: list[Mark]) -> list[float]:

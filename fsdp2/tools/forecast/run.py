@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._trace import listening, recording_with
+from fsdp2._trace import Source, recording_with
 from fsdp2.engine.param import FSDPParam
 from fsdp2.grouping.modules import fsdp_modules
 from fsdp2.sharding.layout import ShardLayout
@@ -148,14 +148,18 @@ class _Following:
 
 
 class _Recorder:
-    """Passes collectives on to the clock, and the purposes of their tensors to the memory."""
+    """Passes events on, collectives to the clock, and the purposes of their tensors to the memory."""
 
-    def __init__(self, clock: Clock, memory: Memory) -> None:
-        self._clock, self._memory = clock, memory
+    def __init__(self, following: _Following, clock: Clock, memory: Memory) -> None:
+        self._following, self._clock, self._memory = following, clock, memory
 
-    def enter(self, name: str) -> None:
-        """Attribute communication and waits from now on to the unit ``name``."""
-        self._clock.enter(name)
+    def heard(self, event: str, source: Source) -> None:
+        """Handle an event of the unit ``source``."""
+        self._following.heard(event, source.name)
+
+    def enter(self, source: Source) -> None:
+        """Attribute communication and waits from now on to the unit ``source``."""
+        self._clock.enter(source.name)
 
     def moment(self) -> float:
         """Return the current moment. Tensors of earlier collectives belong to no unit; their purpose is unknown."""
@@ -182,9 +186,8 @@ def _measured(job: _Job, library: str) -> Forecast:
         enter = stack.enter_context
         enter(explained(math.prod(job.mesh.values())))
         enter(using(library))
-        enter(listening(following.heard))
         enter(others_use_everything())
-        enter(recording_with(_Recorder(clock, memory)))
+        enter(recording_with(_Recorder(following, clock, memory)))
         if library == "torch" and job.backend != "gloo":
             enter(clock.in_place_of(torch.cpu))
         mesh = enter(simulated_rank(job.mesh, clock, backend=job.backend, rank=job.rank))

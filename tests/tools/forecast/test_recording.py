@@ -177,6 +177,52 @@ def test_nothing_to_record():
         print(record.timeline)
 
 
+@on_ranks(2)
+def test_other_models_are_left_out(rank, world, expected):
+    """A loop trains a second model, whose units have the same names: its steps counted as steps of the first one, and
+    the timeline was that of the second."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    (model, optimizer), (other, others) = build(mesh), build(mesh)
+    step(model, optimizer)
+    step(other, others)
+    with fsdp2.record_steps(model) as record:
+        for _ in range(3):
+            step(model, optimizer)
+            step(other, others)
+            with torch.no_grad():
+                other(torch.ones(1, WIDTH))
+    assert len(record.steps) == 3
+    for timeline in record.steps:
+        assert communicated(timeline) == communicated(expected)
+        assert units(timeline) == units(expected)
+        assert max(point.by_kind["gathered"] for point in timeline.memory) <= 2 * 4 * (WIDTH + 1) * WIDTH
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_exception_leaves_the_steps_before_it(rank, world, expected, error):
+    """They were lost, and the record said that there was no forward. A step that was not finished is none."""
+    model, optimizer = build(init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
+    with pytest.raises(error), fsdp2.record_steps(model) as record:
+        for _ in range(2):
+            step(model, optimizer)
+        loss = model(torch.ones(4, WIDTH)).sum()
+        raise error
+    assert len(record.steps) == 2
+    assert communicated(record.timeline) == communicated(expected)
+    loss.backward()
+    with pytest.raises(error), fsdp2.record_steps(model) as record:
+        step(model, optimizer)
+        raise error  # between two steps: while a batch is loaded, say
+    assert len(record.steps) == 1
+    with pytest.raises(error), fsdp2.record_steps(model) as record:
+        loss = model(torch.ones(4, WIDTH)).sum()
+        raise error
+    with pytest.raises(RuntimeError, match=r"ended by an exception in its first step, so no whole step was recorded"):
+        print(record.timeline)
+    loss.backward()
+
+
 def test_an_error_ends_it():
     """What raises in the block leaves nothing that records."""
     with simulated_rank({"shard": 2}, Clock()) as mesh:

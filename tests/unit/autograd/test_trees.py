@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
-from fsdp2.autograd.trees import find_tensors, map_arguments, map_tensors
+from fsdp2.autograd.trees import Tree
 
 
 class Pair(NamedTuple):
@@ -89,6 +92,19 @@ class Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def find_tensors(tree: Any, *, results: bool = True) -> list[Tensor]:
+    """Return the tensors in ``tree``, hidden ones included."""
+    found = Tree((tree,), results=results)
+    return [*found.tensors, *found.hidden]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, *, results: bool = False) -> Any:
+    """Return ``tree`` with every tensor replaced, but for hidden ones."""
+    found = Tree((tree,), results=results)
+    found.tensors = [function(t) for t in found.tensors]
+    return found.rebuilt()[0]
 
 
 NAMES = "tests.unit.autograd.test_trees."
@@ -169,8 +185,8 @@ trees = st.recursive(
 @given(trees)
 def test_every_tensor_is_found_once_in_order(tree: Any) -> None:
     expected = tensors(tree)
-    for objects in (True, False):
-        found = find_tensors(tree, objects=objects)
+    for results in (True, False):
+        found = find_tensors(tree, results=results)
         assert [id(t) for t in found] == [id(t) for t in expected]
 
 
@@ -179,11 +195,13 @@ def test_where_nothing_changes_the_tree_is_the_same_object(tree: Any) -> None:
     assert map_tensors(lambda t: t, tree) is tree
 
 
-@given(st.lists(trees, max_size=3), st.dictionaries(st.sampled_from("abc"), trees, max_size=2))
-def test_arguments_are_replaced_as_a_tree_of_them(args: list[Any], kwargs: dict[str, Any]) -> None:
-    mapped = map_arguments(lambda t: t * 2, tuple(args), kwargs)
-    assert_alike(mapped, (tuple(args), kwargs))
-    assert type(mapped) is tuple and type(mapped[0]) is tuple
+@given(st.lists(trees, max_size=4))
+def test_several_values_are_replaced_as_a_tree_of_them(values: list[Any]) -> None:
+    found = Tree(values)
+    assert [id(t) for t in found.tensors] == [id(t) for t in tensors(values)]
+    assert found.rebuilt() is values
+    found.tensors = [t * 2 for t in found.tensors]
+    assert_alike([*found.rebuilt()], values)
 
 
 @given(trees)
@@ -283,10 +301,12 @@ def test_a_dict_that_is_a_dataclass_changes_as_both() -> None:
 def test_plain_objects_are_searched_but_only_replaced_when_asked_for() -> None:
     tree = [Box({"a": torch.ones(1)}), torch.ones(1)]
     assert len(find_tensors(tree)) == 2
-    assert len(find_tensors(tree, objects=False)) == 1
+    for search in (True, False):
+        found = Tree((tree,), search=search)
+        assert len(found.tensors) == 1 and len(found.hidden) == search
     left = map_tensors(lambda t: t * 2, tree)
     assert left[0] is tree[0] and left[1].item() == 2.0
-    copied = map_tensors(lambda t: t * 2, tree, objects=True)
+    copied = map_tensors(lambda t: t * 2, tree, results=True)
     assert copied[0] is not tree[0] and copied[0].value["a"].item() == 2.0
     assert tree[0].value["a"].item() == 1.0
 
@@ -297,7 +317,7 @@ def test_modules_functions_and_classes_are_not_searched() -> None:
 
     def function() -> None: ...
 
-    function.value = torch.ones(1)
+    function.value = torch.ones(1)  # type: ignore[attr-defined]
     assert find_tensors([nn.Linear(2, 2), Holder, function, function.__call__]) == []
 
 
@@ -312,9 +332,12 @@ def test_a_shared_part_is_walked_once_and_stays_shared() -> None:
     assert new["a"] is new["b"][0]
 
 
-def test_a_tensor_in_two_places_is_seen_twice() -> None:
+def test_a_tensor_in_two_places_is_one_and_stays_one() -> None:
+    """Attention projects query, key and value by one product if they are the same; they were three after a cast."""
     tensor = torch.ones(1)
-    assert len(find_tensors((tensor, [tensor]))) == 2
+    assert len(find_tensors((tensor, [tensor]))) == 1
+    new = map_tensors(lambda t: t * 2, (tensor, [tensor]))
+    assert new[0] is new[1][0]
 
 
 @pytest.mark.parametrize("kind", ["list", "dict", "object"])
@@ -327,8 +350,8 @@ def test_cycles_end(kind: str) -> None:
     else:
         tree.itself = tree
     assert len(find_tensors(tree)) == 1
-    assert map_tensors(lambda t: t, tree, objects=True) is tree
-    assert find_tensors(map_tensors(lambda t: t * 2, tree, objects=True))[0].item() == 2.0
+    assert map_tensors(lambda t: t, tree, results=True) is tree
+    assert find_tensors(map_tensors(lambda t: t * 2, tree, results=True))[0].item() == 2.0
 
 
 def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
@@ -346,7 +369,7 @@ def test_the_depth_limit_is_64_levels_and_says_so() -> None:
 
 
 def test_no_tree_is_no_work() -> None:
-    assert map_tensors(pytest.fail, None) is None
+    assert map_tensors(lambda t: pytest.fail(), None) is None
     assert find_tensors(()) == []
 
 
@@ -414,3 +437,158 @@ def test_items_that_are_no_fields_are_found() -> None:
 def test_names_in_slots_are_those_under_which_python_stores_them() -> None:
     tensors = [torch.ones(i) for i in range(3)]
     assert sorted(tensor.numel() for tensor in find_tensors(Private(*tensors))) == [0, 1, 2]
+
+
+# ---- what a module writes to copies ----
+
+
+class Part:
+    """What a module writes: it is not equal to anything else."""
+
+
+def change(tree: Any, choose: Callable[[int], int], made: list[Any]) -> None:
+    """Write to the containers in ``tree`` as ``choose`` says: replace, add, remove and move parts, at any depth."""
+    for part in [*parts_of(tree)]:
+        change(part, choose, made)
+    if isinstance(tree, (list, deque)):
+        what, place = choose(5), choose(max(len(tree), 1))
+        if what == 1 and len(tree):
+            tree[place] = make(made)
+        elif what == 2:
+            tree.append(make(made))
+        elif what == 3 and len(tree):
+            del tree[place]
+        elif what == 4:
+            tree.reverse()
+    elif isinstance(tree, dict):
+        what, keys = choose(4), [*tree]
+        if what == 1:
+            tree[keys[choose(len(keys))]] = make(made)
+        elif what == 2:
+            tree["new"] = make(made)
+        elif what == 3:
+            del tree[keys[choose(len(keys))]]
+    elif isinstance(tree, (Record, Node)):
+        what = choose(3)
+        if what == 1 and isinstance(tree, Record):
+            tree.value = make(made)
+        elif what == 2:
+            tree.added = make(made)  # type: ignore[union-attr]
+
+
+def make(made: list[Any]) -> Any:
+    made.append(Part())
+    return made[-1]
+
+
+def outline(tree: Any, names: dict[int, Any]) -> Any:
+    """Return the structure of ``tree`` with tensors and written parts by their names."""
+    if id(tree) in names:
+        return names[id(tree)]
+    if isinstance(tree, dict):
+        return type(tree), {key: outline(part, names) for key, part in tree.items()}
+    inner = [outline(part, names) for part in parts_of(tree)]
+    return type(tree), inner or repr(tree), outline(getattr(tree, "added", None), names) if tree is not None else None
+
+
+@given(st.lists(trees, min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_what_a_module_writes_to_copies_is_written_to_the_originals(values: list[Any], random: Any) -> None:
+    """The model: the same writes to a twin that nobody copied. Immutable containers keep their parts."""
+    seed = random.random()
+    names = {id(t): i for i, t in enumerate(tensors(values))}
+    twin = copy.deepcopy(values)
+    twin_names = {id(t): i for i, t in enumerate(tensors(twin))}
+    found = Tree(values)
+    found.tensors = [t * 2 for t in found.tensors]
+    given_to_module = found.rebuilt()
+    outlines = []
+    for written_to, known in ((twin, twin_names), (given_to_module, None)):
+        made: list[Any] = []
+        chooser = Random(seed)
+        for value in written_to:
+            change(value, chooser.randrange, made)
+        if known is None:
+            written = found.carry_back(lambda new: new)
+            assert {id(part) for part in written} <= {id(part) for part in made}
+            known, written_to = names, values
+        outlines.append(outline(written_to, known | {id(part): f"made {i}" for i, part in enumerate(made)}))
+    assert outlines[0] == outlines[1]
+
+
+def test_what_is_written_may_be_replaced() -> None:
+    tensor, given_to = torch.ones(1), [torch.zeros(1)]
+    found = Tree((given_to,))
+    found.tensors = [t * 2 for t in found.tensors]
+    (copied,) = found.rebuilt()
+    copied.append(tensor)
+    (written,) = found.carry_back(lambda new: [t * 2 for t in new])
+    assert given_to[1] is written and written.item() == 2.0
+
+
+def test_a_list_that_a_node_of_pytree_keeps_is_written_to() -> None:
+    class Kept(Node):
+        pass
+
+    pytree.register_pytree_node(
+        Kept, lambda n: (n.parts, None), lambda parts, _: kept_of(list(parts)), serialized_type_name=NAMES + "Kept"
+    )
+
+    def kept_of(parts: list[Any]) -> Kept:
+        new = Kept()
+        new.parts = parts  # type: ignore[assignment]
+        return new
+
+    cache, first, new = kept_of([torch.ones(1)]), torch.ones(1), torch.zeros(1)
+    cache.parts[0] = first  # type: ignore[index]
+    found = Tree((cache,))
+    found.tensors = [t * 2 for t in found.tensors]
+    (copied,) = found.rebuilt()
+    copied.parts.append(new)
+    assert found.carry_back(lambda written: written) == [new]
+    assert cache.parts[0] is first and cache.parts[1] is new and len(cache.parts) == 2
+
+
+# ---- what cannot be replaced, and what nobody can see ----
+
+
+@pytest.mark.parametrize(
+    ("make_value", "opaque"),
+    [
+        (lambda t: lambda: t, True),
+        (lambda t: (x for x in [t]), True),
+        (lambda t: iter([t]), True),
+        (lambda t: [{"loss": lambda: t}], True),
+        (lambda t: functools.partial(torch.add, t), True),
+        (lambda t: torch.nn.functional.relu, False),
+        (lambda t: [t, len, int, nn.ReLU()], False),
+        (lambda t: Box(len), False),
+        (lambda t: {t}, False),
+    ],
+)
+def test_what_nobody_can_see_is_opaque(make_value: Callable[[Tensor], Any], opaque: bool) -> None:
+    assert Tree((make_value(torch.ones(1)),), results=True).opaque == opaque
+
+
+def test_tensors_in_closures_of_results_are_found_and_stay() -> None:
+    tensor = torch.ones(1)
+    empty: Any
+    result = lambda: (tensor, empty)
+    found = Tree((result,), results=True)
+    assert found.tensors == [tensor]
+    found.tensors = [tensor * 2]
+    assert found.rebuilt() == [result] and result.__closure__[1].cell_contents is tensor  # type: ignore[index]
+    assert Tree((result,)).hidden == [] and found.opaque
+    empty = None
+
+
+def test_objects_are_written_to_in_place_on_request() -> None:
+    box, tensor = Box({"a": [torch.ones(1)]}), torch.zeros(1)
+    found = Tree((box, Pair(tensor, [tensor])), results=True)
+    found.tensors = [t + 5 for t in found.tensors]
+    assert found.rebuilt(in_place=True)[0] is box and box.value["a"][0].item() == 6.0
+
+
+def test_large_containers_are_not_searched_for_what_was_left() -> None:
+    tensor = torch.ones(1)
+    for value, count in (([tensor] * 64, 1), ([tensor] * 65, 0), ([[(tensor,)]], 1), ([[[(tensor,)]]], 0)):
+        assert len(Tree((value,), results=True, left=True).tensors) == count

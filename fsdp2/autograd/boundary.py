@@ -1,0 +1,134 @@
+"""The boundary of one forward call of a unit: what goes into it, and all the ways by which results leave it.
+
+Backward enters a unit by the results of its calls, and is done with it when it has the gradients of their inputs. Both
+can be known only of tensors that are found here; ``autograd.trees`` says where they are looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fsdp2.autograd import hooks
+from fsdp2.autograd.reach import Targets, is_made_since
+from fsdp2.autograd.side_outputs import SideOutputs
+from fsdp2.autograd.trees import Tree
+
+__all__ = ["Boundary"]
+
+Tensors = list[torch.Tensor]
+
+
+class Boundary:
+    """The boundary of one call: each member of the unit enters and leaves, and the call ends once."""
+
+    def __init__(self, outlasting: Callable[[Tensors], Tensors], side_outputs: SideOutputs) -> None:
+        """``outlasting`` returns tensors with copies of those whose memory is freed when the call ends."""
+        self.first_node = 0  # autograd nodes made by the forward, if it has gradients, have this number or a higher one
+        self._outlasting = outlasting
+        self._side_outputs = side_outputs
+        self._copied: list[Tree] = []  # arguments in which the module got copies of the caller's containers
+        self._objects: list[Any] = []  # among the arguments, which the module may leave its results in
+        self._left: Tensors = []  # results that are in arguments
+        self._gate: _Gate | None = None
+        self._hidden: Targets | None = None
+
+    # ---- into the call ----
+
+    def watch_inputs(self, given: Tree, done: Callable[[], None], starting: Callable[[torch.Tensor], None]) -> bool:
+        """Call ``done`` when backward has the gradients of all tensors that were ``given``.
+
+        A backward through these gradients calls ``starting`` first. Return whether no input requires a gradient.
+
+        No hook can be put on hidden inputs, such as a cache that earlier layers have filled. Most layers use none of
+        what is there; only when the call ends is it known whether the other inputs tell when backward is done.
+        """
+        needing = [tensor for tensor in given.tensors if tensor.requires_grad]
+        hidden = given.hidden and [tensor for tensor in given.hidden if tensor.requires_grad]
+        if not needing:
+            return not hidden
+        if hidden:
+            done = self._gate = _Gate(done)
+            self._hidden = Targets(hidden)
+        watched = hooks.watch_inputs(needing, done, starting)
+        if len(needing) < len(given.tensors):
+            new = iter(watched)
+            watched = [next(new) if tensor.requires_grad else tensor for tensor in given.tensors]
+        given.tensors = watched
+        return False
+
+    def enter(self, given: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
+        """Return ``args`` and ``kwargs``, whose values were ``given``, with its tensors."""
+        self._objects += given.objects
+        values = given.rebuilt()
+        if given.copies:
+            self._copied.append(given)
+        if not kwargs:
+            return (*values,), kwargs
+        return (*values[: len(args)],), dict(zip(kwargs, values[len(args) :]))
+
+    # ---- out of it ----
+
+    def leave(self, result: Tree) -> None:
+        """Keep what the module returns and has written from being freed, and let the caller see what it has written."""
+        result.tensors = self._outlasting(result.tensors)
+        while self._copied:
+            # As if the module had written to the caller's containers. Backward may enter by what it wrote.
+            written = Tree(self._copied.pop(0).carry_back(self._kept), results=True)
+            self._left += written.tensors
+            result.opaque |= written.opaque
+
+    def _kept(self, written: list[Any]) -> Sequence[Any]:
+        tree = Tree(written, results=True)
+        tree.tensors = self._outlasting(tree.tensors)
+        return tree.rebuilt()
+
+    def end(self, result: Tree) -> None:
+        """Look for results in the arguments, and learn whether the inputs with hooks are all that the call has used."""
+        if self._objects:
+            inside = Tree(self._objects, results=True)
+            inside.tensors = self._outlasting(inside.tensors)
+            inside.rebuilt(in_place=True)
+            self._left += self._made_here(inside.tensors)
+        if self._gate is not None and self._hidden is not None:
+            new = self._made_here([*result.tensors, *self._left])
+            self._gate.is_open = not self._hidden.reached_from(new, self.first_node)
+
+    def _made_here(self, tensors: Tensors) -> Tensors:
+        return [tensor for tensor in tensors if is_made_since(tensor.grad_fn, self.first_node)]
+
+    def watch_results(
+        self,
+        result: Tree,
+        starting: Callable[[torch.Tensor], None],
+        starting_from_sides: Callable[[], list[Callable[[torch.Tensor], None]]] | None = None,
+    ) -> bool:
+        """Call ``starting`` before backward enters by a result; return whether any requires a gradient.
+
+        What the module left on itself is looked for if ``starting_from_sides`` says what is called before backward
+        enters there.
+        """
+        watched, result.tensors = hooks.watch_outputs(result.tensors, starting, self.first_node)
+        if self._left:
+            watched |= hooks.watch_outputs(self._left, starting, self.first_node)[0]
+        if starting_from_sides is not None:
+            watched |= self._side_outputs.watch(self.first_node, starting_from_sides)
+        return watched
+
+
+class _Gate:
+    """Calls ``done`` when it is called itself, but only while it is open.
+
+    It is closed at first: gradients of hidden inputs may still be missing when those of the other inputs are there.
+    """
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.is_open = False
+        self._done = done
+
+    def __call__(self) -> None:
+        """Call ``done`` if the gate is open."""
+        if self.is_open:
+            self._done()

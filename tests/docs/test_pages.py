@@ -26,6 +26,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 OPTIONAL = re.compile(r"^<!-- optional: (\S+) -->\n(```python\n.*?^```$)", re.M | re.S)
 LOOP = re.compile(r"^for step in range\(\d\d\):$", re.M)
 """A loop whose many steps show a reader that the loss falls; the tests run a few."""
+END = "dist.destroy_process_group()"
+"""How a page ends its program; here the process group belongs to the tests."""
 SCRIPT = re.compile(r"^<!-- script: (\S+) -->\n```\w*\n(.*?)^```$", re.M | re.S)
 ELSEWHERE = {
     "forecast.md",
@@ -34,6 +36,7 @@ ELSEWHERE = {
     "many_nodes.md",
     "migration.md",
     "state_dicts.md",
+    "tutorials/finetune.md",
     "tutorials/loop.md",
 }
 """Pages whose blocks have tests of their own, here or beside this file."""
@@ -84,7 +87,8 @@ def run(path: Path, folder: Path, then: Callable[[dict[str, Any]], None] = lambd
     names = {"__name__": "page"}
     try:
         for block in blocks(path):
-            exec(compile(LOOP.sub("for step in range(3):", block), path.name, "exec"), names)
+            block = LOOP.sub("for step in range(3):", block).replace(END, "")
+            exec(compile(block, path.name, "exec"), names)
         then(names)
     finally:
         os.chdir(before)
@@ -169,6 +173,41 @@ def test_the_trainer_of_the_page_about_fine_tuning(tmp_path):
     assert (tmp_path / "trained" / "adapter_model.safetensors").stat().st_size < 20_000
 
 
+SMALL = {
+    "hidden_size=4096": "hidden_size=64",
+    "intermediate_size=11008": "intermediate_size=128",
+    "num_hidden_layers=32": "num_hidden_layers=2",
+    "num_attention_heads=32": "num_attention_heads=4",
+    "ROWS, LENGTH, STEPS = 4, 4096, 1000": "ROWS, LENGTH, STEPS = 2, 16, 10",
+    '    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n': "",
+    "tokens.cuda()": "tokens",
+}
+"""What makes the program of 7 billion parameters one for two processes of a CPU."""
+PRETRAINED = "import seven\nseven.AutoModelForCausalLM.from_config(seven.CONFIG).save_pretrained(seven.WEIGHTS)\n"
+
+
+@pytest.mark.slow
+def test_the_program_of_seven_billion_parameters(tmp_path):
+    """Of a small model: it forecasts, loads, trains and saves. That it has not run on GPUs, the page says."""
+    page = "tutorials/seven_billion.md"
+    skip_without(page)
+    program = script(page, "seven.py")
+    for large, small in SMALL.items():
+        assert program.count(large) == 1, large
+        program = program.replace(large, small)
+    (tmp_path / "seven.py").write_text(program)
+    (tmp_path / "plan.py").write_text(script(page, "plan.py"))
+    command = [sys.executable, "-m", "fsdp2", "forecast", "plan:build", "--mesh", "shard=8", "--compare", "rows=1,4"]
+    for arguments in (command, [sys.executable, "-c", PRETRAINED]):
+        environment = {**os.environ, **SETTINGS}
+        done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    done = torchrun("seven.py", folder=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("step 10: loss 10.")
+    assert list((tmp_path / "exported").glob("*.safetensors")) and (tmp_path / "trained").is_dir()
+
+
 @on_ranks(2)
 def test_readme_runs(rank, world, tmp_path):
     """The twenty lines of the README, a few steps of them, but for the end of the process group, which belongs to the
@@ -179,6 +218,19 @@ def test_readme_runs(rank, world, tmp_path):
     names = {"__name__": "page"}
     exec(compile(text, "README.md", "exec"), names)
     names.clear()
+
+
+@pytest.mark.slow
+def test_the_forecast_of_the_readme(tmp_path):
+    """``plan.py``, as it is printed, and the lines that its forecast begins with."""
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "plan.py").write_text(dict(SCRIPT.findall(text))["plan.py"])
+    command = [sys.executable, "-m", "fsdp2", "forecast", "plan:build", "--mesh", "shard=64"]
+    environment = {**os.environ, **SETTINGS}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shown = text.split("It begins with\n\n```\n")[1].split("```")[0]
+    assert done.stdout.startswith(shown)
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,5 +1,5 @@
-"""docs/many_nodes.md: its forecasts run, a job of two hosts (examples/train.sbatch) survives a killed rank, and one of
-two replicas (examples/train_fault_tolerant.py) survives the other."""
+"""docs/many_nodes.md: its forecasts run, and a job of two hosts (examples/train.sbatch) survives a killed rank.
+docs/replicas.md: one of two replicas (examples/train_fault_tolerant.py) survives the other."""
 
 from __future__ import annotations
 
@@ -45,13 +45,19 @@ dist.destroy_process_group()
 """
 
 
-def test_forecasts_of_three_meshes(capsys):
-    """The page's program, of a model with one layer, for one micro-batch and the slower network."""
+def test_forecasts_of_three_meshes(capsys, tmp_path, monkeypatch):
+    """The page's program, of a model with one layer, for one micro-batch and the slower network. Its model is in the
+    ``train.py`` of the page on forecasts."""
+    (tmp_path / "train.py").write_text(snippets("forecast.md")[0])
+    monkeypatch.syspath_prepend(tmp_path)
     (block,) = snippets("many_nodes.md")
-    for large, small in (("layers=32", "layers=1"), ("32000, 4", "32000, 1"), ("(400, 25)", "(25,)")):
-        assert block.count(large) == 1
-        block = block.replace(large, small)
-    exec(compile(block, "many_nodes.md", "exec"), {"__name__": "page"})
+    large = "LAYERS, MICRO_BATCHES, NETWORKS = 32, 4, (400, 25)"
+    assert block.count(large) == 1
+    block = block.replace(large, "LAYERS, MICRO_BATCHES, NETWORKS = 1, 1, (25,)")
+    try:
+        exec(compile(block, "many_nodes.md", "exec"), {"__name__": "page"})
+    finally:
+        sys.modules.pop("train", None)
     assert "replicate 8 x shard 8" in capsys.readouterr().out
 
 

@@ -186,13 +186,13 @@ TESTS: dict[str, str] = {
 }
 """The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""
 
-HEAD = """# The API compared with torch's
+HEAD = """<!-- Written by docs/make_api.py from the code of torch {torch} and fsdp2; do not edit. -->
+# The API compared with torch's
 
 fsdp2 has every public name and parameter of torch's FSDP2, with the same meaning. To migrate, import `fully_shard` from
-`fsdp2` instead of `torch.distributed.fsdp`. In the tables, *same* means that fsdp2 has the name or parameter too, and
-*same class* that fsdp2 re-exports torch's own class. Each row names a test that uses it on several processes.
-
-`python docs/make_api.py` writes this page from the code of torch {torch} and fsdp2; do not edit it.
+`fsdp2` instead of `torch.distributed.fsdp`. The first three tables show torch {torch}: *same* means that fsdp2 has the
+name or parameter too, and *same class* that fsdp2 re-exports torch's own class. The fourth shows what later versions of
+torch have added; fsdp2 has it with every version. [What newer versions of torch bring](newer_torch.md) explains these.
 """
 
 
@@ -209,11 +209,6 @@ class Row:
     def key(self) -> str:
         """The key of the row in ``TESTS``."""
         return f"{self.name}({self.parameter})" if self.parameter else self.name
-
-    @property
-    def test(self) -> str:
-        """The test that exercises it; raises KeyError if ``TESTS`` has none."""
-        return TESTS[self.key] if self.key in TESTS else TESTS[self.name]
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
@@ -296,7 +291,23 @@ def rows() -> dict[str, list[Row]]:
         own = getattr(fsdp2.FSDPModule, name)
         extras += [Row(f"FSDPModule.{name}", "", "", "only here")]
         extras += [Row(f"FSDPModule.{name}", p, show(entry), "only here") for p, entry in parameters(own).items()]
-    return {"Functions": functions, "FSDPModule": methods, "Classes": classes, "Only in fsdp2": extras}
+    later = [row for name in sorted(NEWER_NAMES) if not hasattr(theirs, name) for row in own_rows(name, name)]
+    for name in sorted(name for name in NEWER_METHODS if not hasattr(theirs.FSDPModule, name)):
+        later += own_rows(f"FSDPModule.{name}", name)
+    return {
+        "Functions": functions,
+        "FSDPModule": methods,
+        "Classes": classes,
+        "In later versions of torch": later,
+        "Only in fsdp2": extras,
+    }
+
+
+def own_rows(name: str, attribute: str) -> list[Row]:
+    """Return the rows of a name that the installed torch lacks: a method's with its parameters, a class alone."""
+    own = getattr(fsdp2, attribute, None) or getattr(fsdp2.FSDPModule, attribute)
+    found = {} if inspect.isclass(own) else parameters(own)
+    return [Row(name, "", "", "with every torch"), *[Row(name, p, show(e), "") for p, e in found.items()]]
 
 
 def problems() -> list[str]:
@@ -330,12 +341,11 @@ def text() -> str:
 
     lines = [HEAD.format(torch=".".join(torch.__version__.split("+")[0].split(".")[:2]))]
     for title, table in rows().items():
-        lines += [f"## {title}\n", "| name | default | fsdp2 | test |", "|---|---|---|---|"]
+        lines += [f"## {title}\n", "| name | default | fsdp2 |", "|---|---|---|"]
         for row in table:
             name = f"&nbsp;&nbsp;`{row.parameter}`" if row.parameter else f"**`{row.name}`**"
             default = f"`{row.default}`" if row.default else ""
-            path, test = row.test.split("::")
-            lines.append(f"| {name} | {default} | {row.ours} | [{test}](../{path}) |")
+            lines.append(f"| {name} | {default} | {row.ours} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Write docs/compositions.md: the features that tests combine, and the combinations that raise errors.
 
     python docs/make_compositions.py
+    python docs/make_compositions.py --tests   # print every combination with its tests instead
 
 Everything comes from the source of the tests: decorators of tests/support/composition.py list the features of a test.
 tests/docs/test_compositions.py fails if the file differs from the output of this script.
@@ -21,14 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.composition import FEATURES  # noqa: E402
 
-HEAD = """# Feature combinations
+HEAD = """<!-- Written by docs/make_compositions.py from the decorators of the tests; do not edit. -->
+# Feature combinations
 
-A dot marks a combination with at least one test on 2, 4 or 8 gloo processes. The test compares losses, gradients and
-weights with torch's `fully_shard` under the same plan, or with a single process if torch raises an error. A cross marks
-a combination for which fsdp2 raises an error in some form; the last table lists these forms and the reasons. An empty
-cell is a combination without a test.
-
-`python docs/make_compositions.py` writes this page from the decorators of the tests; do not edit it.
+Each row names a feature and the features that are tested together with it, on 2, 4 or 8 gloo processes. The tests
+compare losses, gradients and weights with torch's `fully_shard` under the same plan, or with a single process if torch
+raises an error. The features of the last table raise an error together, at least in the form that the table describes.
+A pair that is in neither has no test: it may work, but nobody has tried it.
 """
 
 
@@ -41,11 +41,6 @@ class Combination:
     test: str
     by: str = ""
     reason: str = ""
-
-    @property
-    def link(self) -> str:
-        """A link to the test from the docs folder."""
-        return f"[{self.test}](../{self.path})"
 
     @property
     def order(self) -> tuple[int, list[int], str, str]:
@@ -84,43 +79,42 @@ def named(features: frozenset[str]) -> str:
     return " + ".join(feature for feature in FEATURES if feature in features)
 
 
-def matrix(found: list[Combination]) -> Iterator[str]:
-    """Yield the lines of the table of pairs."""
+def partners(found: list[Combination]) -> Iterator[str]:
+    """Yield the rows of the table: each feature, what it means, and what it is tested with."""
     works = pairs([one for one in found if not one.by])
-    refused = {one.features for one in found if one.by in ("fsdp2", "both")}
-    names = list(FEATURES)
-    yield "| | " + " | ".join(str(i + 1) for i in range(len(names))) + " |"
-    yield "|---|" + "---|" * len(names)
-    for i, row in enumerate(names):
-        cells = []
-        for column in names[: i + 1]:
-            pair = frozenset([row, column])
-            cells.append(" ".join(["●"] * (pair in works) + ["✕"] * (pair in refused)))
-        yield f"| **{i + 1} {row}** | " + " | ".join(cells + [""] * (len(names) - i - 1)) + " |"
+    for row, meaning in FEATURES.items():
+        others = [other for other in FEATURES if other != row and frozenset([row, other]) in works]
+        yield f"| **{row}** | {meaning} | {', '.join(others)} |"
 
 
 def text() -> str:
     """Return the whole document."""
     found = everything()
-    lines = [HEAD, "## Pairs\n", *matrix(found), "\n## Names of features\n", "| feature | meaning |", "|---|---|"]
-    lines += [f"| {name} | {meaning} |" for name, meaning in FEATURES.items()]
-    lines += ["\n## Combinations\n", "| together | tests |", "|---|---|"]
-    tests: dict[frozenset[str], list[str]] = defaultdict(list)
-    for one in found:
-        if not one.by:
-            tests[one.features].append(one.link)
-    lines += [f"| {named(features)} | {', '.join(dict.fromkeys(links))} |" for features, links in tests.items()]
-    lines += ["\n## Refused\n", "| together | by | why | test |", "|---|---|---|---|"]
-    for one in found:
-        if one.by:
-            who = {"torch": "torch only", "fsdp2": "fsdp2", "both": "torch and fsdp2"}[one.by]
-            lines.append(f"| {named(one.features)} | {who} | {one.reason} | {one.link} |")
-    return "\n".join(lines) + "\n"
+    lines = [HEAD, "## Tested together\n", "| feature | meaning | tested together with |", "|---|---|---|"]
+    lines += partners(found)
+    lines += ["\n## Refused\n", "| together | by | why |", "|---|---|---|"]
+    who = {"torch": "torch only", "fsdp2": "fsdp2", "both": "torch and fsdp2"}
+    rows = [f"| {named(one.features)} | {who[one.by]} | {one.reason} |" for one in found if one.by]
+    return "\n".join([*lines, *dict.fromkeys(rows)]) + "\n"
+
+
+def listed() -> str:
+    """Return every combination with its tests, one a line."""
+    tests: dict[tuple[frozenset[str], str], list[str]] = defaultdict(list)
+    for one in everything():
+        tests[one.features, one.by].append(f"{one.path}::{one.test}")
+    return "\n".join(
+        f"{named(features)}{f' (refused by {by})' if by else ''}: {', '.join(dict.fromkeys(names))}"
+        for (features, by), names in tests.items()
+    )
 
 
 def main() -> int:
-    """Write the file."""
-    (ROOT / "docs" / "compositions.md").write_text(text())
+    """Write the file, or print the combinations with their tests."""
+    if "--tests" in sys.argv[1:]:
+        print(listed())
+    else:
+        (ROOT / "docs" / "compositions.md").write_text(text())
     return 0
 
 

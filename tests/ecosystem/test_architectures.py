@@ -1,5 +1,6 @@
-"""``policy="auto"`` on the architectures that docs/tutorials/finetune.md lists: the loss and gradients of small models are
-those of one process."""
+"""``policy="auto"`` on the architectures that docs/tutorials/finetune.md lists.
+
+The loss and gradients of small models are those of one process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,347 @@
+"""What the pages and the docstrings promise, and the tests that hold them to it.
+
+A promise is a statement that a user acts on: "raises on every rank", "never", "always", "bit for bit", a default, a
+number. ``test_promises.py`` finds such words in every page and in the docstrings of everything public, and fails if a
+statement is neither here nor in ``NO_PROMISE``, if a text no longer says it, or if a test does not exist. So whoever
+writes "every rank raises an error" also writes the test, of inputs other than the page's.
+"""
+
+from __future__ import annotations
+
+__all__ = ["NO_PROMISE", "PROMISES"]
+
+DOCS = "tests/docs/test_promises.py::"
+PARTING = "tests/ranks/test_parting.py::"
+STEP = "tests/step/"
+SYNC = "tests/step/test_synchronize_gradients.py::"
+WEIGHTS = "tests/weights/"
+OPTIM = "tests/optim/"
+STATE = "tests/fsdp1/state_dict/"
+
+PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
+    "README.md": {
+        "ranks that differ raise an error that names the unit": (
+            PARTING + "test_every_rank_raises_and_names_what_each_does",
+            "tests/ranks/test_differing.py::test_skipped_without_the_option",
+        ),
+        "Results match torch's bit for bit unless the summation order differs": (
+            DOCS + "test_results_are_torchs_bit_for_bit",
+        ),
+        "every rank raises an error that names the [unit]": (
+            PARTING + "test_a_unit_skipped_by_one_of_four_is_named",
+            "tests/ranks/test_differing.py::test_other_shape",
+        ),
+    },
+    "docs/check.md": {
+        "results must equal torch's own bit for bit": ("tests/tools/check/test_cases.py::test_all_is_well",),
+        'A result is "same bits", or the largest difference': (
+            "tests/tools/check/test_report.py::test_verdicts_in_words",
+        ),
+    },
+    "docs/clients.md": {
+        "the weights of one process, bit for bit": (
+            "tests/ecosystem/test_optimizers.py::test_steps_are_those_of_one_process",
+        ),
+        "training continues bit for bit": ("tests/ecosystem/test_state_dicts.py::test_training_goes_on",),
+        "Other methods that read the parameters find shards and raise an error": (
+            "tests/ecosystem/test_peft.py::test_methods_beside_forward",
+        ),
+        "the next forward raises an error that names the weights": (
+            STEP + "test_kept.py::test_data_assigned_to_shards",
+        ),
+        "or that `fully_shard` was never called and what to set": (
+            "tests/ecosystem/test_running.py::test_units_that_ran_are_counted",
+        ),
+        "`weight_norm` after sharding removes a sharded parameter": (
+            "tests/grouping/test_added.py::test_weight_norm_after_sharding",
+        ),
+    },
+    "docs/compression.md": {
+        "the error of an element is at most half a step": (
+            "tests/unit/compression/test_formats.py::test_errors_are_at_most_half_a_step_of_the_block",
+            "tests/unit/compression/test_formats.py::test_half_a_step_holds_while_the_scale_is_a_normal_number",
+        ),
+        "Values that the format can represent arrive unchanged": (
+            "tests/unit/compression/test_formats.py::test_what_the_format_can_represent_arrives_as_it_is",
+        ),
+        "Gradients are never summed in few bits": ("tests/unit/compression/test_formats.py::test_sums_of_rows",),
+    },
+    "docs/differences.md": {
+        "Results match torch's bit for bit": (DOCS + "test_results_are_torchs_bit_for_bit",),
+        "A chunk of gradients of 256 KiB or more is summed in float32": (
+            DOCS + "test_in_which_dtype_gloo_sums_chunks",
+        ),
+        "`p.data = x` on a shard": (STEP + "test_kept.py::test_data_assigned_to_shards",),
+        "a training forward that writes to its own weights": (
+            STEP + "test_errors.py::test_a_forward_that_writes_to_its_weight",
+        ),
+        "a step, or clipping, before gradients are reduced": (
+            SYNC + "test_what_reads_gradients_is_refused",
+            SYNC + "test_a_step_before_finalize_backward_is_refused",
+        ),
+        "applied once, everywhere": (STEP + "test_reduction.py::test_divide_factor",),
+        "always take effect": (STEP + "test_reduction.py::test_reduce_scatter_max_input_buffers",),
+        "otherwise all ranks raise an error that names it": (
+            PARTING + "test_a_unit_skipped_by_one_of_four_is_named",
+            "tests/ranks/test_differing.py::test_skipped_without_the_option",
+        ),
+        "hooks on sharded parameters": (STEP + "test_graphs.py::test_hooks_after_sharding",),
+        "an all-gather extension that sends a different size on one rank": (
+            STEP + "test_bad_input.py::test_extension_of_other_sizes",
+        ),
+    },
+    "docs/extending.md": {
+        "Classes written for torch's own setters work unchanged": (
+            STEP + "test_communication.py::test_custom_collectives",
+        ),
+        "Otherwise all ranks raise an error": (
+            "tests/ranks/test_differing.py::test_other_policy",
+            STEP + "test_extensions.py::test_ranks_send_one_dtype",
+        ),
+    },
+    "docs/forecast.md": {
+        "Any other feature that torch's own lacks": ("tests/tools/forecast/test_beside.py::test_what_torchs_lacks",),
+        "Each of these raises an error with the remedy and the line of your code": (
+            "tests/tools/forecast/test_run.py::test_code_that_needs_more",
+            "tests/tools/forecast/test_run.py::test_weights_are_not_loaded",
+        ),
+    },
+    "docs/full_parameters.md": {
+        "If the block raises an error, nothing is written": (
+            WEIGHTS + "test_iteration.py::test_exception_in_the_block",
+        ),
+        "entering the block takes at most twice the memory of the largest parameter": (
+            WEIGHTS + "test_memory.py::test_ranks_that_show_nothing",
+        ),
+        "With gradients enabled, a forward raises an error": (WEIGHTS + "test_summon.py::test_forward_inside",),
+        "additional memory, at most": (
+            WEIGHTS + "test_memory.py::test_whole_model_and_one_parameter",
+            WEIGHTS + "test_memory.py::test_export",
+        ),
+        "`summon_full_params` raises an error inside a forward or backward": (
+            WEIGHTS + "test_iteration.py::test_refused_in_forward_and_backward",
+            WEIGHTS + "test_export.py::test_inside_forward",
+        ),
+        "Inside the block, `unshard`, `reshard` and `to` raise errors": (
+            WEIGHTS + "test_iteration.py::test_refused_inside",
+        ),
+        "If the block raises an error on one rank": (WEIGHTS + "test_iteration.py::test_exception_in_the_block",),
+        "A forward inside the block raises an error for them": (WEIGHTS + "test_summon.py::test_forward_inside",),
+        "Parameters on the meta device raise an error, on all ranks": (
+            WEIGHTS + "test_iteration.py::test_ranks_that_differ",
+        ),
+    },
+    "docs/how_it_works.md": {
+        "every rank raises an error that names the unit and the collective of each rank": (
+            PARTING + "test_every_rank_raises_and_names_what_each_does",
+        ),
+    },
+    "docs/loading.md": {
+        "If one rank finds an error, all ranks raise it before anything changes": (
+            WEIGHTS + "test_broadcast_refuses.py::test_every_rank_learns_what_is_wrong",
+            WEIGHTS + "test_broadcast_refuses.py::test_what_is_wrong_on_another_rank",
+        ),
+        "| `broadcast_from_rank0` | rank 0": (WEIGHTS + "test_broadcast.py::test_memory",),
+        "| `save_safetensors` | the sharded model": (WEIGHTS + "test_safetensors.py::test_memory_of_saving",),
+        "| `sync_module_states` | the first of several copies": (WEIGHTS + "test_sync.py::test_memory",),
+        "floats for an integer parameter raise an error": (
+            WEIGHTS + "test_broadcast.py::test_integers_load_into_floats_but_not_floats_into_integers",
+        ),
+        "two different values raise an error": (WEIGHTS + "test_broadcast.py::test_ties_of_different_values",),
+        "a file with both `weight` and `_orig_mod.weight` raises an error": (
+            WEIGHTS + "test_broadcast.py::test_prefixes_in_the_values",
+        ),
+    },
+    "docs/migration.md": {
+        "others raise an error that names the replacement": (
+            "tests/grouping/test_policies.py::test_names_of_the_old_arguments",
+        ),
+        "Buffers are never cast": (STEP + "test_dtypes.py::test_batch_norm",),
+        "`replicated_params` stay whole on every rank": ("tests/grouping/test_replicated_params.py::test_training",),
+        "A sharded module cannot be pickled": (DOCS + "test_a_sharded_module_is_copied_but_not_pickled",),
+    },
+    "docs/multimodal.md": {
+        "If the order changes, every rank raises an error": (
+            DOCS + "test_marked_units_in_another_order_raise_on_every_rank",
+        ),
+        "Without a mark, every rank raises an error if only some ranks use a unit": (
+            "tests/ranks/test_differing.py::test_skipped_without_the_option",
+        ),
+    },
+    "docs/newer_torch.md": {
+        "`dp_mesh_dims` takes only DTensors": (STEP + "test_named_dimensions.py::test_what_is_refused",),
+        "hybrid sharding over rows whose sorted ranks do not line up": (
+            STEP + "test_meshes.py::test_a_mesh_may_list_its_ranks_in_any_order",
+        ),
+        "If a rank does not call it, or lacks a gradient, every rank raises an error": (
+            SYNC + "test_calls_that_make_no_sense",
+        ),
+        "A name that matches nothing raises ValueError": (
+            "tests/grouping/test_offloading.py::test_patterns_and_mistakes",
+        ),
+        "A tensor that has only this function raises an error with its name": (
+            STEP + "test_extensions.py::test_wrong_views",
+        ),
+        "raises ValueError with the name of the parameter": (STEP + "test_bad_input.py::test_wrong_placements",),
+        "raises RuntimeError on every rank, unless the optimizer has other parameters": (
+            SYNC + "test_what_reads_gradients_is_refused",
+            SYNC + "test_other_optimizers_step",
+        ),
+        "`fsdp2.clip_grad_norm_`, `ShardedGradScaler` | | raise RuntimeError on every rank": (
+            SYNC + "test_what_reads_gradients_is_refused",
+        ),
+        "the next step raises RuntimeError": (SYNC + "test_what_reads_gradients_is_refused",),
+    },
+    "docs/optimizers.md": {
+        "every rank raises an error before anything is changed": (
+            OPTIM + "test_full_params.py::test_a_gradient_on_one_rank_alone_is_refused_everywhere",
+        ),
+        "if so, every rank raises one": (
+            OPTIM + "test_full_params.py::test_an_error_at_one_owner_is_raised_everywhere",
+        ),
+        "the new weights are those of one process, bit for bit": (
+            OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
+        ),
+        "reading a value raises an error that names the owner": (
+            OPTIM + "test_full_params.py::test_state_of_others_says_where_it_is",
+        ),
+        "`step(closure)`, LBFGS and SparseAdam raise errors": (OPTIM + "test_full_params.py::test_what_is_refused",),
+    },
+    "docs/settings.md": {
+        "parameters always keep their names": (STEP + "test_state.py::test_state_dict_is_sharded_at_any_time",),
+    },
+    "docs/state_dicts.md": {
+        "Names are always those of the plain model": (STATE + "test_full.py::test_equals_the_plain_models",),
+        "all ranks raise an error before anything is sent": (
+            STATE + "test_full.py::test_names_that_the_first_rank_lacks",
+        ),
+        "so it raises an error then": (STATE + "test_full.py::test_names_that_the_first_rank_lacks",),
+        "They raise an error that names the function of `fsdp2` to call": (
+            STATE + "test_settings.py::test_functions_of_fsdp1_that_would_do_nothing",
+        ),
+    },
+    "docs/troubleshooting.md": {
+        "If they differ, every rank raises an error within seconds": (
+            PARTING + "test_every_rank_raises_and_names_what_each_does",
+        ),
+    },
+    "docs/tutorials/checkpoint.md": {
+        "the next forward or backward raises an error on every rank": (
+            "tests/ranks/test_saving.py::test_asynchronous_save",
+        ),
+    },
+    "docs/tutorials/finetune.md": {
+        "`save_safetensors` gathers at most 64 MiB of it at a time": (
+            WEIGHTS + "test_safetensors.py::test_memory_of_saving",
+        ),
+    },
+    "docs/tutorials/loop.md": {
+        "Schedulers of `torch.optim.lr_scheduler` work unchanged": (STEP + "test_training_tools.py::test_schedules",),
+        "or until fsdp2 raises an error": (
+            "tests/ranks/test_differing.py::test_rank_raises",
+            PARTING + "test_every_rank_raises_and_names_what_each_does",
+        ),
+        "ends with the same weights as an uninterrupted run, bit for bit": (
+            "tests/docs/test_pages.py::test_the_complete_loop_resumes_bit_for_bit",
+        ),
+    },
+    "fsdp2.broadcast_from_rank0": {
+        "An error is raised on every rank and leaves the model unchanged": (
+            WEIGHTS + "test_broadcast_refuses.py::test_every_rank_learns_what_is_wrong",
+        ),
+    },
+    "fsdp2.clip_grad_norm_": {
+        "Raise an error if the norm is NaN or infinite, before anything is scaled": (
+            OPTIM + "test_clip_grad_norm.py::test_what_is_not_finite",
+        ),
+        "the same on every rank": (
+            OPTIM + "test_clip_grad_norm.py::test_any_mix_of_meshes",
+            OPTIM + "test_clip_grad_norm.py::test_dtypes",
+        ),
+        "is set (on every rank)": (OPTIM + "test_clip_grad_norm.py::test_what_is_not_finite",),
+    },
+    "fsdp2.fully_shard": {
+        "Parameters to leave unchanged": (STEP + "test_arguments.py::test_ignored_params",),
+        "NO_SHARD (whole on every rank of the mesh": ("tests/fsdp1/test_strategies.py::test_training",),
+        "Parameters to keep whole on every rank": ("tests/grouping/test_replicated_params.py::test_training",),
+        "Modules to leave unchanged": ("tests/grouping/test_modules.py::test_ignored_modules",),
+    },
+    "fsdp2.iter_full_params": {
+        "Values always come from the shards": (WEIGHTS + "test_export.py::test_at_any_time",),
+    },
+    "fsdp2.load_safetensors": {
+        "If one rank fails, every rank raises an error that names that rank": (
+            WEIGHTS + "test_files_that_do_not_fit.py::test_every_rank_learns_what_is_wrong",
+        ),
+    },
+    "fsdp2.save_safetensors": {
+        "Errors are raised on every rank": (
+            WEIGHTS + "test_saving.py::test_interrupted_saves",
+            WEIGHTS + "test_saving.py::test_a_full_disk",
+        ),
+    },
+    "fsdp2.summon_full_params": {
+        "other ranks need at most twice the largest parameter": (
+            WEIGHTS + "test_memory.py::test_ranks_that_show_nothing",
+        ),
+        "a backward that gives a shown parameter a gradient raises RuntimeError": (
+            WEIGHTS + "test_summon_gradients.py::test_a_backward_inside",
+        ),
+        "Where the block raises an error, nothing is written": (
+            WEIGHTS + "test_iteration.py::test_exception_in_the_block",
+        ),
+    },
+    "fsdp2.sync_module_states": {
+        "Every rank raises it before anything is changed": (
+            WEIGHTS + "test_sync.py::test_nothing_to_copy",
+            WEIGHTS + "test_sync.py::test_ranks_differ",
+        ),
+    },
+    "fsdp2.use_full_params": {
+        "Plain parameters are stepped on every rank": (
+            OPTIM + "test_full_params.py::test_plain_parameters_are_stepped_on_every_rank",
+        ),
+    },
+    "fsdp2.use_local_shards": {
+        "so schedulers, hooks and checkpoints work unchanged": (
+            OPTIM + "test_local_shards_in_use.py::test_schedulers_hooks_and_closures",
+            OPTIM + "test_local_shards_in_use.py::test_checkpoint_helpers",
+        ),
+        "bit for bit if the same implementation runs": (
+            OPTIM + "test_local_shards.py::test_steps_are_those_on_plain_tensors",
+        ),
+    },
+    "fsdp2.FSDPModule.set_requires_gradient_sync": {
+        "raise RuntimeError on every rank": (SYNC + "test_what_reads_gradients_is_refused",),
+    },
+    "fsdp2.FSDPModule.synchronize_gradients": {
+        "On every rank: only some ranks call it": (SYNC + "test_calls_that_make_no_sense",),
+    },
+    "fsdp2.FSDPModule.set_transfer_sizes": {
+        "None leaves a size unchanged": (STEP + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",),
+        "never on other backends": (
+            DOCS + "test_in_which_dtype_gloo_sums_chunks",
+            "tests/unit/comm/test_collectives.py::test_gloo_alone_exchanges_large_rows",
+        ),
+    },
+}
+"""By page, or by the public name whose docstring it is: what is said, and the tests."""
+
+NO_PROMISE = {
+    "docs/clients.md": ("Call such methods on every rank, like this",),
+    "docs/compression.md": ("A compressed run cannot be resumed bit for bit",),
+    "docs/extending.md": ("They must do the same on every rank",),
+    "docs/full_parameters.md": ("so make the same change on every rank",),
+    "docs/loading.md": ("Call it on every rank inside",),
+    "docs/many_nodes.md": ("trains on many machines unchanged", "at most `--max-restarts` times"),
+    "docs/multimodal.md": ("which costs the encoder's compute on every rank",),
+    "docs/newer_torch.md": ("may change or never be released",),
+    "docs/tutorials/finetune.md": ("Request whole tensors on every rank",),
+    "fsdp2.iter_full_params": ("# on every rank",),
+    "fsdp2.save_safetensors": ("# on every rank",),
+    "fsdp2.state_dict_type": ("# on every rank",),
+    "fsdp2.sync_module_states": ("on every rank fsdp2.sync_module_states(model)",),
+    "fsdp2.FSDPModule.set_reshard_after_backward": ("Call it on every rank",),
+    "fsdp2.FSDPModule.set_compression": ("Call it between two steps, on every rank",),
+}
+"""What asks the reader for something, or describes another program."""

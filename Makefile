@@ -36,7 +36,7 @@ test-all: style ## before a release: every case of every test, compilers, demos,
 
 # torch's CUDA build (5.5 GB) on a device that computes nothing (tests/nullgpu): no GPU is needed.
 test-cuda: .venv-cuda/.installed ## CUDA's and NCCL's own code without a GPU, on a device that computes nothing (about ten minutes)
-	@.venv-cuda/bin/python -m tests.nullgpu.device -m pytest tests/nullgpu --all --numprocesses 2 --dist worksteal $(ARGS)
+	@.venv-cuda/bin/python -m tests.nullgpu.device -m pytest tests/nullgpu --all --tb=short --numprocesses 2 --dist worksteal $(ARGS)
 
 check: lint ## lint, types and house rules
 	@$(PY) -m pytest -q tests/test_architecture.py

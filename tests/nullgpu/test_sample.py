@@ -25,7 +25,19 @@ SAMPLE = "(test_training and mixed-direct) or (test_no_wait and finish_gather) o
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu runs on it")
 def test_sample():
     """A step is ordered, a wait that is left out is noticed, ranks that differ are named, bytes are as forecast."""
-    command = [sys.executable, "-m", "pytest", "tests/nullgpu", "--all", "-q", "-p", "no:cacheprovider", "-k", SAMPLE]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/nullgpu",
+        "--all",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        SAMPLE,
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -7,6 +7,7 @@ in opposite orders, each may wait for the other for ever, whatever NCCL's own st
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,9 +56,7 @@ class Communicator:
             self.sent = {pair: self._channel(first + pair[0] * RANKS + pair[1]) for pair in pairs}
             first += RANKS * RANKS
             self.received = {pair: self._channel(first + pair[0] * RANKS + pair[1]) for pair in pairs}
-            self.processes = [
-                struct.unpack("q", self._read(16 + r * RANK_BYTES, 8))[0] for r in range(self.ranks)
-            ]
+            self.processes = [struct.unpack("q", self._read(16 + r * RANK_BYTES, 8))[0] for r in range(self.ranks)]
 
     def _read(self, at: int, size: int) -> bytes:
         self._file.seek(at)
@@ -104,17 +103,12 @@ def _opposite_orders(communicators: list[Communicator]) -> list[str]:
     for number, communicator in enumerate(communicators):
         for process, calls in zip(communicator.processes, communicator.collectives):
             order.setdefault(process, []).extend((call.launch, (number, i)) for i, call in enumerate(calls))
-    before: dict[tuple[int, int], set[int]] = {}
-    places: dict[int, dict[tuple[int, int], int]] = {}
-    for process, launches in order.items():
-        launches.sort()
-        places[process] = {what: place for place, (_, what) in enumerate(launches)}
-        for _, what in launches:
-            before.setdefault(what, set()).add(process)
-    for process, launches in order.items():
-        for (_, one), (_, other) in zip(launches, launches[1:]):
-            for second in (before[one] & before[other]) - {process}:
-                if places[second][one] > places[second][other]:
-                    texts = [f"{communicators[n].name}, call {i}" for n, i in (one, other)]
-                    return [f"process {process} launches {texts[0]} before {texts[1]}, process {second} behind it"]
+    sequences = [[what for _, what in sorted(launches)] for launches in order.values()]
+    for (a, one), (b, other) in itertools.combinations(zip(order, sequences), 2):
+        common = set(one) & set(other)
+        pair = ([what for what in sequence if what in common] for sequence in (one, other))
+        for first, second in zip(*pair):
+            if first != second:
+                texts = [f"{communicators[number].name}, call {index}" for number, index in (first, second)]
+                return [f"process {a} launches {texts[0]} where process {b} launches {texts[1]}"]
     return []

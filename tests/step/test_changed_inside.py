@@ -60,9 +60,7 @@ class Rescaled(nn.Module):
         return self.block(x)
 
 
-LOST = pytest.mark.xfail(
-    strict=True, reason="a write to a full parameter that stays between two calls is lost"
-)
+LOST = pytest.mark.xfail(strict=True, reason="a write to a full parameter that stays between two calls is lost")
 
 
 @on_ranks(1, 2)

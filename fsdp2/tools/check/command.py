@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fsdp2.tools.check.environment import known_problems
+from fsdp2.tools.check.forecasted import assumed, hardware_of
 from fsdp2.tools.check.place import BAD, Outcome
 from fsdp2.tools.check.report import Report, figures_of, row_of
 from fsdp2.tools.check.supervisor import Job, Supervisor
-from fsdp2.tools.check.tasks import ENVIRONMENT, FORECAST, TASKS, Task, chosen
+from fsdp2.tools.check.tasks import ENVIRONMENT, FORECAST, RATES, TASKS, Task, chosen
 from fsdp2.tools.forecast.cost import Hardware, Link
+from fsdp2.tools.forecast.saving import file_for
 
 __all__ = ["main"]
 
@@ -44,10 +49,23 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.only if name not in TASKS]:
         parser.error(f"--only {', '.join(map(repr, unknown))}: expected one or more of {', '.join(map(repr, TASKS))}")
+    if given.only and given.quick:
+        parser.error("--quick and --only: both choose the checks; expected one of them")
+    names = [task.name for task in chosen(given.only, quick=given.quick, cuda=True)]
+    if given.save_hardware and RATES not in names:
+        parser.error(
+            f"--save-hardware: its constants are those of the check {RATES!r}, which is not among those chosen"
+        )
     signal.signal(signal.SIGTERM, _interrupt)  # torchrun sends it; the worker must not be left behind
     job = Job.found(given.device)
     if given.device == "cuda" and job.device == "cpu":
         parser.error("--device cuda: not every rank has a GPU of its own here")
+    if job.rank == 0:  # which writes them, on its host
+        try:
+            given.json = file_for(given.json, (".json",))
+            given.save_hardware = given.save_hardware and file_for(given.save_hardware, (".json",))
+        except (ValueError, OSError) as error:
+            parser.error(f"--json and --save-hardware: {error}")
     tasks = chosen(given.only, quick=given.quick, cuda=job.device != "cpu")
     progress = _Progress(len(tasks)) if job.rank == 0 else lambda task, outcome: None
     supervisor = Supervisor(
@@ -79,7 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="only small models: no compilation, no large model, no measurement")
-    add("--only", nargs="+", default=[], metavar="NAME", help="run only these checks; their names are below")
+    add(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="run only these checks; their names are below",
+    )
     add(
         "--against",
         default="torch",
@@ -87,16 +112,28 @@ def _parser() -> argparse.ArgumentParser:
         help="none: do not compare with torch's own fully_shard",
     )
     add("--device", choices=("cuda", "cpu"), help="cpu: do not use GPUs")
-    add("--json", type=Path, metavar="FILE", help="the JSON file to write, beside a Markdown file (fsdp2-check.json)")
-    add("--save-hardware", type=Path, metavar="FILE", help="write this machine's constants for forecast --hardware")
+    add(
+        "--json",
+        default="fsdp2-check.json",
+        metavar="FILE",
+        help="the JSON file to write, beside a Markdown file (fsdp2-check.json)",
+    )
+    add("--save-hardware", metavar="FILE", help="write this machine's constants for forecast --hardware")
     add(
         "--patience",
-        type=float,
+        type=_seconds,
         default=PATIENCE,
         metavar="SECONDS",
         help=f"a rank without progress for this long counts as hanging ({PATIENCE:.0f})",
     )
     return parser
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
 
 
 class _Progress:
@@ -133,9 +170,12 @@ def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Ta
     others = [row_of(task.name, task.about, found[task.name]) for task in (*parts["here"], *parts["good"])]
     report.rows += [row for row in others if row.verdict != "seen"]  # a measurement has a row only if it failed
     report.figures = figures_of(found[task.name] for task in parts["good"])
-    rates = found.get(FORECAST) or [None]
-    if rates[0] is not None:
-        report.hardware = rates[0].figures.get("hardware", {})
+    report.done = [task.name for task in parts["good"] if any(found[task.name])]
+    fitted, rates = ((found.get(name) or [None])[0] for name in (FORECAST, RATES))
+    if rates is not None and rates.verdict == "seen":
+        values = asdict(hardware_of(job.world, job.hosts, rates.figures))
+        report.hardware = (fitted.figures if fitted else {}).get("hardware", values)
+        report.assumed = assumed(job.hosts, rates.figures)
     every = [outcome.figures for ranks in found.values() for outcome in ranks if outcome is not None]
     report.measured = next((figures["model"] for figures in every if "model" in figures), "small units")
     return report
@@ -143,7 +183,7 @@ def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Ta
 
 def _write(report: Report, given: Any) -> None:
     print(report.text(), flush=True)  # before the files are written, which may fail
-    path = given.json or Path("fsdp2-check.json")
+    path: Path = given.json
     beside = path.with_suffix(".md")
     path.write_text(report.json() + "\n")
     beside.write_text(report.markdown())

@@ -13,7 +13,7 @@ from fsdp2.tools.check.measure import Size, decoder, size_of
 from fsdp2.tools.check.place import Outcome, Place
 from fsdp2.tools.forecast.cost import Hardware, Link
 
-__all__ = ["fitted_link", "forecast_step", "hardware_of"]
+__all__ = ["assumed", "fitted_link", "forecast_step", "hardware_of"]
 
 
 def forecast_step(place: Place) -> Outcome:
@@ -21,7 +21,7 @@ def forecast_step(place: Place) -> Outcome:
     rates, steps = place.earlier.get("rates"), place.earlier.get("step time")
     if not rates or not steps:
         return Outcome("skipped", "needs the rates and the step time of this machine")
-    hardware, size = hardware_of(place, rates), size_of(place)
+    hardware, size = hardware_of(place.world, place.hosts, rates), size_of(place)
     first = _forecast(place, size, hardware)
     # A real step does not reach the rates of one large product and one large copy: reduce both by the same factor.
     share = min(first.compute_seconds / steps["step"]["plain"], 1.0)
@@ -55,16 +55,21 @@ def _forecast(place: Place, size: Size, hardware: Hardware) -> Any:
     return fsdp2.forecast(build, step, mesh={"shard": place.world}, hardware=hardware, backend=backend)
 
 
-def hardware_of(place: Place, rates: dict[str, Any]) -> Hardware:
+def assumed(hosts: int, rates: dict[str, Any]) -> list[str]:
+    """Return the names of the constants that were not measured: they are those of an H100."""
+    return [*([] if rates.get("gathers") else ["links"]), *([] if hosts > 1 else ["network_bytes_per_second"])]
+
+
+def hardware_of(world: int, hosts: int, rates: dict[str, Any]) -> Hardware:
     """Return the hardware with the measured rates."""
-    ranks_here = max(place.world // place.hosts, 1)
+    ranks_here = max(world // hosts, 1)
     values: dict[str, Any] = {"name": "measured", "ranks_per_node": ranks_here}
     values |= {name: rates[name] for name in ("flops_per_second", "memory_bytes_per_second")}
     if rates.get("gathers"):
-        link = fitted_link(place.world, rates["gathers"])
+        link = fitted_link(world, rates["gathers"])
         values["links"] = (link,)
-        if place.hosts > 1:  # the gathers crossed the network, whose bandwidth the ranks of a host share
-            values["network_bytes_per_second"] = link.bytes_per_second * place.hosts / place.world
+        if hosts > 1:  # the gathers crossed the network, whose bandwidth the ranks of a host share
+            values["network_bytes_per_second"] = link.bytes_per_second * hosts / world
     return Hardware(**values)
 
 

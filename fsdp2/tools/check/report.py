@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,7 @@ class Figure:
         """Less than torch's, the same, or more. More does not make the check fail."""
         if self.ratio is None:
             return ""
-        return "more than torch's: look" if self.ratio > MUCH else "less" if self.ratio < 1 / MUCH else "as torch's"
+        return "more: look" if self.ratio > MUCH else "less" if self.ratio < 1 / MUCH else "as torch's"
 
 
 def row_of(name: str, about: str, outcomes: Sequence[Outcome | None]) -> Row:
@@ -152,6 +153,10 @@ class Report:
     figures: list[Figure] = field(default_factory=list)
     measured: str = ""
     hardware: dict[str, Any] = field(default_factory=dict)
+    assumed: list[str] = field(default_factory=list)
+    """The constants of ``hardware`` that were not measured."""
+    done: list[str] = field(default_factory=list)
+    """The measurements that ran."""
     interrupted: bool = False
 
     @property
@@ -173,22 +178,29 @@ class Report:
             return f"The check was interrupted: {listed or 'nothing had run'}."
         if self.bad:
             return f"Something is wrong: {listed}."
-        return f"Nothing is wrong: {listed}." if listed else "Nothing was checked."
+        if listed:
+            return f"Nothing is wrong: {listed}."
+        measured = f" Measured: {', '.join(self.done)}." if self.done else ""
+        return f"No result was compared with another.{measured}" if measured else "Nothing was checked."
 
     def text(self) -> str:
         """Return the report for a terminal."""
-        parts = [*_facts(self.here), *self._rank_lines(), ""]
-        parts += [f"note: {problem}" for problem in self.problems]
+        parts = [*_facts(self.here), *_wrapped(self._rank_lines()), ""]
+        parts += _wrapped(f"note: {problem}" for problem in self.problems)
         if self.rows:
-            parts += ["", *_aligned(["is it right", "verdict", *_HEAD], [_cells(row) for row in self.rows])]
+            head = ["is it right", "verdict", *(name.removeprefix("against ") for name in _HEAD[:-1])]
+            parts += ["", *_aligned(head, [_cells(row)[:-1] for row in self.rows])]
         for row in self.rows:
-            if row.text and row.verdict != "skipped":
+            if row.text:
                 parts += ["", f"{row.name}: {row.verdict}", *_indented(row.text)]
         if self.figures:
             head = ["is it good", "fsdp2", "torch's", "ratio", "forecast", ""]
             parts += ["", f"({self.measured})", *_aligned(head, [_figure_cells(figure) for figure in self.figures])]
+            parts += _wrapped(self._about_memory())
         if self.hardware:
-            parts += ["", "constants of this machine, for forecasts:", *_facts(_flat(self.hardware))]
+            measured, others = self._constants()
+            parts += ["", "constants of this machine, for forecasts:", *_facts(measured)]
+            parts += ["", "not measured here, so those of an H100:", *_facts(others)] if others else []
         return "\n".join([*parts, "", self.summary])
 
     def markdown(self) -> str:
@@ -216,8 +228,11 @@ class Report:
             parts += ["", "## Is it good", "", f"Measured with {self.measured}. {_GOOD}", ""]
             head = ["one step", "fsdp2", "torch's own", "ratio", "forecast", "verdict"]
             parts += _table(head, [_figure_cells(figure) for figure in self.figures])
+            parts += [text for note in self._about_memory() for text in ("", note)]
         if self.hardware:
-            parts += ["", "## Constants of this machine", "", _CONSTANTS, "", *_bullets(_flat(self.hardware))]
+            measured, others = self._constants()
+            parts += ["", "## Constants of this machine", "", _CONSTANTS, "", *_bullets(measured)]
+            parts += ["", "Not measured here, so those of an H100:", "", *_bullets(others)] if others else []
         return "\n".join(parts) + "\n"
 
     def json(self) -> str:
@@ -233,8 +248,21 @@ class Report:
             "right": [_row_values(row) for row in self.rows],
             "good": [vars(figure) | {"ratio": figure.ratio, "verdict": figure.verdict} for figure in self.figures],
             "hardware": self.hardware,
+            "not measured": self.assumed,
         }
         return json.dumps(_finite(values), indent=1)
+
+    def _about_memory(self) -> list[str]:
+        """Return what a figure of memory on CPUs says about GPUs, if there is one."""
+        found = any(figure.name.startswith("peak memory") for figure in self.figures)
+        return [_ON_CPUS] if found and self.here.get("backend") == "gloo" else []
+
+    def _constants(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the constants that were measured, and the others."""
+        parts = [{}, {}]  # type: list[dict[str, Any]]
+        for name, value in self.hardware.items():
+            parts[name in self.assumed][name] = value
+        return _flat(parts[0]), _flat(parts[1])
 
     def _rank_lines(self) -> list[str]:
         """Return a line for each kind of rank; ranks that differ only in their number share a line."""
@@ -264,6 +292,12 @@ _RIGHT = (
 _GOOD = (
     "A step is forward and backward, without an optimizer. The forecast is that of `python -m fsdp2 forecast` with the "
     "constants below. Times on a busy machine mean little."
+)
+_ON_CPUS = (
+    "Peak memory on CPUs is about that of torch's own, with many ranks up to about half a layer more: gloo has several "
+    "chunks of gradients on their way. What torch's gloo allocates inside of a collective is not counted. On GPUs a "
+    "step needs up to a layer less: python -m fsdp2 forecast MODULE:FUNCTION --mesh shard=8 --beside torch shows it "
+    "for your model."
 )
 _CONSTANTS = "`--save-hardware FILE` writes them, and `python -m fsdp2 forecast --hardware FILE` uses them."
 
@@ -315,6 +349,11 @@ def _facts(facts: dict[str, str]) -> list[str]:
 
 def _bullets(facts: dict[str, str]) -> list[str]:
     return [f"- {name}: {value}" for name, value in facts.items()]
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """Return the lines for a terminal, continued where they are too long."""
+    return [part for line in lines for part in textwrap.wrap(line, 100, subsequent_indent="  ", break_long_words=False)]
 
 
 def _indented(text: str) -> list[str]:

@@ -13,9 +13,11 @@ from fsdp2.tools.check.measure import MEASURES
 from fsdp2.tools.check.place import Outcome, Place
 from fsdp2.tools.check.strict import STRICT
 
-__all__ = ["ENVIRONMENT", "FORECAST", "TASKS", "Task", "chosen"]
+__all__ = ["ENVIRONMENT", "FORECAST", "RATES", "TASKS", "Task", "chosen"]
 
-ENVIRONMENT, FORECAST = "environment", "forecast"
+ENVIRONMENT, FORECAST, RATES = "environment", "forecast", "rates"
+_NEEDED = (RATES, "step time")
+"""What a forecast is fitted to."""
 _NOT_QUICK = ("large parameters", "compiled blocks", "streams", *MEASURES, FORECAST)
 
 
@@ -52,8 +54,9 @@ TASKS = _tasks()
 
 
 def chosen(only: list[str], *, quick: bool, cuda: bool) -> list[Task]:
-    """Return the tasks to run. The environment is part of every report."""
-    names = [name for name in TASKS if name in only or name == ENVIRONMENT] if only else list(TASKS)
+    """Return the tasks to run, with those that they need. The environment is part of every report."""
+    wanted = {ENVIRONMENT, *only, *(_NEEDED if FORECAST in only else ())}
+    names = [name for name in TASKS if name in wanted] if only else list(TASKS)
     if quick and not only:
         names = [name for name in names if name not in _NOT_QUICK]
     if not cuda:

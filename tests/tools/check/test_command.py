@@ -15,6 +15,7 @@ import pytest
 from fsdp2.__main__ import main
 from fsdp2.tools.check.command import _write
 from fsdp2.tools.check.report import Report
+from fsdp2.tools.check.supervisor import Supervisor
 from fsdp2.tools.forecast.cost import H100, Hardware, Link
 from tests.support import api
 from tests.tools.check.launching import check, check_planted
@@ -71,7 +72,7 @@ def test_one_process(tmp_path):
     assert done.verdicts == {"plain": "right", "hybrid": "skipped"}
     assert done.report["here"]["ranks"] == "1 on 1 host" and done.report["here"]["backend"] == "gloo"
     assert done.markdown.startswith("# fsdp2 check\n\n**Nothing is wrong: 1 right, 1 skipped.**")
-    assert "[2/3] plain: right" in done.output and "(needs an even number of ranks)" in done.output
+    assert "[2/3] plain: right" in done.output and "hybrid: skipped\n    needs an even number of ranks" in done.output
 
 
 @pytest.mark.slow
@@ -116,6 +117,41 @@ def test_saved_constants_are_those_of_a_forecast(tmp_path, capsys):
     _write(report, SimpleNamespace(json=tmp_path / "check.json", save_hardware=path))
     assert Hardware.load(path) == machine
     assert "forecast --hardware" in capsys.readouterr().err
+
+
+def test_rates_alone(tmp_path):
+    """What is measured is said, and constants that one process cannot measure are not shown as if they were. The
+    report said "Nothing was checked" and listed the collectives of 1024 ranks."""
+    done = check(tmp_path, 1, "--only", "rates", "--save-hardware", "new/machine.json")
+    assert done.statuses == [0]
+    assert "No result was compared with another. Measured: rates." in done.output
+    measured, _, others = done.output.partition("not measured here, so those of an H100:")
+    assert "flops_per_second" in measured and "ranks_per_node" in measured and "collective of" not in measured
+    assert "network_bytes_per_second" in others and "a collective of 1024 ranks" in others
+    assert done.report["not measured"] == ["links", "network_bytes_per_second"]
+    assert Hardware.load(tmp_path / "new" / "machine.json").flops_per_second > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--json", "check.md"], "check.md: expected a name that ends in .json"),
+        (["--json", "/proc/none/check.json"], "/proc/none"),
+        (["--save-hardware", "machine.txt"], "machine.txt: expected a name that ends in .json"),
+        (["--save-hardware", "machine.json", "--quick"], "those of the check 'rates', which is not among those chosen"),
+        (["--save-hardware", "machine.json", "--only", "plain"], "those of the check 'rates'"),
+        (["--quick", "--only", "plain"], "expected one of them"),
+        (["--only", "plain", "--only", "plane"], "'plane': expected one or more of"),
+        (["--patience", "0"], "a number of seconds above 0"),
+        (["--patience", "nan"], "a number of seconds above 0"),
+    ],
+)
+def test_options_are_checked_before_anything_runs(capsys, monkeypatch, arguments, text):
+    """A file that cannot be written was noticed when all checks had run, and a patience of 0 made every rank hang."""
+    monkeypatch.setattr(Supervisor, "run", None)
+    with pytest.raises(SystemExit) as left:
+        main(["check", *arguments])
+    assert left.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_help_and_unknown_names(capsys):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from fsdp2.tools.check.environment import known_problems
 from fsdp2.tools.check.forecasted import fitted_link, hardware_of
-from fsdp2.tools.check.place import Comparison, Outcome, Place, worst
+from fsdp2.tools.check.place import Comparison, Outcome, worst
 from fsdp2.tools.check.report import Figure, Report, figures_of, row_of
 from fsdp2.tools.check.stacks import Stuck, describe, hanging, innermost
+from fsdp2.tools.check.tasks import TASKS
 
 
 def comparison(difference: float, **options: object) -> Comparison:
@@ -65,7 +67,7 @@ def test_figures():
     forecast = [Outcome("seen", figures={"peak memory allocated": {"forecast": 3 << 20}}), None]
     (figure,) = figures_of([ranks, forecast])
     assert figure == Figure("peak memory allocated", "MiB", 3.0, 2.0, 3.0)
-    assert figure.verdict == "more than torch's: look" and Report("", figures=[figure]).status == 0
+    assert figure.verdict == "more: look" and Report("", figures=[figure]).status == 0
     assert Figure("step", "ms", 1.0, 2.0).verdict == "less" and Figure("step", "ms", 1.0).verdict == ""
 
 
@@ -112,6 +114,24 @@ def test_the_rank_that_hangs():
     assert "all ranks wait for each other" in describe(waits, 45)
 
 
+def test_a_report_fits_a_terminal():
+    """Of 100 columns: the table of results had 158, and notes were one line each."""
+    same, close = comparison(0.0), replace(comparison(5e-4), against="one process")
+    outcome = Outcome("right", comparisons=[same, close, replace(close, against="the same, resumed")])
+    about = "a long description of what a check does, which the help shows as well, and Markdown has room for"
+    rows = [row_of(max(TASKS, key=len), about, [outcome]), row_of("hybrid", "", [Outcome("skipped", "no")])]
+    report = Report("", {"backend": "gloo"}, rows=rows, problems=[about + about], measured="small units")
+    report.ranks = [{"host": "a" * 60, "device": "cpu", "free memory": "1 of 2 GiB"}]
+    report.figures = [Figure("step above one that is not sharded", "ms", 123456.0, 123456.0, 123456.0)]
+    report.figures.append(Figure("peak memory allocated", "MiB", 3.0, 2.0, 3.0))
+    text = report.text()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "hybrid: skipped\n    no" in text and about not in text and about in report.markdown()
+    assert "Peak memory on CPUs is about that of torch's own" in text
+    report.here = {"backend": "nccl"}
+    assert "on CPUs" not in report.text() and "on CPUs" not in report.markdown()
+
+
 def test_known_problems():
     """Versions that were not tested, more ranks than GPUs, and no GPU at all."""
     (old,) = known_problems("2.9.1+cu126", cuda=True, gpus=8, ranks_here=8)[:1]
@@ -126,8 +146,7 @@ def test_constants_of_a_machine():
     assert link.seconds == pytest.approx(1e-3) and link.bytes_per_second == pytest.approx(1e9)
     backwards = fitted_link(4, [(4_000, 2e-3), (4_000_000, 1e-3)])
     assert backwards.bytes_per_second > 0
-    here = Place(0, 4, 0, None, None, hosts=2)  # type: ignore[arg-type]
     rates = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e10, "gathers": [(4_000, 1e-3), (4_000_000, 2e-3)]}
-    machine = hardware_of(here, rates)
+    machine = hardware_of(4, 2, rates)
     assert machine.ranks_per_node == 2 and machine.name == "measured"
     assert machine.collective_seconds(4_000_000, [0, 1, 2, 3]) == pytest.approx(2e-3, rel=0.05)

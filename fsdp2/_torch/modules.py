@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 # The state of a composable API is on the module under this key, where `fully_shard.state(module)` reads it.
@@ -14,12 +16,14 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed._composable_state import _get_module_state as composable_state
 from torch.distributed._composable_state import _insert_module_state as insert_composable_state
 from torch.distributed._composable_state import _State as ComposableState
+from torch.nn.utils import parametrize
 
 __all__ = [
     "REGISTRY_KEY",
     "STATE_KEY",
     "ComposableState",
     "RegistryItem",
+    "cached_parametrizations",
     "composable_state",
     "insert_composable_state",
     "loads_as_torch_does",
@@ -32,6 +36,11 @@ __all__ = [
 def run_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]] | None:
     """Return the matches of a ModuleWrapPolicy or CustomPolicy with their arguments; None for any other policy."""
     return policy._run_policy(root, ignored, {}) if hasattr(policy, "_run_policy") else None
+
+
+def cached_parametrizations() -> Collection[torch.Tensor | None]:
+    """Return the weights that ``parametrize.cached()`` keeps at the moment for later calls of their modules."""
+    return parametrize._cache.values() if parametrize._cache_enabled else ()
 
 
 def overrides_setattr(module: nn.Module) -> bool:

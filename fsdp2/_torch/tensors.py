@@ -52,6 +52,7 @@ __all__ = [
     "python_attributes",
     "pytree",
     "set_local_tensor",
+    "set_versions",
     "storages_of",
     "uncount_write",
     "versions_of",
@@ -65,6 +66,10 @@ chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
+# Sets the counts of in-place changes of a list of tensors; there is no public form of it.
+set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
+
+
 def versions_of(tensors: Iterable[Any]) -> list[int]:
     """Return each tensor's count of in-place changes, or -1 for inference tensors, which have none."""
     tensors = [*tensors]
@@ -76,7 +81,7 @@ def versions_of(tensors: Iterable[Any]) -> list[int]:
 
 def uncount_write(tensor: torch.Tensor) -> None:
     """Take one in-place change of ``tensor`` back from its count; it has no public form."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version - 1,))
+    set_versions([tensor], [tensor._version - 1])
 
 
 def lies_in(tensor: torch.Tensor, storage: Any) -> bool:

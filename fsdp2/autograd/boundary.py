@@ -30,7 +30,7 @@ class Boundary:
         self._outlasting = outlasting
         self._side_outputs = side_outputs
         self._copied: list[Tree] = []  # arguments in which the module got copies of the caller's containers
-        self._objects: list[Any] = []  # among the arguments, which the module may leave its results in
+        self.objects: list[Any] = []  # among the arguments, which the module may leave its results in
         self._left: Tensors = []  # results that are in arguments
         self._gate: _Gate | None = None
         self._hidden: Targets | None = None
@@ -61,7 +61,7 @@ class Boundary:
 
     def enter(self, given: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Return ``args`` and ``kwargs``, whose values were ``given``, with its tensors."""
-        self._objects += given.objects
+        self.objects += given.objects
         values = given.rebuilt()
         if given.copies:
             self._copied.append(given)
@@ -86,12 +86,11 @@ class Boundary:
         return tree.rebuilt()
 
     def end(self, result: Tree) -> None:
-        """Look for results in the arguments, and learn whether the inputs with hooks are all that the call has used."""
-        if self._objects:
-            inside = Tree(self._objects, results=True)
-            inside.tensors = self._outlasting(inside.tensors)
-            inside.rebuilt(in_place=True)
-            self._left += self._made_here(inside.tensors)
+        """Look for results in ``objects``, and learn whether the call has computed with inputs without hooks."""
+        inside = Tree(self.objects, results=True)
+        inside.tensors = self._outlasting(inside.tensors)
+        inside.rebuilt(in_place=True)
+        self._left += self._made_here(inside.tensors)
         if self._gate is not None and self._hidden is not None:
             new = self._made_here([*result.tensors, *self._left])
             self._gate.is_open = not self._hidden.reached_from(new, self.first_node)

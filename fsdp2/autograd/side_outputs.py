@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._torch.modules import cached_parametrizations
 from fsdp2.autograd import hooks
 from fsdp2.autograd.reach import is_made_since
 
@@ -43,7 +44,9 @@ class SideOutputs:
 
         The methods that ``starting`` returns are called before backward enters through one of them.
         """
-        left = [t for t in self._find() if is_made_since(t.grad_fn, since)]
+        left = [
+            t for t in [*self._find(), *cached_parametrizations()] if t is not None and is_made_since(t.grad_fn, since)
+        ]
         if not left:
             return False
         # Weak references: a module that holds a tensor whose hook holds the module is a cycle that Python cannot free.

@@ -65,7 +65,7 @@ class Tree:
         self.hidden: list[torch.Tensor] = []
         self.objects: list[Any] = []  # the outermost ones that hidden tensors may be in
         self.opaque = False
-        if len(values) == 1 and isinstance(values[0], torch.Tensor):  # most units take one tensor, and return one
+        if values and not values[1:] and isinstance(values[0], torch.Tensor):  # as most units take and return
             self.tensors = self._found = [values[0]]
             return
         self.tensors = self._found = []

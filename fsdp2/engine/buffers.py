@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import functorch_active
-from fsdp2._torch.tensors import address_of, versions_of
+from fsdp2._torch.tensors import address_of, set_versions, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
@@ -25,6 +26,7 @@ from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["ShardStore"]
 
+_gone = itertools.count(1 << 30)  # no tensor is changed in place so often, and none has the same of these as another
 _PACK_ALL = TransferSizes(direct_group_bytes=NO_LIMIT)
 
 
@@ -47,6 +49,10 @@ class ShardStore:
         self.options = options
         self.extensions: GroupExtensions | None = None
         self._plain: list[FSDPParam] = []  # those in the flat buffer
+        # Those of full parameters while their memory is gone, and what they have instead meanwhile.
+        self._versions: list[int] | None = None
+        self._gone: list[int] = []
+        self._full_params: list[torch.Tensor] = []
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
         self._items: list[Item] = []  # the shards of the plain ones
@@ -342,16 +348,31 @@ class ShardStore:
                 self._fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
             self._full.free()
+        self._versions, self._gone = None, [next(_gone) for _ in self._plain]
+        self._full_params = [param.full for param in self._plain if param.full is not None]
         return self.gather_buffers
 
     def free_full(self) -> None:
-        """Give back the memory of the full parameters, unless it was asked to stay where it is."""
+        """Give back the memory of the full parameters, unless it was asked to stay where it is.
+
+        Many kernels do not check that memory is there: a backward that enters the unit unseen would end the process. So
+        autograd finds a version then that no forward has saved, and raises (``engine.hints`` explains it).
+        """
         if self.options.keep_full_storage:
             return
         if self._full is not None:
             self._full.free()
+            if self._versions is None:
+                self._versions = [full._version for full in self._full_params]
+                set_versions(self._full_params, self._gone)
         if self.extensions is not None:
             self.extensions.free()
+
+    def note_full(self) -> None:
+        """Note that the memory of the full parameters is there and filled."""
+        if self._versions is not None:
+            set_versions(self._full_params, self._versions)
+            self._versions = None
 
     def lies_in_full(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a full parameter, or a view of one."""
@@ -364,7 +385,7 @@ class ShardStore:
 
     def full_versions(self) -> list[int]:
         """Return how often each full parameter was changed in place; gathers do not count."""
-        return versions_of([param.full for param in self._plain])
+        return versions_of(self._full_params) if self._versions is None else self._versions
 
     def changed_since(self, versions: list[int]) -> list[str]:
         """Return the names of full parameters that were changed in place since they had these ``versions``."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn, optim
 
+from fsdp2._torch.tensors import versions_of
 from fsdp2.engine.param import FSDPParam
 
 __all__ = ["Groups", "explain", "explain_at_exit"]
@@ -35,6 +36,7 @@ _STEP = (
     "fsdp2.use_local_shards({0}(...)) if it updates each element alone"
 )
 _STORAGE = "access the data pointer on an invalid python storage"
+_GONE = re.compile(r"is at version (\d+); expected version")
 _WRITTEN = (
     "DTensors have no memory of their own to be written to a file: got a state dict of shards, expected whole tensors; "
     "on every rank, save inside `with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, or call "
@@ -56,6 +58,20 @@ def _shown(groups: Groups) -> dict[FSDPParam, str]:
     return {p: name for p, name in params.items() if p.sites[0].shown is p.sharded}
 
 
+def _about_gone(version: int, groups: Groups) -> str | None:
+    """Return which full parameter backward needed when its memory was gone; None if the ``version`` is none of ours."""
+    for group in groups():
+        for param in group.params:
+            if param.full is not None and versions_of([param.full]) == [version]:
+                return (
+                    f"{param.name} (unit {_unit(group)}): got a backward through it while it is sharded, expected that "
+                    "backward enters the unit by what its forward returned, wrote to its arguments or left on its "
+                    "modules; return the tensor by which it entered, or keep the unit in memory: "
+                    "set_reshard_after_forward(False) and set_reshard_after_backward(False)"
+                )
+    return None
+
+
 def _unit(group: Any) -> str:
     return repr(group.name or "the root") if group.name or group.in_root else type(group.modules[0]).__name__
 
@@ -67,6 +83,8 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
     text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
     if _STORAGE in text and _shown(groups):
         return _WRITTEN
+    if (found := _GONE.search(text)) is not None:
+        return _about_gone(int(found[1]), groups)
     if _TEXT not in text and not any(placement in text for placement in _PLACEMENT):
         return None
     units = _shown(groups)

@@ -397,6 +397,7 @@ class Residency:
             self.store.extensions.decode(rows, state.work.lane, self.comm.lanes.compute)
         if state.pieces is not None and not state.keeps_pieces:
             state.pieces.free()  # the gather has read them, and is over
+        self.store.note_full()
         self._move(Full(state.adopted, state.held, state.stamp, state.pieces if state.keeps_pieces else None))
         self.show("full")
 

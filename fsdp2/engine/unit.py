@@ -357,7 +357,7 @@ class FSDPState(ComposableState):
     def _complete(self, call: Call, result: Tree) -> None:
         """End the forward of all members, whether they ran or not: free, and put hooks on the ``result``."""
         in_backward, trains = backward_runs(), torch.is_grad_enabled()
-        if trains:
+        if trains and call.boundary.objects:
             call.boundary.end(result)
         # No hook can be put on tensors inside a function or a generator, so backward may enter there without a gather.
         self._release(call, in_backward, stays=trains and result.opaque)

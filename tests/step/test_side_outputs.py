@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from fsdp2.autograd.side_outputs import SideOutputs
@@ -372,3 +373,90 @@ def test_outputs_that_no_hook_can_reach(rank, world, generator):
         return (next(result) if generator else result()).square().mean()
 
     trains_like_one_process(lambda: nn.Sequential(Lazy(generator), Lazy(generator)), loss, reshard_after_forward=True)
+
+
+class Scaled(nn.Module):
+    """A parametrization whose backward reads its own weight and the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8, 1) + 0.5)
+
+    def forward(self, weight):
+        return (weight * self.scale).tanh()
+
+
+class Parametrized(nn.Module):
+    """A layer whose weight is computed, once for all calls inside ``parametrize.cached()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        parametrize.register_parametrization(self.layer, "weight", Scaled())
+
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("used", ["first", "second", "both"])
+def test_a_weight_that_is_cached_around_two_calls(rank, world, used):
+    """The gradients of the second call's inputs ended the unit's backward, but the weight's graph belongs to the first
+    call, which nobody had entered: it read freed memory, and the process died with a segmentation fault (so does
+    torch's)."""
+
+    def loss(module: nn.Module, inputs: Tensor) -> Tensor:
+        with parametrize.cached():
+            first, second = module(inputs), module(inputs * 2)
+        one = {"first": first, "second": second, "both": first + second}[used]
+        return one.square().mean()
+
+    build = lambda: nn.Sequential(nn.Linear(8, 8), Parametrized(), nn.Linear(8, 8))
+    trains_like_one_process(build, loss, reshard_after_forward=True)
+
+
+KEPT_ELSEWHERE: list[Tensor] = []
+
+
+class LeavesItsLossElsewhere(nn.Module):
+    """Appends an auxiliary loss to a list that belongs to no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        y = self.layer(x)
+        KEPT_ELSEWHERE.append((y * self.scale).square().mean())
+        return y
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_loss_kept_where_nobody_looks(rank, world, reshard):
+    """Backward enters the unit unseen, and many kernels do not check that memory is there: the process died with a
+    segmentation fault. Now autograd refuses, and the explanation names the parameter and a remedy, which works."""
+    KEPT_ELSEWHERE.clear()
+    build = lambda: nn.Sequential(nn.Linear(8, 8), LeavesItsLossElsewhere(), nn.Linear(8, 8))
+    module, alone = beside_one_process(build, lambda module: [*module], reshard_after_forward=True)
+    if not reshard:
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
+    losses = []
+    for one in (alone, module):
+        one(torch.ones(2, 8))
+        losses.append(KEPT_ELSEWHERE.pop())
+    losses[0].backward()
+    if not reshard:
+        losses[1].backward()
+        for unit in (*module, module):
+            unit.reshard()
+        assert_gradients(module, alone)
+        return
+    with pytest.raises(RuntimeError, match="is at version 1073") as caught:
+        losses[1].backward()
+    module._get_fsdp_state().explain(caught.value)
+    assert "1.scale (unit '1'): got a backward through it while it is sharded" in str(caught.value)
+    assert "set_reshard_after_forward(False) and set_reshard_after_backward(False)" in str(caught.value)
+    module.reset_iter_state()

@@ -274,7 +274,7 @@ def test_a_dtensor_has_its_local_tensor_until_it_is_swapped() -> None:
         assert _torch.local_tensor(first) is pieces[1]
 
 
-@probes("uncount_write", "versions_of")
+@probes("set_versions", "uncount_write", "versions_of")
 def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)
     tensor[:2].add_(1)
@@ -283,6 +283,14 @@ def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     assert _torch.versions_of([tensor]) == [2]
     _torch.uncount_write(tensor)
     assert _torch.versions_of([tensor]) == [1]
+    _torch.set_versions([tensor, other := torch.zeros(1)], [5, 1 << 30])
+    assert _torch.versions_of([tensor[1:], other]) == [5, 1 << 30]
+    weight, inputs = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    result = inputs * weight.view(2)
+    _torch.set_versions([weight], [1 << 30])
+    with pytest.raises(RuntimeError, match="is at version 1073741824; expected version 0"):
+        result.sum().backward()
+    _torch.set_versions([tensor], [1])
     assert _torch.versions_of([tensor.data])[0] == 0
     assert _torch.versions_of([torch.inference_mode()(torch.zeros)(1)])[0] == -1
     with fake_mesh(2) as mesh:
@@ -446,3 +454,14 @@ def test_modes_of_a_checkpoint_and_inner_ones_can_be_taken_off_and_put_back() ->
     for context in (keep, replay):
         with outer, context, inner:
             assert _torch.dispatch_modes() == 3 and Hooks().run() == 1
+
+
+@probes("cached_parametrizations")
+def test_weights_that_parametrize_keeps_for_later_calls() -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    weight = module.weight
+    assert weight is not module.weight and not _torch.cached_parametrizations()
+    with nn.utils.parametrize.cached():
+        weight = module.weight
+        assert any(kept is weight for kept in _torch.cached_parametrizations()) and module.weight is weight
+    assert not _torch.cached_parametrizations()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp2 import hints
 from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.compression.collectives import compress
 from fsdp2.compression.policy import CompressionPolicy
@@ -46,6 +47,7 @@ from fsdp2.weights.load_state_dict import after_load_tree, before_load_tree, hoo
 __all__ = ["fully_shard"]
 
 logger = logging.getLogger("fsdp2")
+hints.watch()
 
 # The FSDP class of each class. Keys and values are weak: a class that is defined in a function or a notebook may keep
 # models alive through its methods.

@@ -20,7 +20,6 @@ buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward
 portions   pieces for the shard axis, with shard_over_replicas
 extension  tensors that decide themselves what travels
-hints      errors about shards that were computed with, explained
 stamp      whether the shards are still those that something was made of
 param      one managed parameter: shard, full tensor, gradient
 gradient_hooks  users' hooks on the gradients of shards

@@ -356,7 +356,7 @@ class ShardStore:
         """Give back the memory of the full parameters, unless it was asked to stay where it is.
 
         Many kernels do not check that memory is there: a backward that enters the unit unseen would end the process. So
-        autograd finds a version then that no forward has saved, and raises (``engine.hints`` explains it).
+        autograd finds a version then that no forward has saved, and raises (``hints.py`` explains it).
         """
         if self.options.keep_full_storage:
             return

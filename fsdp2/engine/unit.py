@@ -36,7 +36,6 @@ from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.hints import explain, explain_at_exit
 from fsdp2.engine.observer import launch_unobserved
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.passes import Call, CallKind, Pass, backward_runs
@@ -48,6 +47,7 @@ __all__ = [
     "Adopting",
     "FSDPState",
     "apis_of",
+    "explain_with",
     "get_state",
     "is_managed_by_torch",
     "keep_state",
@@ -57,6 +57,18 @@ __all__ = [
 ]
 
 _live: Registry[FSDPState] = Registry()
+_explain: Callable[[BaseException | None, Iterable[FSDPParamGroup]], None] | None = None
+
+
+def explain_with(explain: Callable[[BaseException | None, Iterable[FSDPParamGroup]], None]) -> None:
+    """Have ``explain(error, groups)`` add to the text of each error that leaves a forward or a registered method.
+
+    ``fsdp2/hints.py`` calls this when it is imported: the engine does not depend on it.
+    """
+    global _explain
+    _explain = explain
+
+
 _ran: Registry[FSDPState] = Registry()
 
 
@@ -158,8 +170,6 @@ class FSDPState(ComposableState):
         # it can. It is not on the groups, because it depends on all of them, and a unit without parameters has none.
         self.summoned: str | None = None
         _live.add(self)
-        # Here and not in ``init_root``: the call that fails may be one that makes no root (``generate``, say).
-        explain_at_exit(lambda: [group for unit in live_units() for group in unit.groups])
 
     @property
     def root(self) -> RootContext[FSDPState]:
@@ -671,7 +681,8 @@ class FSDPState(ComposableState):
 
     def explain(self, error: BaseException | None) -> None:
         """Add to the text of ``error``, which leaves a forward or a registered method, which shards it is about."""
-        explain(error, lambda: self.root.groups)
+        if _explain is not None:
+            _explain(error, self.root.groups)
 
     def _why_no_root(self, names: Mapping[FSDPState, str]) -> Exception | None:
         """Return the error if this unit cannot be the root of the units with these ``names``, else None.

@@ -244,7 +244,7 @@ def test_the_name_of_a_parameter_that_was_removed(rank, world):
     module = sharded(build, units=lambda module: module[0])
     prune.random_unstructured(module[0][0], "weight", amount=0.0)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter was replaced"):
+        with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter is not on its module"):
             module(torch.ones(2, 8))
 
 

@@ -135,6 +135,7 @@ FOLDERS = (
     "fsdp1.install",
     "forward_methods",
     "fully_shard",
+    "hints",
     "fsdp1",
     "grouping",
     "module",

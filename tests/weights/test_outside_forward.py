@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils import parametrizations
 
 import fsdp2
 from tests.support import api
@@ -117,6 +118,87 @@ def test_an_error_of_the_first_call_is_explained():
     last = written.strip().splitlines()[-1]
     assert status != 0 and "use_weights" in last, written
     assert "embed.weight (unit FSDPModel)" in last and "head" not in last
+
+
+IN_A_NOTEBOOK = """
+import sys, types
+
+class Events:
+    def register(self, name, function):
+        assert name == "post_run_cell"
+        self.after = function
+
+events = Events()
+shell = types.SimpleNamespace(events=events)
+sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: shell)
+import torch, fsdp2, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+model = fsdp2.fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+error = None
+try:
+    torch.ones(2, 8) @ model.weight
+except RuntimeError as raised:
+    error = raised
+events.after(types.SimpleNamespace(error_in_exec=error))
+events.after(types.SimpleNamespace(error_in_exec=None))
+"""
+
+
+@api.fsdp2_only
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the explanation is in the error itself")
+def test_an_error_in_a_cell_of_a_notebook_is_explained():
+    """A notebook's process does not end with the error, so nothing explained it there."""
+    done = subprocess.run([sys.executable, "-c", IN_A_NOTEBOOK], capture_output=True, text=True, timeout=300)
+    written = done.stdout + done.stderr
+    assert done.returncode == 0, written
+    assert written.count("weight (unit FSDPLinear): got a shard") == 1 and "use_weights" in written, written
+
+
+@api.fsdp2_only
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python does not tell of exceptions when they are raised")
+@on_ranks(2)
+def test_an_error_that_the_caller_catches_is_explained(rank, world):
+    """Whoever catches the error reads which weight it was, of which unit, and what to do; once, and others nothing."""
+    module = Speaking()
+    for unit in (module.trunk, module.head, module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    hidden = module.trunk(torch.ones(2, 8))
+    with pytest.raises(RuntimeError, match=r"head\.weight \(unit 'head'\): got a shard.*use_weights\(") as caught:
+        F.linear(hidden, module.head.weight)
+    assert str(caught.value).count("got a shard") == 1
+    step = torch.optim.Rprop(module.parameters(), foreach=False)
+    module(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="^(?s:.*)Rprop: its step got shards") as caught:
+        step.step()
+    assert "got a shard" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="^mine$"):
+        raise RuntimeError("mine")
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "norm",
+    [parametrizations.spectral_norm, nn.utils.spectral_norm, parametrizations.orthogonal],
+    ids=["spectral", "old spectral", "orthogonal"],
+)
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_buffers_that_stay_in_another_dtype(rank, world, norm):
+    """Mixed precision casts no buffers, and spectral_norm computes with its own and the weight: "addmv input tensors
+    must have the same dtype". The error names them, and what it advises works."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    norm(model[0])
+    fsdp2.fully_shard(model, mesh=mesh_1d(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    names = "base" if norm is parametrizations.orthogonal else r"\w*_u, \w*_v"
+    expected = rf"possibly the buffers {names} of .*got torch.float32, expected torch.bfloat16.*buffer\.data = "
+    with pytest.raises(RuntimeError, match=expected):
+        model(torch.ones(2, 4))
+    for buffer in model.buffers():
+        buffer.data = buffer.to(torch.bfloat16)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Explain torch's errors about shards that were used as if they were full parameters: which parameter, what to do.
 
-DTensor raises it before any Python code of ours could run, so it is explained afterwards: when it leaves the forward of
-a root or a registered method, and in the log when the process ends with it.
+DTensor raises such an error in C++, before any Python code of ours could run. So its text is added when Python tells of
+the exception (3.12 and newer), or when it leaves the forward of a root, or a registered method. What older Pythons do
+not tell of is explained where nobody caught it: below the cell of a notebook, or in the log when the process ends.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import linecache
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, TracebackType
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from fsdp2._torch.tensors import versions_of
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.unit import explain_with, live_units
 
-__all__ = ["Groups", "explain", "explain_at_exit"]
+__all__ = ["explain", "watch"]
 
 logger = logging.getLogger("fsdp2")
 
@@ -42,25 +46,24 @@ _WRITTEN = (
     "on every rank, save inside `with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, or call "
     "fsdp2.save_safetensors"
 )
+_DTYPES = "same dtype", "expected scalar type"
+_EXPLAINED = "_fsdp2_explained"  # an attribute of errors whose text was added
 _SHOWN = 8
-_registered = False
-
-Groups = Callable[[], Iterable[Any]]
-"""The groups whose shards an error may be about."""
+_FREE_TOOLS = 3, 4  # of sys.monitoring: those that are for no particular kind of tool
 
 
-def _shown(groups: Groups) -> dict[FSDPParam, str]:
+def _shown(groups: Iterable[FSDPParamGroup]) -> dict[FSDPParam, str]:
     """Return the parameters that modules show shards of at the moment, each with the name of its unit.
 
     Before the first forward that is the module's class: a name counts from the root, which nobody knows then.
     """
-    params = {p: _unit(group) for group in groups() for p in group.params}
+    params = {p: _unit(group) for group in groups for p in group.params}
     return {p: name for p, name in params.items() if p.sites[0].shown is p.sharded}
 
 
-def _about_gone(version: int, groups: Groups) -> str | None:
+def _about_gone(version: int, groups: Iterable[FSDPParamGroup]) -> str | None:
     """Return which full parameter backward needed when its memory was gone; None if the ``version`` is none of ours."""
-    for group in groups():
+    for group in groups:
         for param in group.params:
             if param.full is not None and versions_of([param.full]) == [version]:
                 return (
@@ -76,7 +79,7 @@ def _unit(group: Any) -> str:
     return repr(group.name or "the root") if group.name or group.in_root else type(group.modules[0]).__name__
 
 
-def _hint(error: BaseException | None, groups: Groups) -> str | None:
+def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str | None:
     """Return what ``error`` is about and what to do; None if it is not about the use of shards."""
     if not isinstance(error, RuntimeError) or error.__traceback__ is None:
         return None
@@ -85,6 +88,8 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
         return _WRITTEN
     if (found := _GONE.search(text)) is not None:
         return _about_gone(int(found[1]), groups)
+    if any(part in text for part in _DTYPES):
+        return _buffers(_frames(error.__traceback__), groups)
     if _TEXT not in text and not any(placement in text for placement in _PLACEMENT):
         return None
     units = _shown(groups)
@@ -100,6 +105,28 @@ def _hint(error: BaseException | None, groups: Groups) -> str | None:
     names = ", ".join(f"{p.name} (unit {units[p]})" for p in used[:_SHOWN])
     names = f"{'' if named else 'possibly '}{names}{', ...' if len(used) > _SHOWN else ''}"
     return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
+
+
+def _buffers(frames: Iterable[TracebackType], groups: Iterable[FSDPParamGroup]) -> str | None:
+    """Return a hint about buffers of the innermost failing module that stay in another dtype than its parameters.
+
+    Mixed precision casts parameters and inputs. spectral_norm keeps vectors in buffers, and computes with both.
+    """
+    for one in reversed([*frames]):
+        for module in [value for value in one.tb_frame.f_locals.values() if isinstance(value, nn.Module)]:
+            for group in groups:
+                dtype = group.store.options.mp_policy.param_dtype
+                own = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+                others = [(name, buffer) for name, buffer in own if buffer.dtype != dtype]
+                inside = any(module in unit_module.modules() for unit_module in group.modules)
+                if dtype is not None and others and inside:
+                    names = ", ".join(name for name, _ in others[:_SHOWN])
+                    return (
+                        f"possibly the buffers {names} of {type(module).__name__} (unit {_unit(group)}): got "
+                        f"{others[0][1].dtype}, expected {dtype}, in which mp_policy lets the unit compute. It casts "
+                        "no buffers; cast these before training, each by `buffer.data = buffer.to(...)`"
+                    )
+    return None
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -161,24 +188,60 @@ def _lines(trace: TracebackType) -> str:
     return "".join(linecache.getline(trace.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
 
 
-def explain(error: BaseException | None, groups: Groups) -> None:
-    """Add to the text of ``error`` what it is about, once."""
-    text = _hint(error, groups)
-    if error is not None and text is not None and text not in str(error):
+def explain(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> None:
+    """Add to the text of ``error`` what it is about, once; ``groups`` are those whose shards it may be about."""
+    text = None if error is None or _EXPLAINED in error.__dict__ else _hint(error, groups)
+    if error is not None and text is not None:
+        error.__dict__[_EXPLAINED] = True
         error.args = (f"{error}\n{text}", *error.args[1:])
 
 
-def explain_at_exit(groups: Groups) -> None:
-    """Log the explanation when the process ends with such an error; ``groups`` returns those of all models."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
-    atexit.register(_at_exit, groups)
+def _all_groups() -> list[FSDPParamGroup]:
+    return [group for unit in live_units() for group in unit.groups]
 
 
-def _at_exit(groups: Groups) -> None:
-    error = getattr(sys, "last_value", None)
-    text = _hint(error, groups)
-    if text is not None and text not in str(error):
+def _explain_when_raised() -> bool:
+    """Have Python tell of every exception when it is raised; return False if it cannot, or others are told."""
+    if sys.version_info < (3, 12):
+        return False
+    monitoring = sys.monitoring
+    tool = next((tool for tool in _FREE_TOOLS if monitoring.get_tool(tool) is None), None)
+    if tool is None:
+        return False
+
+    torch_folder = str(torch.__path__[0])
+
+    def raised(code: CodeType, offset: int, error: BaseException) -> None:
+        # It is called for each frame that the exception passes. When it leaves torch, which optimizer failed is known.
+        if isinstance(error, RuntimeError) and not code.co_filename.startswith(torch_folder):
+            explain(error, _all_groups())
+
+    monitoring.use_tool_id(tool, "fsdp2")
+    monitoring.register_callback(tool, monitoring.events.RAISE, raised)
+    monitoring.set_events(tool, monitoring.events.RAISE)
+    return True
+
+
+def _explain_below_cells() -> None:
+    """Show the explanation below the cell of a notebook in which such an error was raised."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None:
+        shell.events.register("post_run_cell", lambda result: _show(getattr(result, "error_in_exec", None)))
+
+
+def _show(error: BaseException | None) -> None:
+    text = None if error is None or _EXPLAINED in error.__dict__ else _hint(error, _all_groups())
+    if text is not None:
         logger.error("%s", text)
+
+
+def _at_exit() -> None:
+    _show(getattr(sys, "last_value", None))
+
+
+def watch() -> None:
+    """Explain errors about the shards of this process from now on. ``fully_shard.py`` calls it when it is imported."""
+    explain_with(explain)
+    atexit.register(_at_exit)
+    if not _explain_when_raised():
+        _explain_below_cells()

@@ -39,6 +39,9 @@ _SIZE = "_fsdp2_size"  # attribute of an optimizer: its number of parameters whe
 _hooked = False
 _unsearched = False
 """True if parameters were replaced, and the optimizers that hold them were not looked for since."""
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_knows_all = False
+"""True if ``_optimizers`` has those that were built before the first ``fully_shard``, too."""
 # Gradients that originals had when they were replaced: unreduced, or already written to the shard.
 _old_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original -> weak gradient
 
@@ -48,7 +51,7 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
     global _hooked, _unsearched
     if not _hooked:
         hook_optimizers(_before_step, note_optimizer_step)
-        around_use(_before_zeroing, repair, _follow_summoned, _around_loading)
+        around_use(_before_zeroing, repair, _after_adding, _around_loading)
         hook_registrations(is_managed_tensor)
         hook_modules(refuse_ddp)
         _hooked = True
@@ -62,12 +65,14 @@ def repair_holders() -> None:
     Other code reads the parameters of their groups before any step: torch's ``clip_grad_norm_`` found no gradients
     there. The first forward calls it, when libraries that give optimizers other parameters themselves have done so.
     """
-    global _unsearched
+    global _unsearched, _knows_all
     if not _unsearched or not originals_remembered():
         return
     _unsearched = False
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    for optimizer in found:
+    if not _knows_all:  # once: it takes a tenth of a second
+        _knows_all = True
+        _optimizers.update(each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
+    for optimizer in list(_optimizers):
         with contextlib.suppress(RuntimeError):  # its next step raises it, if there is one
             repair(optimizer)
 
@@ -95,12 +100,13 @@ def _before_zeroing(optimizer: torch.optim.Optimizer) -> None:
 
 
 @outside_dynamo
-def _follow_summoned(optimizer: torch.optim.Optimizer) -> None:
-    """Remember the tensors that ``optimizer`` was just given inside ``summon_full_params``.
+def _after_adding(optimizer: torch.optim.Optimizer) -> None:
+    """Remember ``optimizer``, and the tensors that it was just given inside ``summon_full_params``.
 
-    They must be recognized now: after the block no module shows them. The optimizer holds them until the end of the
+    These must be recognized now: after the block no module shows them. The optimizer holds them until the end of the
     block, where it may step on them.
     """
+    _optimizers.add(optimizer)
     given = optimizer.param_groups[-1]["params"]
     summoned = [param for param in given if is_summoned(param)]
     if summoned:

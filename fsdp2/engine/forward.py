@@ -94,4 +94,5 @@ class ForwardPass(Pass):
             if group.residency.is_gathering:  # for the others' sake, or ahead of a use that did not come
                 group.release(group.after_forward)  # as on ranks that used it: backward finds it in the same state
         for group in self.groups:
-            group.end_forward_pass()
+            group.end_forward_pass(self)
+        self.is_running = False

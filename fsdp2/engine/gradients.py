@@ -72,7 +72,7 @@ class GroupGradients:
         """
         self.axis = axis
         self.comm = comm
-        self.unreduced = Unreduced(group.store, self._in_use)
+        self.unreduced = Unreduced(group.store, self._in_use, lambda: self.comm.reductions.finish())
         self._group = group
         self._phases = phases
         self._notice_backward = notice_backward

@@ -7,7 +7,7 @@ is the business of its ``Residency``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,13 +18,22 @@ from fsdp2._torch.tensors import set_local_tensor
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.gradients import GroupGradients
-from fsdp2.engine.observer import Launch, launch_unobserved
+from fsdp2.engine.observer import Collective, Launch, launch_unobserved
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Residency
 
 __all__ = ["FSDPParamGroup"]
+
+
+class Pass(Protocol):
+    """A pass, as far as a group has to know one (``passes.Pass``, whose file imports this)."""
+
+    is_running: bool
+
+    def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
+        """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later."""
 
 
 class FSDPParamGroup:
@@ -67,6 +76,7 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
+        self._used_by: Pass | None = None  # the last forward that computed with it
         self._computed_with: list[nn.Parameter | None] = []  # the shards that it used
         self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
         for param in params:
@@ -215,14 +225,21 @@ class FSDPParamGroup:
 
     # ---- forward ----
 
-    def begin_forward_pass(self, *, aborted: bool) -> None:
-        """Free what is in memory and not held, as a forward pass starts under the root.
+    def is_used_in_another(self, run: Pass) -> bool:
+        """Return whether a forward of another root is under way that computes with the group; ``run`` leaves it alone.
+
+        Two models around one trunk are such roots.
+        """
+        return self._used_by is not None and self._used_by is not run and self._used_by.is_running
+
+    def begin_forward_pass(self, run: Pass, *, aborted: bool) -> None:
+        """Free what is in memory and not held, as the forward ``run`` starts under the root.
 
         If the forward before was ``aborted``, free held memory too: it may be held on some ranks and not on others,
         since it came further there.
         """
-        if self.residency.summoned:
-            return  # nothing of it is gathered or freed until that block ends
+        if self.residency.summoned or self.is_used_in_another(run):
+            return  # nothing of it is gathered or freed until that block, or that forward, ends
         self.residency.drop_passing_portions()
         if self._norms and any([param.follow_statistics() for param in self._norms]):
             self.reshard()
@@ -230,7 +247,7 @@ class FSDPParamGroup:
         if self.residency.in_memory and (not self.residency.held or aborted):
             self.reshard()
 
-    def pre_forward(self, launch: Launch, *, first: bool, quiet: bool = False) -> bool:
+    def pre_forward(self, run: Pass, *, first: bool, quiet: bool = False) -> bool:
         """Show full parameters for a forward; stages 3 to 5 of the life of a parameter.
 
         ``first``: no other forward of the group is under way, so that what is in memory may be replaced. ``quiet``: the
@@ -246,7 +263,9 @@ class FSDPParamGroup:
         if (quiet or late) and self.residency.needs_gather:
             self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
         self.phases.enter("pre_forward")
-        self._unshard_for_compute(launch, in_backward=False)
+        if not self.is_used_in_another(run):
+            self._used_by = run
+        self._unshard_for_compute(run.launch, in_backward=False)
         self._versions = []
         if torch.is_grad_enabled():
             self._versions = self.store.full_versions()
@@ -300,20 +319,26 @@ class FSDPParamGroup:
         else:
             self.residency.note_made()  # the pass may come again, behind a write
 
-    def end_forward_pass(self) -> None:
-        """Free what the forward pass under the root gathered and what is not held."""
+    def end_forward_pass(self, run: Pass) -> None:
+        """Free what the forward ``run`` under the root gathered and what is not held."""
         residency = self.residency
+        if self.is_used_in_another(run):
+            return
+        self._used_by = None
         residency.end_portions(keep=torch.is_grad_enabled())
         residency.return_to_pieces()
         if residency.in_memory and not residency.held and not residency.summoned:
             self.reshard()
 
-    def break_off_forward(self, *, trains: bool) -> None:
+    def break_off_forward(self, run: Pass, *, trains: bool) -> None:
         """End a forward that an exception has left, and free what it gathered, unless that is still in flight.
 
         If it ``trains``, nothing is held any more: it came further on some ranks, so other ranks may hold other groups.
         A backward on an earlier forward may still use what is in memory, and the next forward frees it.
         """
+        if self.is_used_in_another(run):
+            return
+        self._used_by = None
         if self.phases.in_forward:
             self.phases.enter("post_forward")
         if self.residency.is_full and not self.residency.held and not self.residency.summoned:

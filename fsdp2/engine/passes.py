@@ -66,6 +66,7 @@ class Pass:
     """One pass under a root: a forward, a backward, or a part of one that the caller asks for."""
 
     in_backward = False
+    is_running = True  # until it ends, or breaks off
     in_forward = False  # it is a forward, or lies inside one, which may write to shards
     quietly = False  # the latest use of a group was quiet, as ``itinerary.Stop`` says
     outermost: Any = None  # the unit that a forward entered first

@@ -23,11 +23,21 @@ from fsdp2.engine.param import Site
 from fsdp2.engine.passes import Pass, Unit, backward_runs
 from fsdp2.engine.pending import Pending
 from fsdp2.engine.phase import Phase
+from fsdp2.engine.registry import Registry
 from fsdp2.policies import GradientReductionHandle
 
-__all__ = ["GradientReduction", "RootContext", "are_copied", "kind_of_forward", "with_outdated_portions"]
+__all__ = [
+    "GradientReduction",
+    "RootContext",
+    "are_copied",
+    "kind_of_forward",
+    "running_roots",
+    "with_outdated_portions",
+]
 
 U = TypeVar("U", bound=Unit)
+
+_running: Registry[RootContext[Any]] = Registry()  # roots whose forward may be under way
 
 _WIDE = 4
 """The number of outputs for each input from which on a model ends wide: its loss takes more memory than a unit, and the
@@ -198,12 +208,15 @@ class RootContext(Generic[U]):
         like = f"{kind.name} of {unit.name}"  # a forward of another unit goes another way
         route = self.itinerary.begin(like, alone=alone)
         run = ForwardPass(self.groups, observer, unit, like, route, pending, observed=not alone)
+        if running is not None:
+            running.is_running = False
         for group in run.groups:
-            group.begin_forward_pass(aborted=aborted)
+            group.begin_forward_pass(run, aborted=aborted)
         # Not yet those of groups that may be updated first.
         outdated = [group for group in with_outdated_portions(run.groups) if not route.comes_late(group)]
         kind = PassKind(kind.name, anew=self.numbers_of(outdated))
         self.forward, self.backward = run, None
+        _running.add(self)
         _trace.refresh()
         if _trace.recording:
             _trace.emit("root_pre_forward", self)
@@ -278,9 +291,10 @@ class RootContext(Generic[U]):
         run = self.forward
         assert run is not None
         self.forward = None
+        run.is_running = False
         run.entered.clear()
         for group in run.groups:
-            group.break_off_forward(trains=run.trains)
+            group.break_off_forward(run, trains=run.trains)
         if run.observed:
             self.observer.abandon()
             self.itinerary.break_off()
@@ -331,6 +345,15 @@ class RootContext(Generic[U]):
         forwards = self.pending.forwards if any(group.store.options.reduce_unused for group in groups) else 0
         return PassKind(name, text, self.numbers_of(self.pending.used), self.numbers_of(gathered), forwards)
 
+    def leave_unstarted_backward(self, run: BackwardPass) -> None:
+        """End ``run`` if no backward of this root has started in it, and none will.
+
+        A forward without gradients, inside the backward of another root, is no recomputation: a checkpointed loss may
+        ask a teacher.
+        """
+        if self.backward is run and not run.started and not run.entered:
+            self.backward = None
+
     def end_backward(self, run: BackwardPass) -> None:
         """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.
 
@@ -356,6 +379,7 @@ class RootContext(Generic[U]):
             if manual:
                 for group in groups:
                     group.phases.enter("defer_backward")
+                    group.gradients.unreduced.await_finalization()
             else:
                 self.wait_for_reductions(groups)
             # Not earlier: after an interrupt of that wait gradients are missing, and the next forward must find this
@@ -382,7 +406,6 @@ class RootContext(Generic[U]):
             self.pending.deferred.pop(group, None)
         elif manual:
             self.pending.deferred[group] = None
-            group.gradients.unreduced.note()
         if not reduced and not (manual and reduces):
             run.post_backward(group)
 
@@ -425,6 +448,8 @@ class RootContext(Generic[U]):
         self.observer.abandon()
         for group in self.groups:
             group.reset()
+        if self.forward is not None:
+            self.forward.is_running = False
         self.forward = self.backward = None
         self._pending = Pending()
         self.itinerary.forget()
@@ -563,6 +588,14 @@ def with_outdated_portions(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGr
     return [group for group in groups if group.residency.portions_outdated]
 
 
+def running_roots() -> list[RootContext[Any]]:
+    """Return the roots whose forward is under way; an interrupt may have left some of these."""
+    for root in _running:
+        if root.forward is None:
+            _running.discard(root)
+    return list(_running)
+
+
 class GradientReduction(GradientReductionHandle):
     """The reductions that one ``finalize_backward`` started."""
 
@@ -585,4 +618,6 @@ class GradientReduction(GradientReductionHandle):
         # If this raises, gradients are missing: the next forward must find the pass and refuse.
         root.backward, self._run = self._run, None
         root.wait_for_reductions(root.groups)
+        for group in root.groups:
+            group.gradients.unreduced.finish()
         root.backward = None

@@ -40,7 +40,7 @@ from fsdp2.engine.observer import launch_unobserved
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.passes import Call, CallKind, Pass, backward_runs
 from fsdp2.engine.registry import Registry
-from fsdp2.engine.root import RootContext, kind_of_forward
+from fsdp2.engine.root import RootContext, kind_of_forward, running_roots
 from fsdp2.policies import MixedPrecisionPolicy
 
 __all__ = [
@@ -216,7 +216,7 @@ class FSDPState(ComposableState):
             for group in self.groups:
                 only_user = first and (not group.shared or run.enter_shared(group, self))
                 quiet = forward is not None and forward.is_quiet(group)
-                late = group.pre_forward(run.launch, first=only_user, quiet=quiet)
+                late = group.pre_forward(run, first=only_user, quiet=quiet)
                 if only_user:
                     entering.append(group)
                 if forward is not None:  # a backward, in which this runs anew, gathers ahead by itself
@@ -244,6 +244,8 @@ class FSDPState(ComposableState):
             self.init_root()
         root = self.root
         if not in_backward:
+            if root.forward is None and (around := next((r for r in running_roots() if self in r.all_states), None)):
+                self._root, root = weakref.ref(around), around  # another root had taken this unit over
             self._look_for_changes(root)
             if self._root is None:  # it was removed from below that root, and is run by itself
                 self.init_root()
@@ -393,6 +395,8 @@ class FSDPState(ComposableState):
                 group.release(after)
             if forward is not None and self._stays_for_backward(forward, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
+        if unfreed and isinstance(run, BackwardPass):
+            self.root.leave_unstarted_backward(run)
 
     def _watch_results(self, call: Call, result: Tree, in_backward: bool) -> None:
         """Put hooks on what the forward computed, by which backward enters the unit."""

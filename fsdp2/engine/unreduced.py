@@ -7,7 +7,7 @@ and clipping do not see them (``optim/unreduced.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -41,18 +41,33 @@ def drop_unreduced(shard_ids: Collection[int]) -> None:
 class Unreduced:
     """Unreduced gradients of one group, of the same parameters on all ranks, since these run the same backwards."""
 
-    def __init__(self, store: ShardStore, in_use: Callable[[], bool]) -> None:
-        """``in_use`` returns whether a pass computes with the group, or reduces its gradients."""
+    def __init__(self, store: ShardStore, in_use: Callable[[], bool], wait: Callable[[], object]) -> None:
+        """``in_use`` returns whether a pass computes with the group, or reduces its gradients.
+
+        ``wait`` waits for reductions that are on their way.
+        """
         self._store = store
         self._in_use = in_use
+        self._wait = wait
         # Parameters whose gradients a backward left on the full parameters, in the reduce dtype, on whichever ranks
         # have them.
         self.accumulated: set[FSDPParam] = set()
         # Sums over the shard axis that were not all-reduced yet, each with what it was divided by.
         self.sums: dict[FSDPParam, tuple[torch.Tensor, float]] = {}
+        # Parameters of a backward that ``finalize_backward`` will end: their reductions may be on their way.
+        self.unfinished: set[FSDPParam] = set()
 
     def __bool__(self) -> bool:
         return bool(self.accumulated or self.sums)
+
+    def await_finalization(self) -> None:
+        """Refuse the gradients to optimizers and clipping until ``finish``: a part of them may be delivered by now."""
+        self.unfinished.update(param for param in self._store.params if param.requires_grad)
+        self.note()
+
+    def finish(self) -> None:
+        """Note that the backward was finalized."""
+        self.unfinished.clear()
 
     def note(self) -> None:
         """Let optimizers and clipping look here, since they would not see these gradients on the shards."""
@@ -69,7 +84,10 @@ class Unreduced:
         found = [
             param
             for param, there in zip(params, have_gradients(params))
-            if there or param in self.sums or (unused and param in self.accumulated and param.requires_grad)
+            if there
+            or param in self.sums
+            or param in self.unfinished
+            or (unused and param in self.accumulated and param.requires_grad)
         ]
         if not found and not self:
             _noted.discard(self)
@@ -96,11 +114,14 @@ class Unreduced:
         for param in params:
             param.drop_unreduced_gradient()
 
-    def forget(self, params: Iterable[FSDPParam]) -> None:
-        """Forget the gradients of ``params``. The caller drops those on full parameters."""
+    def forget(self, params: Collection[FSDPParam]) -> None:
+        """Forget the gradients of ``params``. The caller drops those on full parameters and shards."""
+        if not self.unfinished.isdisjoint(params):
+            self._wait()  # or they would be delivered after they were dropped
         for param in params:
             self.sums.pop(param, None)
             self.accumulated.discard(param)
+            self.unfinished.discard(param)
 
     def take_over(self, earlier: Unreduced) -> None:
         """Take over what is left of parameters that were in another group before."""

@@ -269,7 +269,6 @@ def test_what_ranks_may_skip_is_freed(rank, world, marked):
 
 
 @api.fsdp2_only
-@pytest.mark.xfail(strict=True, reason="reductions that started and wait for finalize_backward are not refused")
 @on_ranks(2)
 @pytest.mark.parametrize("reader", ["clip", "step", "foreach step"])
 def test_gradients_that_wait_for_finalization(rank, world, reader):
@@ -297,7 +296,6 @@ def test_gradients_that_wait_for_finalization(rank, world, reader):
 
 
 @api.fsdp2_only
-@pytest.mark.xfail(strict=True, reason="zero_grad drops what was delivered, and not what waits on full parameters")
 @on_ranks(2)
 def test_dropped_before_finalization(rank, world):
     """``zero_grad`` between the backward and its finalization drops all of its gradients, as in a single process."""

@@ -61,7 +61,6 @@ ORDERS = {
     "actor twice": lambda both: (both.actor(INPUTS) * both.actor(2 * INPUTS) + both.critic(INPUTS)).square().mean(),
     "actor alone": lambda both: both.actor(INPUTS).square().mean(),
 }
-FREED = pytest.mark.xfail(strict=True, reason="a pass of one root frees groups that another root computes with")
 
 
 def actor_and_critic(**options: Any) -> tuple[Any, Any]:
@@ -74,7 +73,6 @@ def actor_and_critic(**options: Any) -> tuple[Any, Any]:
     return both, alone
 
 
-@FREED
 @on_ranks(1, 2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reshard", [None, False])
@@ -113,7 +111,7 @@ class Nested(nn.Module):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("graph", [pytest.param(False, marks=FREED), True])
+@pytest.mark.parametrize("graph", [False, True])
 def test_a_pass_of_one_root_inside_another(rank, world, graph):
     """A root that shares units with the one that runs computes inside its forward; it frees nothing of it."""
     torch.manual_seed(SEED)
@@ -133,9 +131,6 @@ def test_a_pass_of_one_root_inside_another(rank, world, graph):
         for model in (both, alone):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
-
-
-RUNNING = pytest.mark.xfail(strict=True, reason="a recomputed evaluation is taken for a backward of its root")
 
 
 class Distilled(nn.Module):
@@ -162,7 +157,7 @@ class Distilled(nn.Module):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=RUNNING)])
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_teacher_with_a_root_of_its_own(rank, world, checkpointed, where):
     """Its forward is recomputed inside the student's backward. That was taken for a backward of the teacher's, which

@@ -133,15 +133,15 @@ WRITES = {
 }
 
 
-UNSEEN = pytest.mark.xfail(strict=True, reason="no version counter that marks memory grows with this write")
-SEEN = ("by_state_dict", "by_local", "in_place", "by_load_state_dict", "by_set_model_state_dict")
+UNSEEN = pytest.mark.xfail(strict=True, reason="no counter shows these writes; docs/differences.md says so")
+UNSEEN_WRITES = ("by_detached_local", "by_foreach", "by_foreach_state_dict", "by_data")
 
 
 def cases() -> list[Any]:
     """Return each way to hold with each way to write."""
     found = []
     for hold, write in itertools.product(HOLDS, WRITES):
-        marks: list[Any] = [] if write in SEEN else [UNSEEN]
+        marks: list[Any] = [UNSEEN] if write in UNSEEN_WRITES else []
         marks += [pytest.mark.slow] if hold == "hold_after_forward" else []
         found.append(pytest.param(4 if hold == "hold_pieces" else 2, hold, write, marks=marks, id=f"{hold}, {write}"))
     return found
@@ -195,21 +195,26 @@ class Scaled(nn.Sequential):
 
 @on_ranks(2)
 @pytest.mark.parametrize("hold", ["hold_by_hand", "hold_after_backward"])
-@pytest.mark.parametrize(
-    "write",
-    ["by_state_dict", "by_local", "in_place", "by_load_state_dict", pytest.param("by_checkpoint", marks=UNSEEN)],
-)
-def test_a_rank_without_elements(rank, world, tmp_path, hold, write):
-    """One rank has nothing to write to, and gathers when the others do."""
+@pytest.mark.parametrize("write", ["by_state_dict", "by_local", "in_place", "by_load_state_dict", "by_checkpoint"])
+@pytest.mark.parametrize("freed", [False, True])
+def test_a_rank_without_elements(rank, world, tmp_path, hold, write, freed):
+    """One rank has nothing to write to, and gathers when the others do. Reading a checkpoint writes to local tensors,
+    and nothing shows that there: every rank raises, unless what is held was freed before."""
     module, alone = beside_one_process(Scaled, lambda module: [*module])
     shards = [*module.parameters()]
     if write == "by_checkpoint":
         saved = {name: value * 2 for name, value in module.state_dict().items()}
         dcp.save({"model": saved}, checkpoint_id=tmp_path)
     HOLDS[hold](module)
+    if freed:
+        module.reshard(recurse=True)
     WRITES[write](module, shards, tmp_path)
     for parameter in alone.parameters():
         parameter.data.mul_(2)
+    if write == "by_checkpoint" and not freed:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="ranks do not do the same"):
+            module(INPUTS)
+        return
     assert_computes_alike(module, alone)
 
 
@@ -248,12 +253,6 @@ LOADS = {
 }
 
 
-BEFORE_LOAD = ("from_files", "from_rank0")
-STALE = pytest.mark.xfail(
-    strict=True, reason="loading does not tell portions, and an empty part has no version to show"
-)
-
-
 def load_and_compare(module: Any, alone: Any, load: str, folder: Path) -> None:
     """Train both once, run a forward whose memory stays, load twice the weights, and compare."""
     for model in (module, alone):
@@ -267,7 +266,7 @@ def load_and_compare(module: Any, alone: Any, load: str, folder: Path) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("load", [pytest.param(load, marks=STALE if load in BEFORE_LOAD else []) for load in LOADS])
+@pytest.mark.parametrize("load", LOADS)
 def test_loaded_after_portions_were_gathered(rank, world, tmp_path, load):
     """With ``shard_over_replicas`` the portions of a forward stay. A rank whose part of them was empty did not see that
     values were loaded, and went on with the portions from before: "ranks do not do the same"."""

@@ -24,10 +24,10 @@ from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Residency
 
-__all__ = ["FSDPParamGroup"]
+__all__ = ["FSDPParamGroup", "UsingPass"]
 
 
-class Pass(Protocol):
+class UsingPass(Protocol):
     """A pass, as far as a group has to know one (``passes.Pass``, whose file imports this)."""
 
     is_running: bool
@@ -76,7 +76,7 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
-        self._used_by: Pass | None = None  # the last forward that computed with it
+        self._used_by: UsingPass | None = None  # the last forward that computed with it
         self._computed_with: list[nn.Parameter | None] = []  # the shards that it used
         self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
         for param in params:
@@ -225,14 +225,14 @@ class FSDPParamGroup:
 
     # ---- forward ----
 
-    def is_used_in_another(self, run: Pass) -> bool:
+    def is_used_in_another(self, run: UsingPass) -> bool:
         """Return whether a forward of another root is under way that computes with the group; ``run`` leaves it alone.
 
         Two models around one trunk are such roots.
         """
         return self._used_by is not None and self._used_by is not run and self._used_by.is_running
 
-    def begin_forward_pass(self, run: Pass, *, aborted: bool) -> None:
+    def begin_forward_pass(self, run: UsingPass, *, aborted: bool) -> None:
         """Free what is in memory and not held, as the forward ``run`` starts under the root.
 
         If the forward before was ``aborted``, free held memory too: it may be held on some ranks and not on others,
@@ -247,7 +247,7 @@ class FSDPParamGroup:
         if self.residency.in_memory and (not self.residency.held or aborted):
             self.reshard()
 
-    def pre_forward(self, run: Pass, *, first: bool, quiet: bool = False) -> bool:
+    def pre_forward(self, run: UsingPass, *, first: bool, quiet: bool = False) -> bool:
         """Show full parameters for a forward; stages 3 to 5 of the life of a parameter.
 
         ``first``: no other forward of the group is under way, so that what is in memory may be replaced. ``quiet``: the
@@ -319,7 +319,7 @@ class FSDPParamGroup:
         else:
             self.residency.note_made()  # the pass may come again, behind a write
 
-    def end_forward_pass(self, run: Pass) -> None:
+    def end_forward_pass(self, run: UsingPass) -> None:
         """Free what the forward ``run`` under the root gathered and what is not held."""
         residency = self.residency
         if self.is_used_in_another(run):
@@ -330,7 +330,7 @@ class FSDPParamGroup:
         if residency.in_memory and not residency.held and not residency.summoned:
             self.reshard()
 
-    def break_off_forward(self, run: Pass, *, trains: bool) -> None:
+    def break_off_forward(self, run: UsingPass, *, trains: bool) -> None:
         """End a forward that an exception has left, and free what it gathered, unless that is still in flight.
 
         If it ``trains``, nothing is held any more: it came further on some ranks, so other ranks may hold other groups.

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from fsdp2.comm.gather import Buffer, GatherBuffers, Gathering, HostCopies, finish_gather, start_gather
 from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.stamp import Stamp
 from fsdp2.sharding.mesh import Axis, DataParallelMesh
 from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
 
-__all__ = ["Mark", "Portions", "portion_items"]
-
-
-class Mark(Protocol):
-    """The versions of the shards that portions were gathered from."""
-
-    @property
-    def changed(self) -> bool:
-        """True if the shards were written since."""
+__all__ = ["Portions", "portion_items"]
 
 
 def portion_items(params: Sequence[FSDPParam], items: Sequence[Item], mesh: DataParallelMesh) -> list[Item]:
@@ -63,7 +55,7 @@ class Portions:
             self.gather = GatherBuffers(items, offsets, shards, self._memory)
         self.arriving: Gathering | None = None
         self.filled = False  # a gather has written them, or is writing them; a backward needs no more than that
-        self.mark: Mark | None = None  # of the shards as gathered; without it a forward gathers anew
+        self.stamp: Stamp | None = None  # of the shards as gathered; without it a forward gathers anew
         self.lasting = False  # they outlive the pass that gathered them
 
     @property
@@ -74,16 +66,16 @@ class Portions:
     @property
     def outdated(self) -> bool:
         """True if a forward must gather them anew."""
-        return self.mark is None or self.mark.changed
+        return self.stamp is None or self.stamp.changed
 
-    def start(self, lanes: Lanes, replicate: Axis, copies: HostCopies, mark: Mark) -> None:
-        """Start gathering them over ``replicate``, from shards of which ``mark`` has the versions."""
+    def start(self, lanes: Lanes, replicate: Axis, copies: HostCopies, stamp: Stamp) -> None:
+        """Start gathering them over ``replicate``, from shards which have this ``stamp``."""
         self.let_read(lanes.gather)  # those of a forward that broke off
         self.forget()
         self.filled = False  # until the gather was started
         lanes.replicate.wait(lanes.gather)  # which waits for shards, and may still read what these portions overwrite
         self.arriving = start_gather(self.gather, replicate, copies, lane=lanes.replicate)
-        self.filled, self.mark = True, mark
+        self.filled, self.stamp = True, stamp
 
     def let_read(self, reader: Lane | ComputeLane) -> None:
         """Let ``reader`` read portions that are on their way."""
@@ -102,7 +94,7 @@ class Portions:
             event = self.arriving.event
             self.let_read(lanes.gather)
             lanes.compute.wait(event)
-        self.lasting |= keep and self.mark is not None
+        self.lasting |= keep and self.stamp is not None
         self.forget_unless_lasting()
 
     def forget_unless_lasting(self) -> None:
@@ -112,7 +104,7 @@ class Portions:
 
     def forget(self) -> None:
         """Let the next forward gather anew."""
-        self.mark, self.lasting = None, False
+        self.stamp, self.lasting = None, False
 
     def reset(self, lanes: Lanes) -> None:
         """Have none, in whatever state an error left them; the ranks may have broken off at different gathers."""

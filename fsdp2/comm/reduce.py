@@ -30,7 +30,7 @@ from fsdp2.comm.collectives import (
 from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
 from fsdp2.comm.retained import Retained
 from fsdp2.comm.scaling import Scaling, divide_
-from fsdp2.comm.streams import Before, Lane
+from fsdp2.comm.streams import Before, ComputeLane, Lane
 from fsdp2.policies import ReduceScatter, WireFormat
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
@@ -139,7 +139,15 @@ class ReducePlan:
         return self._exchange if prefers_all_to_all(self.shard, nbytes, self.exchange_bytes) else self._scatter
 
     @cached_property
+    def alone(self) -> bool:
+        """Whether there is nobody to sum with, and nobody else who looks at the sum."""
+        nobody = self.shard.size == self.replicate.size == 1 and self.encodings[0] is None
+        return nobody and self.custom is None and self.hook is None
+
+    @cached_property
     def _fixed(self) -> _OverShards | None:
+        if self.alone:
+            return _Alone(self)
         if self.encodings[0] is not None:
             return _EncodedExchange(self, self.encodings[0])
         return None if self.custom is None else _CustomReduceScatter(self, self.custom)
@@ -212,7 +220,9 @@ def reduce_chunk(
     this comes to its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
     How they were ``finished`` says what compute does meanwhile.
     """
-    lanes, lane = memory.lanes, memory.use(memory.lanes.reduce)
+    lanes = memory.lanes
+    # A rank that is alone computes its shards from its gradients: behind compute, in the memory that activations leave.
+    lane: Lane | ComputeLane = lanes.compute if plan.alone else memory.use(lanes.reduce)
     flying = plan.over_shards(row).start(grads, row, memory, finished)
     yield from _until(flying.works)
     out, event, add_up = flying.received, flying.event, flying.add_up
@@ -228,12 +238,12 @@ def reduce_chunk(
     # Memory of the reduce lane, which others read from here on; what a second row makes is of the replicate lane.
     summed, rank = out, plan.shard.rank
     if row.second is not None:
-        lane = memory.use(lanes.replicate)
-        out, event = yield from plan.scatter_over_replicas.run(_cut(out, row, rank), row.second, lane, event)
+        lane = replicate = memory.use(lanes.replicate)
+        out, event = yield from plan.scatter_over_replicas.run(_cut(out, row, rank), row.second, replicate, event)
         row, rank = row.second, plan.replicate.rank
     elif plan.replicate.size > 1:
-        lane = memory.use(lanes.replicate)
-        event = yield from plan.all_reduce_over_replicas.run(out, lane, event)
+        lane = replicate = memory.use(lanes.replicate)
+        event = yield from plan.all_reduce_over_replicas.run(out, replicate, event)
     if plan.hook is not None:
         lane = memory.use(plan.hook_lane or lanes.replicate)  # not reduce: the hook may communicate
         with lane.after(event):
@@ -243,7 +253,7 @@ def reduce_chunk(
         host_waits = lane.event() if plan.offload else None
         if host_waits is None:
             deliver(_cut(out, row, rank))
-    if lane is not lanes.reduce:
+    if not plan.alone and lane is not lanes.reduce:
         memory.retain_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
     del summed  # while the host waits below, the sum on the device would stay allocated
     if host_waits is not None:
@@ -273,9 +283,9 @@ def _until(works: Sequence[Work]) -> Generator[None, None, None]:
 class _Flying:
     """A sum over the shard axis on its way.
 
-    ``received`` is the sum when it arrives, or ``add_up`` makes the sum of it, both in memory of the reduce lane. The
-    host has to wait for ``works``, and ``inputs`` must live until then; ``event`` is the end on a stream, where
-    `Retained` holds inputs.
+    ``received`` is the sum when it arrives, or ``add_up`` makes the sum of it, both in the reduce lane's memory, or in
+    compute's on the only rank. The host waits for ``works``, and ``inputs`` must live until then; ``event``
+    is the end on a stream, where `Retained` holds inputs.
     """
 
     received: torch.Tensor
@@ -314,6 +324,24 @@ class _ReduceScatter:
             )
         memory.retain_inputs(done.event, inputs, out.nbytes * plan.shard.size)
         return _Flying(out, works, done.event, inputs)
+
+
+class _Alone:
+    """The only rank's gradients, cast and in the order of its shards, are the sum."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self._plan = plan
+
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
+        """Copy, on the compute stream."""
+        plan = self._plan
+        with memory.lanes.compute.here() as done:
+            out = torch.empty(row.numel, dtype=plan.reduce_dtype, device=grads[0].device)
+            pack_gradients(grads, row, out)
+            if plan.scaling.pre != 1.0:
+                divide_(out, plan.scaling.pre)
+        grads.clear()
+        return _Flying(out, (), done.event, [])
 
 
 class _Exchange:

@@ -225,6 +225,11 @@ class ComputeLane:
             return Done(current)
         return Done(self._backward, self._module.stream(self._backward))
 
+    def after(self, event: torch.Event | None = None) -> Done:
+        """Wait for ``event``, then run the block on the compute stream."""
+        self.wait(event)
+        return self.here()
+
     def wait(self, event: torch.Event | None) -> None:
         """Let the compute stream wait for ``event``."""
         if event is None or self._module is None:

@@ -505,10 +505,31 @@ def test_encoded_gradients_that_are_not_finite_stay_so() -> None:
         assert not delivered[0][0][0, 16:32].isfinite().any() and delivered[1][0].isfinite().all()
 
 
+def as_with_others() -> dict[str, Any]:
+    """Return the options of a reduction on one rank that uses the lanes of several: a hook sees the sums."""
+    return {"hook": lambda sums: None}
+
+
+def test_the_only_rank_sums_on_the_compute_stream() -> None:
+    """On lanes of their own, sums took memory that activations could not have: on one GPU fsdp2 reserved more than
+    torch's. Shards are made of gradients at once, in one copy, and nothing is held."""
+    made = Chunk([weight(16, ranks=1), weight(2, ranks=1)], (torch.bfloat16, torch.float32, torch.float32))
+    with Device() as device:
+        flying = Reductions(Lanes(torch.device("cpu")))
+        flying.set_limits(1, 1 << 20)
+        grads = gradients(made)[0]
+        expected, held = [grad.float() for grad in grads], weakref.ref(grads[0])
+        flying.add(reduce_chunk(grads, made.row, made.plans[0], flying.memory, made.delivered[0].extend))
+        assert held() is None and device.streams == [device.compute]
+        flying.finish()
+    assert all(torch.equal(got, want) for got, want in zip(made.delivered[0], expected)) and not device.mistakes
+
+
 def test_gradients_that_are_copied_beside_compute_count_and_go_first() -> None:
     """A chunk of the same unit may follow, of other dtypes. Where it has no room beside them and their rows, they go
     before the rows, which the network still reads when the copies are over."""
-    large, small = (Chunk([weight(rows, ranks=1)], (torch.bfloat16, torch.float32, torch.float32)) for rows in (16, 2))
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    large, small = (Chunk([weight(rows, ranks=1)], dtypes, options=as_with_others()) for rows in (16, 2))
     with Device():
         flying = Reductions(Lanes(torch.device("cpu")))
         flying.set_limits(1, 400)  # bytes of what is copied, 128, of its rows, 256, and less than 48 more
@@ -525,7 +546,7 @@ def test_gradients_that_are_copied_beside_compute_count_and_go_first() -> None:
 @pytest.mark.parametrize(("limit", "beside"), [(213, False), (214, True)])
 def test_three_fifths_of_the_limit_are_copied_beside_compute(limit: int, beside: bool) -> None:
     """Two of the three large matrices of a block, if the limit is a block's gradients; here 128 bytes."""
-    made = Chunk([weight(16, ranks=1)], (torch.bfloat16, torch.float32, torch.float32))
+    made = Chunk([weight(16, ranks=1)], (torch.bfloat16, torch.float32, torch.float32), options=as_with_others())
     with Device():
         flying = Reductions(Lanes(torch.device("cpu")))
         flying.set_limits(1, limit)

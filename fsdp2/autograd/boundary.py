@@ -6,7 +6,7 @@ can be known only of tensors that are found here; ``autograd.trees`` says where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ class Boundary:
         self._outlasting = outlasting
         self._side_outputs = side_outputs
         self._copied: list[Tree] = []  # arguments in which the module got copies of the caller's containers
-        self.objects: list[Any] = []  # among the arguments, which the module may leave its results in
-        self._left: Tensors = []  # results that are in arguments
+        self._writable: list[Any] = []  # what the module may leave results in, among the arguments,
+        self._known: dict[int, torch.Tensor] = {}  # and the tensors that were there before
+        self._left: Tensors = []  # results that are there
         self._gate: _Gate | None = None
         self._hidden: Targets | None = None
 
@@ -61,7 +62,9 @@ class Boundary:
 
     def enter(self, given: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Return ``args`` and ``kwargs``, whose values were ``given``, with its tensors."""
-        self.objects += given.objects
+        if given.writable:
+            self._writable += given.writable
+            self._known.update((id(tensor), tensor) for tensor in (*given.found, *given.hidden))
         values = given.rebuilt()
         if given.copies:
             self._copied.append(given)
@@ -72,25 +75,20 @@ class Boundary:
     # ---- out of it ----
 
     def leave(self, result: Tree) -> None:
-        """Keep what the module returns and has written from being freed, and let the caller see what it has written."""
+        """Let what the module returns and has written outlast the call, and let the caller see what it has written."""
         result.tensors = self._outlasting(result.tensors)
         while self._copied:
-            # As if the module had written to the caller's containers. Backward may enter by what it wrote.
-            written = Tree(self._copied.pop(0).carry_back(self._kept), results=True)
-            self._left += written.tensors
-            result.opaque |= written.opaque
-
-    def _kept(self, written: list[Any]) -> Sequence[Any]:
-        tree = Tree(written, results=True)
-        tree.tensors = self._outlasting(tree.tensors)
-        return tree.rebuilt()
+            self._copied.pop().carry_back()  # as if the module had written to the caller's containers
+        if self._writable and torch.is_grad_enabled():
+            written = Tree(self._writable, results=True)
+            new = [tensor for tensor in written.tensors if id(tensor) not in self._known]
+            kept = dict(zip(map(id, new), self._outlasting(new)))
+            written.tensors = [kept.get(id(tensor), tensor) for tensor in written.tensors]
+            written.rebuilt(in_place=True)
+            self._left = self._made_here(written.tensors)
 
     def end(self, result: Tree) -> None:
-        """Look for results in ``objects``, and learn whether the call has computed with inputs without hooks."""
-        inside = Tree(self.objects, results=True)
-        inside.tensors = self._outlasting(inside.tensors)
-        inside.rebuilt(in_place=True)
-        self._left += self._made_here(inside.tensors)
+        """Learn whether the call has computed with hidden inputs: then the others do not tell when backward is done."""
         if self._gate is not None and self._hidden is not None:
             new = self._made_here([*result.tensors, *self._left])
             self._gate.is_open = not self._hidden.reached_from(new, self.first_node)
@@ -113,7 +111,7 @@ class Boundary:
         if self._left:
             watched |= hooks.watch_outputs(self._left, starting, self.first_node)[0]
         if starting_from_sides is not None:
-            watched |= self._side_outputs.watch(self.first_node, starting_from_sides)
+            watched |= self._side_outputs.watch(self.first_node, starting_from_sides, self._outlasting)
         return watched
 
 

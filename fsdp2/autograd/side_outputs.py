@@ -6,6 +6,7 @@ Backward may enter a unit through such a tensor before it enters through the out
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -16,12 +17,16 @@ from torch import nn
 from fsdp2._torch.modules import cached_parametrizations
 from fsdp2.autograd import hooks
 from fsdp2.autograd.reach import is_made_since
+from fsdp2.autograd.trees import PLAIN, Tree
 
 __all__ = ["SideOutputs"]
 
 _NOT_OWN = frozenset(nn.Module().__dict__)
-_PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
-_MOST_ITEMS = 64  # longer containers, such as vocabularies, would cost too much to search in each forward
+_PLAIN = PLAIN | {BuiltinFunctionType, MethodType}
+_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, deque})
+_LEVELS = 3
+
+Place = tuple[dict[str, Any], str]
 
 
 class SideOutputs:
@@ -36,39 +41,57 @@ class SideOutputs:
         self._tops = tops
         self._ends = ends
         self._attributes: list[dict[str, Any]] = []
-        self._searched: list[tuple[dict[str, Any], str]] = []
+        self._searched: list[Place] = []
         self._size = self._registrations = -1
 
-    def watch(self, since: int, starting: Callable[[], list[Callable[[torch.Tensor], None]]]) -> bool:
+    def watch(
+        self,
+        since: int,
+        starting: Callable[[], list[Callable[[torch.Tensor], None]]],
+        outlasting: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    ) -> bool:
         """Watch side outputs that were computed at or after the node number ``since``; return True if there are any.
 
-        The methods that ``starting`` returns are called before backward enters through one of them.
+        The methods that ``starting`` returns are called before backward enters through one of them. ``outlasting``
+        returns tensors with copies of those whose memory is freed.
         """
-        left = [
-            t for t in [*self._find(), *cached_parametrizations()] if t is not None and is_made_since(t.grad_fn, since)
-        ]
+        places = self._find()
+        left = self._made_since(since, places, outlasting) if places else []
+        left += [t for t in cached_parametrizations() if t is not None and is_made_since(t.grad_fn, since)]
         if not left:
             return False
         # Weak references: a module that holds a tensor whose hook holds the module is a cycle that Python cannot free.
         entered = [weakref.WeakMethod(method) for method in starting()]
         return hooks.watch_outputs(left, lambda grad: _call(entered, grad), since)[0]
 
-    def _find(self) -> list[torch.Tensor]:
+    @staticmethod
+    def _made_since(
+        since: int, places: list[Place], outlasting: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Return tensors at ``places`` that are not older than ``since``; the modules keep what outlasts the call."""
+        tree = Tree([attributes[name] for attributes, name in places], results=True, left=True)
+        new = [tensor for tensor in tree.tensors if is_made_since(tensor.grad_fn, since)]
+        kept = outlasting(new)
+        copies = {id(old): copy for old, copy in zip(new, kept) if copy is not old}
+        if copies:
+            tree.tensors = [copies.get(id(tensor), tensor) for tensor in tree.tensors]
+            for (attributes, name), value in zip(places, tree.rebuilt(in_place=True)):
+                attributes[name] = value
+        return kept
+
+    def _find(self) -> list[Place]:
+        """Return where the modules hold what may have tensors in it."""
         if self._registrations != hooks.registrations or self._size != sum(map(len, self._attributes)):
             self._list_attributes()
-        found = []
+        places = []
         for attributes, name in self._searched:
             if name not in attributes:  # perhaps there is one of another name instead, so that their number is the same
                 self._list_attributes()
                 return self._find()
-            if type(value := attributes[name]) in _PLAIN:
-                continue
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
-                items = value.values() if isinstance(value, dict) else value
-                found += [i for i in items if type(i) not in _PLAIN and isinstance(i, torch.Tensor)]
-        return found
+            value = attributes[name]
+            if type(value) not in _PLAIN and (isinstance(value, torch.Tensor) or _may_hold(value, _LEVELS)):
+                places.append((attributes, name))
+        return places
 
     def _list_attributes(self) -> None:
         modules = list(self._modules())
@@ -97,6 +120,27 @@ class SideOutputs:
 def _is_size(value: object) -> bool:
     items = value if isinstance(value, tuple) else (value,)
     return value is not None and all(type(item) in _PLAIN for item in items)
+
+
+def _may_hold(value: Any, levels: int) -> bool:
+    """Return whether ``Tree`` has to look for tensors in ``value``, so many ``levels`` deep.
+
+    Most attributes are settings, lists of them and objects with them, and each forward asks.
+    """
+    kind = type(value)
+    if kind is FunctionType:
+        return value.__closure__ is not None
+    if kind in _CONTAINERS:
+        items = value.values() if kind is dict else value
+    elif levels < _LEVELS or isinstance(value, nn.Module):  # objects inside others may lead anywhere
+        return isinstance(value, torch.Tensor)
+    elif getattr(kind, "__slots__", ()):
+        return True
+    else:
+        items = getattr(value, "__dict__", {}).values()
+    return levels > 0 and any(
+        [type(item) not in _PLAIN and _may_hold(item, levels - 1) for item in (*items,)]  # at once, for other threads
+    )
 
 
 def _call(methods: list[weakref.WeakMethod[Callable[[torch.Tensor], None]]], grad: torch.Tensor) -> None:

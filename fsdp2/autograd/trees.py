@@ -38,14 +38,14 @@ Parts = dict[Any, Any]
 
 
 class Tree:
-    """Values that go into a forward or come out of it. Its ``tensors`` are each there once, and in order.
+    """Values that go into a forward or come out of it. ``tensors`` are those that were ``found``, each once, in order.
 
     ``tensors`` may be set to others, one for one; ``rebuilt`` then returns the values with these in their place.
     """
 
     __slots__ = (
-        *("_found", "_nodes", "_places", "_results", "_searches", "_seen", "_values"),
-        *("copies", "hidden", "objects", "opaque", "tensors"),
+        *("_left", "_nodes", "_places", "_results", "_searches", "_seen", "_values"),
+        *("copies", "found", "hidden", "opaque", "tensors", "writable"),
     )
 
     def __init__(
@@ -63,26 +63,29 @@ class Tree:
         self._nodes: dict[int, int | _Node] | None = None  # what is at the positions of values that are not plain
         self.copies: list[tuple[_Node, Any, Parts]] = []  # a container, its copy, and what was in that
         self.hidden: list[torch.Tensor] = []
-        self.objects: list[Any] = []  # the outermost ones that hidden tensors may be in
+        self.writable: list[Any] = []  # the outermost containers and objects that a module may write to
         self.opaque = False
         if values and not values[1:] and isinstance(values[0], torch.Tensor):  # as most units take and return
-            self.tensors = self._found = [values[0]]
+            self.tensors = self.found = [values[0]]
             return
-        self.tensors = self._found = []
+        self.tensors = self.found = []
         self._results, self._searches = results, search
         self._places: dict[int, int] = {}
         # Each visited object by its id. It is kept alive, or another one could get the id.
         self._seen: dict[int, tuple[Any, _Node]] = {}
         self._nodes = {}
-        levels = _LEFT_LEVELS if left else _LEVELS
+        self._left = left
         for position, value in enumerate(values):
             if type(value) not in PLAIN:
-                found = self._look(value, levels, searching=left, most=_LEFT_ITEMS if left else None)
+                found = self._look(value, _LEFT_LEVELS if left else _LEVELS, searching=False, written=False)
                 if found is not None:
                     self._nodes[position] = found
 
-    def _look(self, value: Any, levels: int, *, searching: bool, most: int | None) -> int | _Node | None:
-        """Return the place of a tensor in the list, or what is in a container; None if there is nothing to replace."""
+    def _look(self, value: Any, levels: int, *, searching: bool, written: bool) -> int | _Node | None:
+        """Return the place of a tensor in the list, or what is in a container; None if there is nothing to replace.
+
+        ``searching``: it is inside something that is not looked into; ``written``: inside something in ``writable``.
+        """
         if isinstance(value, torch.Tensor):
             if searching and not self._results:
                 self.hidden.append(value)
@@ -100,21 +103,23 @@ class Tree:
             self.opaque = self.opaque or not searching
             if kind is None or not self._results:
                 return None
-        if levels == 0 and not searching:
+        if levels == 0 and not searching and not self._left:
             raise RuntimeError(f"forward's inputs or outputs are nested deeper than {_LEVELS} levels ({type(value)})")
-        if levels == 0:
+        if levels == 0 or (self._left and searching and kind is _Object):
             return None
         if kind.searched and not searching:
             if not self._searches:
                 return None
-            self.objects.append(value)
-            searching, levels = True, _LEFT_LEVELS if kind is _Closure else _SEARCHED_LEVELS
+            searching, levels = True, levels if self._left else _SEARCHED_LEVELS
+        if (kind.writable or kind is _Registered) and not written:
+            self.writable.append(value)
+            written = True
         node = _Node(value, kind, kind.parts(value))
         self._seen[id(value)] = (value, node)
-        if most is None or len(node.parts) <= most:
+        if not self._left or len(node.parts) <= _LEFT_ITEMS:
             for key, part in node.parts.items():
                 if type(part) not in PLAIN:
-                    found = self._look(part, levels - 1, searching=searching, most=most)
+                    found = self._look(part, levels - 1, searching=searching, written=written)
                     if found is not None:
                         node.inner[key] = found
         return node
@@ -125,7 +130,7 @@ class Tree:
         What does not change stays the same object. Containers whose tensors were replaced are copied, and these
         ``copies`` are remembered for ``carry_back``; or else they are written to ``in_place``, and objects too.
         """
-        if self.tensors is self._found:
+        if self.tensors is self.found:
             return self._values
         if self._nodes is None:
             return self.tensors
@@ -169,27 +174,18 @@ class Tree:
                 if part is not after[key] and type(part) is type(after[key]) in (list, dict):
                     self._note_attributes(part, after[key], _EXACT[type(part)])
 
-    def carry_back(self, kept: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
-        """Make the changes that the module made to copies in the originals, and return the values that it wrote.
-
-        ``kept`` returns what to write instead of these.
-        """
-        written: list[Any] = []
+    def carry_back(self) -> None:
+        """Make the changes that the module made to copies in the originals."""
         done: set[int] = set()
         for node, copied, after in self.copies:
             if id(node.value) in done:  # a list that a node of pytree has as a child and as an attribute
                 continue
             done.add(id(node.value))
             now = node.kind.parts(copied)
-            changed = {key: value for key, value in now.items() if key not in after or after[key] is not value}
-            if not changed and len(now) == len(after):
+            if now.keys() == after.keys() and all([now[key] is part for key, part in after.items()]):
                 continue
             originals = {id(after[key]): part for key, part in node.parts.items()}
-            new = [key for key, value in changed.items() if id(value) not in originals]
-            now.update(zip(new, kept([changed[key] for key in new])))
             node.kind.write(node.value, {key: originals.get(id(value), value) for key, value in now.items()})
-            written += [now[key] for key in new]
-        return written
 
 
 class _Node:
@@ -386,7 +382,7 @@ class _Set(_Kind):
 
     @staticmethod
     def parts(value: Any) -> Parts:
-        return {item: item for item in value}
+        return {item: item for item in (*value,)}  # at once: other threads may change what a module keeps
 
     @staticmethod
     def copy(value: Any, parts: Parts, changed: Parts) -> Any:

@@ -369,17 +369,20 @@ class FSDPState(ComposableState):
     def _complete(self, call: Call, result: Tree) -> None:
         """End the forward of all members, whether they ran or not: free, and put hooks on the ``result``."""
         in_backward, trains = backward_runs(), torch.is_grad_enabled()
-        if trains and call.boundary.objects:
-            call.boundary.end(result)
-        # No hook can be put on tensors inside a function or a generator, so backward may enter there without a gather.
-        self._release(call, in_backward, stays=trains and result.opaque)
-        if trains and self.groups:
-            self._watch_results(call, result, in_backward)
-
-    def _release(self, call: Call, in_backward: bool, *, stays: bool) -> None:
-        """Free what the call computed with, or keep it, as its pass decides; keep it for backward if it ``stays``."""
-        # An exception may have ended the pass before the call. Then the groups are freed.
+        # An exception may have ended the pass before the call.
         run = None if call.run.entered.pop(self, None) is None else call.run
+        if trains:
+            call.boundary.end(result)
+            if self.groups:
+                self._watch_results(call, result, in_backward)
+        # No hook can be put on tensors inside a function or a generator, so backward may enter there without a gather.
+        self._release(call, run, in_backward, stays=trains and result.opaque)
+
+    def _release(self, call: Call, run: Pass | None, in_backward: bool, *, stays: bool) -> None:
+        """Free what the call computed with, or keep it, as its pass decides; keep it for backward if it ``stays``.
+
+        The groups are freed if there is no ``run`` any more.
+        """
         # Inside another root's backward (a teacher in a checkpointed loss), a forward without gradients has no backward
         # that would free what it gathered.
         unfreed = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()

@@ -17,7 +17,9 @@ from fsdp2.autograd.side_outputs import SideOutputs
 from tests.support import api
 from tests.support.parity import assert_gradients, beside_one_process, mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
-from tests.support.shapes import Result
+from tests.support.shapes import Result, Slots, tensors
+
+NESTED = ("list of pairs", "dict of lists", "set", "object", "slots", "function")
 
 
 class Routed(nn.Module):
@@ -38,7 +40,17 @@ class Routed(nn.Module):
     def keep(self, x: Tensor) -> object:
         """What the router adds to the loss, plain or in a container."""
         one = self.router(x).softmax(-1).square().mean()
-        return {"list": [one, *[0.0] * 63], "dict": {"balance": one}}.get(self.kind, one)  # 64 items are searched
+        makers: dict[str, Any] = {
+            "list": lambda: [one, *[0.0] * 63],  # 64 items are searched
+            "dict": lambda: {"balance": one},
+            "list of pairs": lambda: [("balance", one), ("z", 0.0)],
+            "dict of lists": lambda: {"balance": [one]},
+            "set": lambda: {one},
+            "object": lambda: SimpleNamespace(about="the router", losses=[one]),
+            "slots": lambda: Slots(one),
+            "function": lambda: lambda: one,
+        }
+        return makers.get(self.kind, lambda: one)()
 
 
 def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
@@ -47,7 +59,9 @@ def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
     for routed in module.modules():
         if isinstance(routed, Routed):
             kept, routed.kept = routed.kept, None
-            total = total + sum(kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept])
+            total = total + sum(
+                tensors([kept() if callable(kept) else vars(kept) if isinstance(kept, SimpleNamespace) else kept])
+            )
     return total
 
 
@@ -79,11 +93,11 @@ def test_a_side_output_of_another_name_in_each_forward(rank, world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["before", "after", "list", "dict", "nothing else"])
+@pytest.mark.parametrize("kind", ["before", "after", "list", "dict", "nothing else", *NESTED])
 def test_a_loss_kept_on_a_module(rank, world, kind):
     """Routers leave their auxiliary loss on themselves. Backward enters by it before it enters by the output if it was
     computed after it, and only then if the output is not used: "out of bounds for storage of size 0" (torch's fails
-    likewise)."""
+    likewise). So it was, whatever was used, inside two containers, a set, an object or the closure of a function."""
     build = lambda: nn.Sequential(Routed(kind), Routed(kind))
     trains_like_one_process(build, and_what_was_kept, reshard_after_forward=True)
 
@@ -460,3 +474,89 @@ def test_a_loss_kept_where_nobody_looks(rank, world, reshard):
     assert "1.scale (unit '1'): got a backward through it while it is sharded" in str(caught.value)
     assert "set_reshard_after_forward(False) and set_reshard_after_backward(False)" in str(caught.value)
     module.reset_iter_state()
+
+
+class Exposes(nn.Module):
+    """Hands out its weight, or a view of it, in one of several ways, and returns nothing else that needs a gradient."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how, self.kept = nn.Linear(8, 8), how, None
+
+    def forward(self, x, passed):
+        weight = self.layer.weight
+        if self.how == "list":
+            passed.append(weight)
+        elif self.how == "object":
+            passed.value = [weight]
+        elif self.how == "view in a dict":
+            passed["weight"] = (weight.t(), 1)
+        else:
+            self.kept = SimpleNamespace(view=[weight.t()])
+        return self.layer(x).detach() * 1.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["list", "object", "view in a dict", "module"])
+def test_a_weight_that_a_module_hands_out(rank, world, how):
+    """Only in what a forward returns was the unit's own weight copied. Elsewhere the caller found memory that was gone:
+    "its data is not allocated yet", or the process ended."""
+
+    def loss(module: nn.Module, inputs: Tensor) -> Tensor:
+        passed: Any = {"list": [inputs], "object": SimpleNamespace(), "view in a dict": {"x": [inputs]}}.get(how)
+        module[1](module[0](inputs), passed)
+        found = passed[-1] if how == "list" else passed.value[0] if how == "object" else None
+        found = passed["weight"][0] if how == "view in a dict" else found
+        if how == "module":
+            (found,), module[1].kept = module[1].kept.view, None
+        return (found * found).sum()
+
+    trains_like_one_process(lambda: nn.Sequential(nn.Linear(8, 8), Exposes(how)), loss, reshard_after_forward=True)
+
+
+class LeavesItsLoss(nn.Module):
+    """Returns a result, and leaves a loss that it computes afterwards in an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.router = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, losses):
+        y = self.layer(x).tanh()
+        loss = (self.router(y).softmax(-1) * self.router.bias).mean()
+        if isinstance(losses, list):
+            losses.append((loss, "balance"))
+        elif isinstance(losses, dict):
+            losses.setdefault("balance", []).append(loss)
+        else:
+            losses.kept = [*losses.kept, loss]
+        return y
+
+
+class Losses(nn.Module):
+    """Layers with a place for their losses among the arguments."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(LeavesItsLoss() for _ in range(2))
+
+    def forward(self, x):
+        losses: Any = {"list": [], "dict": {}, "object": SimpleNamespace(kept=[])}[self.kind]
+        for block in self.blocks:
+            x = block(x, losses=losses)
+        return x, [*tensors([losses.kept if self.kind == "object" else losses])]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("used", ["all", "losses alone"])
+@pytest.mark.parametrize("kind", ["list", "dict", "object"])
+def test_a_loss_that_a_block_leaves_in_an_argument(rank, world, kind, used):
+    """A container without tensors that need gradients is not copied, and nobody looked for what was added to it as long
+    as the block returned something: backward entered the block unseen, and read freed memory."""
+
+    def loss(module: nn.Module, inputs: Tensor) -> Tensor:
+        y, losses = module(inputs)
+        assert len(losses) == 2
+        return sum(losses) + (y.square().mean() if used == "all" else 0.0)
+
+    trains_like_one_process(lambda: Losses(kind), loss, units=lambda module: module.blocks, reshard_after_forward=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,13 +32,20 @@ def beside(out: Path) -> str:
         tokens = torch.randint(256, (settings.batch // run.ranks, settings.context))
         update(model, optimizer, (tokens, tokens))  # type: ignore[arg-type]  # build's own model
 
-    result = fsdp2.forecast(
-        lambda mesh: build(settings, Place(0, run.ranks, torch.device("cpu")), run.compute),
-        step,
-        mesh={"ranks": run.ranks},
-        hardware=_this_machine(run, recorded),
-        backend=run.backend,
-    )
+    def forecast_on(hardware: Hardware) -> Any:
+        return fsdp2.forecast(
+            lambda mesh: build(settings, Place(0, run.ranks, torch.device("cpu")), run.compute),
+            step,
+            mesh={"ranks": run.ranks},
+            hardware=hardware,
+            backend=run.backend,
+        )
+
+    hardware = _this_machine(run, recorded)
+    # One large product and one large copy say little about the rates of a step: fit both to the recorded compute.
+    share = forecast_on(hardware).compute_seconds / max(recorded.seconds - recorded.exposed_seconds, 1e-9)
+    flops, traffic = hardware.flops_per_second * share, hardware.memory_bytes_per_second * share
+    result = forecast_on(replace(hardware, flops_per_second=flops, memory_bytes_per_second=traffic))
     result.save(out / PAGE, recorded)
     forecast = result.timeline
     rows = [
@@ -46,7 +55,10 @@ def beside(out: Path) -> str:
         ("  waiting for others", *(f"{t.exposed_seconds * 1e3:.0f} ms" for t in (forecast, recorded))),
     ]
     lines = [f"  {name:<34}{first:>12}{second:>12}" for name, first, second in [("", "forecast", "recorded"), *rows]]
-    note = "The forecast's times are estimates from this machine's speed. A zoomable page with both steps:"
+    note = (
+        "The forecast's compute is fitted to the recorded step; what it waits for others is an estimate. The record's\n"
+        "picture of memory has shards and gathered parameters alone. A zoomable page with both steps:"
+    )
     return "\n".join([heading("the last step and its forecast"), *lines, "", note, str(out / PAGE)])
 
 

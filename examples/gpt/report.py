@@ -93,15 +93,22 @@ def _draw_losses(axes: Any, progress: Progress) -> None:
 
 
 def _draw_memory(axes: Any, progress: Progress) -> None:
-    """Draw each run's peak of a step on one rank, and in grey behind it the peak without sharding."""
+    """Draw each run's peak of a step on one rank, and beside it in grey the peak without sharding.
+
+    Both are of a rank's sequences, of which there are fewer on more ranks.
+    """
     for number, run in enumerate(progress.runs):
-        label = "without sharding" if number == 0 else None
-        axes.bar(number, run.peak_bytes_unsharded / 1e6, width=0.8, color="0.85", label=label)
-        bar = axes.bar(number, run.peak_bytes / 1e6, width=0.5, color=COLORS[number % len(COLORS)])
-        axes.bar_label(bar, fmt="{:,.0f} MB", padding=2, color="0.15")
+        grey = "without sharding" if number == 0 else None
+        sharded, whole = (nbytes / 1e6 for nbytes in (run.peak_bytes, run.peak_bytes_unsharded))
+        bars = [axes.bar(number - 0.2, sharded, width=0.38, color=COLORS[number % len(COLORS)])]
+        bars.append(axes.bar(number + 0.2, whole, width=0.38, color="0.8", label=grey))
+        for bar in bars:
+            axes.bar_label(bar, fmt="{:,.0f}", padding=3, color="0.15", fontsize=9)
     axes.set(title="peak memory of a step, one rank", ylabel="MB")
-    axes.set_xticks(range(len(progress.runs)), [_processes(run) for run in progress.runs])
-    axes.margins(y=0.3)
+    each = [progress.settings.batch // run.ranks for run in progress.runs]
+    names = [f"{_processes(run)},\n{count} sequence{'s' * (count > 1)} each" for run, count in zip(progress.runs, each)]
+    axes.set_xticks(range(len(progress.runs)), names, fontsize=9)
+    axes.margins(y=0.35)
     axes.legend(frameon=False, loc="upper right")
 
 

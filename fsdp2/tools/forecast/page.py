@@ -26,6 +26,7 @@ def _compact(timeline: Timeline) -> dict[str, Any]:
         "begin": timeline.begin,
         "seconds": timeline.seconds,
         "exposed": timeline.exposed_seconds,
+        "part": timeline.memory_in_part,
         "spans": [
             [span.lane, span.kind, _micro(span.begin), _micro(span.end), span.unit, span.nbytes, span.group, span.ranks]
             for span in timeline.spans

@@ -22,11 +22,11 @@ COLOURS = {
 }
 OTHER = "#c2577e"  # other lanes, such as tensor parallelism
 EXPOSED = "#d62728"
-KINDS = {
-    "shards": "#4c78a8",
+KINDS = {  # what is gathered and what is reduced have the colours of their lanes; the others are no lane's
+    "shards": "#a39a4c",
     "gathered": "#54a59f",
     "gradients": "#f2a541",
-    "optimizer state": "#8c6bb1",
+    "optimizer state": "#b07a5b",
     "activations": "#9ecae1",
     "other": "#b5bcc2",
 }
@@ -85,7 +85,7 @@ def draw_memory(axes: Any, timeline: Timeline) -> None:
     for span in timeline.spans:
         if span.lane == UNITS:
             axes.axvline(span.begin * 1e3, color="#1f2933", alpha=0.25, linewidth=0.5, linestyle=":")
-    axes.set_ylabel(name)
+    axes.set_ylabel(f"{name}, without the rest" if timeline.memory_in_part else name, fontsize=8)
     axes.set_ylim(0, most / scale * 1.05)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8)

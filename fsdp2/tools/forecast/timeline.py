@@ -122,6 +122,11 @@ class Timeline:
         """The time that compute waited for communication."""
         return sum(wait.end - wait.begin for wait in self.waits)
 
+    @property
+    def memory_in_part(self) -> bool:
+        """True if the memory is that of shards and gathered parameters alone, as in a record."""
+        return not any(kind not in ("shards", "gathered") for point in self.memory for kind in point.by_kind)
+
     def to_json(self) -> str:
         """Return the timeline as JSON, for ``from_json``."""
         return json.dumps(asdict(self))

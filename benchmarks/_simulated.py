@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2._torch.forecast import torch_placement
-from fsdp2.comm.streams import simulated_streams
-from fsdp2.sharding.mesh import simulated_backend
+from fsdp2.sharding.platform import simulated, using
 from fsdp2.tools.forecast.clock import Clock
 from fsdp2.tools.forecast.cost import H100, Hardware
 from fsdp2.tools.forecast.memory import Memory
@@ -138,7 +137,7 @@ def lanes_on_streams() -> Iterator[None]:
     """Let both libraries do the host work that they do on a GPU: in the block, models of tensors with memory have the
     streams of a clock, and process groups that send nothing count as NCCL."""
     clock = Clock()
-    with torchs_streams(clock), simulated_streams(clock), simulated_backend("nccl"):
+    with torchs_streams(clock), using(simulated("nccl", clock)):
         yield
 
 

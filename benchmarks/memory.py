@@ -42,7 +42,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fsdp2
-from fsdp2.sharding.mesh import simulated_backend
+from fsdp2.sharding.platform import simulated, using
 
 LAYERS, WIDTH, MATRICES, WORLD, WARM_STEPS, STEPS = 8, 1024, 6, 64, 2, 4
 STREAM_WIDTH, RANKS, TOKENS, TRANSFORMERS_LAYERS = 4096, (8, 64, 256, 1024), 2048, 4
@@ -266,7 +266,7 @@ def lanes(result: Result, unit: int) -> str:
 def rows(sides: dict[str, FullyShard], mesh: DeviceMesh) -> list[Row]:
     """The figures of the table."""
     settings = (FP32, BF16, BF16_FP32, KEPT, KEPT_BF16)
-    with simulated_backend("gloo"):
+    with using(simulated("gloo")):
         found = {s: {side: measure(function, s, mesh) for side, function in sides.items()} for s in settings}
     scratch = product_scratch()
 

@@ -295,19 +295,12 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> None:
         dist.broadcast(wire_view(tensor), group=axis.group, group_src=source)
 
 
-def _reaches_nobody(axis: Axis) -> bool:
-    """Return whether there is no other rank, or only pretended ones, whatever backend the group is treated as."""
-    if axis.size == 1 or axis.backend == "fake":
-        return True
-    return axis.group is not None and dist.get_backend(axis.group) == "fake"
-
-
 def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> bytes:
     """Return the ``data`` of rank ``source`` of ``axis``; its backend must serve ``device``.
 
     torch's collectives for objects need numpy: without it one rank raises, and the others wait for ever.
     """
-    if _reaches_nobody(axis):
+    if axis.reaches_nobody:
         return data
     size = torch.tensor([len(data)], device=device)
     broadcast(size, axis, source)
@@ -320,7 +313,7 @@ def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> b
 
 def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
     """Return the ``data`` of every rank of ``axis``, in rank order; its backend must serve ``device``."""
-    if _reaches_nobody(axis):
+    if axis.reaches_nobody:
         return [data] * axis.size
     size = torch.tensor([len(data), 0], device=device)  # 16 bytes: NCCL is slow on sizes that are no multiple
     sizes = torch.empty(2 * axis.size, dtype=torch.int64, device=device)

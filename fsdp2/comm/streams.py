@@ -47,8 +47,6 @@ late, which is what overlaps them with compute there.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -57,8 +55,9 @@ import torch
 
 from fsdp2 import _trace
 from fsdp2._torch.streams import current_key
+from fsdp2.sharding.platform import platform
 
-__all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "simulated_streams"]
+__all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments"]
 
 
 class Done:
@@ -89,27 +88,9 @@ class Done:
 _HOST_DONE = Done()
 
 
-_simulated: list[Any] = []
-
-
-@contextmanager
-def simulated_streams(module: Any) -> Iterator[None]:
-    """Make the lanes of the block on streams of ``module``, which has what ``torch.cuda`` has, whatever the device.
-
-    With None they are those of a CPU.
-    """
-    _simulated.append(module)
-    try:
-        yield
-    finally:
-        _simulated.pop()
-
-
 def _device_module(device: torch.device) -> Any:
     """Return the module that makes the streams of ``device``; None for a CPU, which has none."""
-    if _simulated:
-        return _simulated[-1]
-    return None if device.type == "cpu" else torch.get_device_module(device)
+    return platform().streams(device)
 
 
 class Lane:
@@ -142,7 +123,10 @@ class Lane:
 
 
 class Moments:
-    """Points in time: of the current stream of ``device``, or of the host where there are no streams."""
+    """Points in time: of the current stream of ``device``, or of the host where there are no streams.
+
+    A ``Recorder`` needs them; the one of ``record_steps`` is the example.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -177,7 +161,7 @@ class ComputeLane:
         self._device = device
         self._module = _device_module(device)
         self._backward: Any = None
-        self._key = None if self._module is None or _simulated else current_key(device)
+        self._key = current_key(device) if self._module is torch.cuda else None
         self._known: tuple[Any, Any] = (None, None)  # what said that a stream is the current one, and the stream
 
     def _current(self) -> Any:

@@ -415,7 +415,10 @@ def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a fake one, which has a device and a size but no memory."""
+    """Return whether ``tensor`` is a fake one, which has a device and a size but no memory.
+
+    torch's memory trackers and estimators use fake tensors too.
+    """
     return tensor.untyped_storage().device.type == "meta"
 
 

@@ -7,8 +7,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2._torch.collectives import named_group
 from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order, without_dispatch
 from fsdp2.policies import DataParallelMeshDims
+from fsdp2.sharding.platform import platform
 
 __all__ = [
     "Axis",
@@ -30,7 +30,6 @@ __all__ = [
     "regroup",
     "regroup_within",
     "shard_first",
-    "simulated_backend",
 ]
 
 
@@ -71,12 +70,17 @@ class Axis:
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, device_type: str) -> Axis:
         """Return the axis of ``group`` for tensors on devices of that type."""
-        return cls(group, group.size(), group.rank(), _backend(group, device_type))
+        return cls(group, group.size(), group.rank(), platform().backend(group, device_type))
 
     @property
     def is_nccl(self) -> bool:
         """True if the backend is NCCL, which has several names in torch 2.15."""
         return self.backend in _NCCL
+
+    @property
+    def reaches_nobody(self) -> bool:
+        """True if there is no other rank, or only those of a fake process group, whatever backend that counts as."""
+        return self.size == 1 or (self.group is not None and dist.get_backend(self.group) == "fake")
 
     @property
     def coalesces(self) -> bool:
@@ -118,28 +122,6 @@ def _present_world() -> int:
     world = dist.group.WORLD
     assert world is not None
     return _worlds.setdefault(world, next(_numbers))
-
-
-_simulated: list[str] = []
-
-
-@contextmanager
-def simulated_backend(name: str) -> Iterator[None]:
-    """Treat fake process groups, which send nothing, as if their backend were ``name`` inside a ``with`` block."""
-    _simulated.append(name)
-    try:
-        yield
-    finally:
-        _simulated.pop()
-
-
-def _backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the backend for ``device_type`` from the configuration, such as "gloo" or "cpu:gloo,cuda:nccl"."""
-    if _simulated:
-        return _simulated[-1]
-    config = dist.get_backend_config(group)
-    by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
-    return by_device.get(device_type, config)
 
 
 _ABSENT = Axis(None, 1, 0, "none")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2.sharding.mesh import simulated_backend
+from fsdp2.sharding.platform import simulated, using
 from fsdp2.tools.check.strict import LiveBytes
 from tests.support import api
 from tests.support.cases import TRANSFERS
@@ -177,7 +177,7 @@ def test_never_more_than_torch(policy, reshard, transfer):
 @api.fsdp2_only
 def test_on_gloo_gradients_of_one_unit_are_in_flight():
     """No more chunks than one unit makes: here two, of a large matrix each."""
-    with simulated_backend("gloo"):
+    with using(simulated("gloo")):
         ours, theirs = (measure(which, True, FULL, world=2, width=1024) for which in (api.ours, api.theirs))
     assert ours.backward <= theirs.backward + 0.25 + SLACK  # a rank's sum of a chunk, which is half a layer
 
@@ -186,7 +186,7 @@ def test_on_gloo_gradients_of_one_unit_are_in_flight():
 @pytest.mark.parametrize("reshard", [True, False])
 def test_on_gloo_half_a_unit_is_in_flight(reshard):
     """Four chunks, each as it is sent and as it is received, and the matrix that is finished and packed."""
-    with simulated_backend("gloo"):
+    with using(simulated("gloo")):
         ours, theirs = (measure(which, reshard, FULL, width=512, matrices=8) for which in (api.ours, api.theirs))
     held = 2 if reshard else LAYERS
     assert ours.backward <= held + 2 * 4 / 8 + 2 / 8 + SLACK

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.comm import streams
-from fsdp2.sharding.mesh import simulated_backend
+from fsdp2.sharding.platform import simulated, using
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
@@ -360,7 +360,7 @@ def mistakes(program: Callable[[Training], None], setup: str, transfer: str, ign
     torch.manual_seed(0)
     on_host = mock.patch("fsdp2.comm.gather._on_host", return_value=setup == "copied from the host")
     late = mock.patch("fsdp2.engine.gradients._LATE_BYTES", 0)  # as with units of a usual size
-    with on_host, late, simulated_backend("nccl"), fake_mesh(8) as mesh, Device(ignored) as device:
+    with on_host, late, using(simulated("nccl")), fake_mesh(8) as mesh, Device(ignored) as device:
         with contextlib.suppress(Mistake):
             program(Training(mesh, device, setup, transfer))
     return device.mistakes
@@ -529,7 +529,7 @@ def from_a_file(run: Training) -> None:
 def test_two_streams_of_the_caller_evaluate_without_order(setup):
     """The second found the weights gathered by the first, and read them without waiting for that gather. An evaluation
     leaves nothing in memory now, so each one gathers for itself, and waits for that."""
-    with simulated_backend("nccl"), fake_mesh(8) as mesh, Device() as device:
+    with using(simulated("nccl")), fake_mesh(8) as mesh, Device() as device:
         run = Training(mesh, device, setup, "packed")
         run.evaluate()
         for stream in (device.Stream(), device.Stream()):

@@ -27,8 +27,7 @@ from fsdp2._torch.forecast import (
     UnsupportedOperatorException,
     fake_tensors,
 )
-from fsdp2.comm.streams import simulated_streams
-from fsdp2.sharding.mesh import simulated_backend
+from fsdp2.sharding.platform import simulated, using
 from fsdp2.tools.forecast.clock import Clock
 
 __all__ = ["built_model", "check_mesh", "explained", "line_of", "simulated_rank", "users_traceback"]
@@ -122,7 +121,7 @@ def simulated_rank(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(mesh.values()))
     try:
         made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        with simulated_backend(backend), simulated_streams(clock if backend != "gloo" else None):
+        with using(simulated(backend, clock if backend != "gloo" else None)):
             with fake_tensors(), clock:
                 yield made
     finally:

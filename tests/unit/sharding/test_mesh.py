@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2.policies import DataParallelMeshDims
-from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup, regroup_within, simulated_backend
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup, regroup_within
+from fsdp2.sharding.platform import Platform, platform, simulated, using
 from tests.support.fake import fake_mesh
 from tests.unit.meshes import gloo_mesh
 
@@ -68,7 +69,7 @@ def test_an_axis_is_one_dimension_as_this_rank_sees_it(rank: int) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
 def test_the_backend_is_that_of_the_meshs_device(backend: str) -> None:
     with gloo_mesh(backend) as mesh:
-        with simulated_backend("nccl"):
+        with using(simulated("nccl")):
             assert Axis.of(mesh, 0).backend == "nccl"
         assert Axis.of(mesh, 0).backend == "gloo"
 
@@ -244,3 +245,21 @@ def test_neighbours_on_the_shard_axis_are_grouped_within_their_replica() -> None
 def test_later_dimensions_stay_as_they_are() -> None:
     with fake_mesh(4, 2, names=("dp", "tp")) as mesh:
         assert regroup_within(mesh, mesh["dp"], 2).mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_another_device_answers_for_itself() -> None:
+    """A device that torch calls a CPU, with streams and a backend of its own: inside the block, and not outside."""
+    streams, device = object(), torch.device("cpu")
+    other = Platform(lambda device: streams, lambda group, device_type: "ccl" if device_type == "cpu" else "")
+    with gloo_mesh() as mesh:
+        with pytest.raises(KeyError), using(other):
+            with using(simulated("nccl")):
+                assert Axis.of(mesh, 0).is_nccl and platform().streams(device) is None
+            axis = Axis.of(mesh, 0)
+            assert axis.backend == "ccl" and axis.coalesces and not axis.is_nccl
+            assert platform().streams(device) is streams
+            raise KeyError
+        assert Axis.of(mesh, 0).backend == "gloo" and platform().streams(device) is None
+        assert Axis.of(mesh, 0).reaches_nobody, "one rank"
+    with fake_mesh(2) as mesh, using(simulated("nccl")):
+        assert Axis.of(mesh, 0).reaches_nobody, "ranks that are only pretended"

@@ -1,0 +1,67 @@
+"""What devices and process groups count as. Simulations and devices that torch does not know answer for themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Platform", "platform", "simulated", "using"]
+
+
+def _streams_of_torch(device: torch.device) -> Any:
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _backend_of_torch(group: dist.ProcessGroup, device_type: str) -> str:
+    config = dist.get_backend_config(group)  # such as "gloo" or "cpu:gloo,cuda:nccl"
+    by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return by_device.get(device_type, config)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Two functions that answer for devices and process groups, by default as torch describes them.
+
+    ``streams`` returns for a device the module that makes its streams and events, as ``torch.cuda`` does for a GPU;
+    None: it has none. ``backend`` returns for a process group and a type of device the name of the backend that it
+    counts as. With "gloo" the host waits for collectives, which run in parallel. All others run on streams, in order,
+    and several gathers in one launch; only "nccl" has options of NCCL.
+    """
+
+    streams: Callable[[torch.device], Any] = _streams_of_torch
+    backend: Callable[[dist.ProcessGroup, str], str] = _backend_of_torch
+
+
+def simulated(name: str, module: Any = None) -> Platform:
+    """Return a platform whose process groups count as ``name`` and whose devices have the streams of ``module``."""
+    return Platform(lambda device: module, lambda group, device_type: name)
+
+
+_platforms = [Platform()]
+
+
+def platform() -> Platform:
+    """Return the platform of the innermost ``using`` block, or torch's own."""
+    return _platforms[-1]
+
+
+@contextmanager
+def using(new: Platform) -> Iterator[None]:
+    """Let ``new`` answer for devices and process groups inside a ``with`` block. Models keep what they were made with.
+
+    Example:
+        ```python
+        with using(simulated("nccl", module_with_streams)):
+            model = fsdp2.fully_shard(model, mesh=mesh)
+        ```
+    """
+    _platforms.append(new)
+    try:
+        yield
+    finally:
+        _platforms.pop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from fsdp2.ranks.process import _monitors
 from tests.support import api, processes
 from tests.support.cases import CASES, TRANSFERS, build, build_sharded
 from tests.support.models import mlp
-from tests.support.parity import assert_gradients, beside_one_process, mesh_of, sharded
+from tests.support.parity import assert_gradients, beside_one_process, mesh_of, sharded, stack
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 
@@ -338,3 +339,40 @@ def test_a_forward_that_writes_to_its_weight(rank, world):
             one(batch).square().mean().backward()
             optimizer.step()
     torch.testing.assert_close(module[0].weight.full_tensor(), alone[0].weight)
+
+
+class Broken(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        raise ValueError("a gradient that cannot be used")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_forward_after_a_backward_that_raised(rank, world, ours):
+    """torch's goes on: units that the backward had entered show full parameters ever after, so no gradient reaches the
+    optimizer, without a word. Ours raises until ``reset_iter_state``, and then trains as before."""
+    module = sharded(stack, api.ours if ours else api.theirs)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    module.forward = lambda x: module[2](module[1](Broken.apply(module[0](x))))
+    with pytest.raises(ValueError, match="cannot be used"):
+        module(torch.ones(2, 8)).sum().backward()
+    del module.forward
+    optimizer.zero_grad()
+    if not ours:
+        module(torch.ones(2, 8)).sum().backward()
+        assert [param.grad for param in held] == [None] * 6
+        return
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"last backward did not end.*reset_iter_state\(\)"):
+            module(torch.ones(2, 8))
+    module.reset_iter_state()
+    module(torch.ones(2, 8)).sum().backward()
+    assert all(param.grad is not None for param in held)

@@ -68,11 +68,11 @@ def together(*contexts: Callable[[], AbstractContextManager[object]]) -> Iterato
         yield
 
 
-def without_advice(visit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
+def without_advice(visit: Callable[..., Any]) -> Callable[..., None]:
     """Note which group runs, but do not say which one comes next."""
 
-    def silent(self: Any, group: Any) -> None:
-        visit(self, group)
+    def silent(self: Any, group: Any, **how: Any) -> None:
+        visit(self, group, **how)
 
     return silent
 

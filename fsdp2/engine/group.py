@@ -263,7 +263,7 @@ class FSDPParamGroup:
         if (quiet or late) and self.residency.needs_gather:
             self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
         self.phases.enter("pre_forward")
-        if not self.is_used_in_another(run):
+        if self._used_by is None or not self._used_by.is_running:
             self._used_by = run
         self._unshard_for_compute(run.launch, in_backward=False)
         self._versions = []
@@ -322,7 +322,7 @@ class FSDPParamGroup:
     def end_forward_pass(self, run: UsingPass) -> None:
         """Free what the forward ``run`` under the root gathered and what is not held."""
         residency = self.residency
-        if self.is_used_in_another(run):
+        if self._used_by is not run and self.is_used_in_another(run):
             return
         self._used_by = None
         residency.end_portions(keep=torch.is_grad_enabled())
@@ -336,7 +336,7 @@ class FSDPParamGroup:
         If it ``trains``, nothing is held any more: it came further on some ranks, so other ranks may hold other groups.
         A backward on an earlier forward may still use what is in memory, and the next forward frees it.
         """
-        if self.is_used_in_another(run):
+        if self._used_by is not run and self.is_used_in_another(run):
             return
         self._used_by = None
         if self.phases.in_forward:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from fsdp2._torch.tensors import local_tensors, versions_of
-from fsdp2.engine.param import FSDPParam, is_managed_tensor, lie_in
-from fsdp2.engine.registry import Registry
+from fsdp2.engine.param import FSDPParam, lie_in
 
 __all__ = ["Stamp", "note_optimizer_step"]
 
-_alive: Registry[Stamp] = Registry()
+_count = 0  # of steps of optimizers
+_steps: deque[tuple[int, weakref.ref[torch.optim.Optimizer]]] = deque(maxlen=256)
+"""The numbers of the latest steps, and their optimizers. A stamp that is older than all of them counts as changed."""
 
 
 class Stamp:
@@ -33,32 +36,38 @@ class Stamp:
         self._params = params
         self._pieces = local_tensors([param.sharded for param in params])
         self._versions = self._current_versions()
-        self._stepped = False
-        _alive.add(self)
+        self._steps = _count  # before it
 
     def _current_versions(self) -> list[int]:
         return versions_of([*[param.sharded for param in self._params], *self._pieces])
 
-    def note_step(self, stepped: set[int]) -> None:
-        """Note that an optimizer has stepped that holds the tensors with the ids ``stepped``."""
-        self._stepped = self._stepped or any(id(param.sharded) in stepped for param in self._params)
+    def _was_stepped(self) -> bool:
+        """Return whether an optimizer that holds one of the shards has stepped since."""
+        if self._steps == _count:
+            return False
+        later = [optimizer() for number, optimizer in _steps if number > self._steps]
+        if len(later) < _count - self._steps or None in later:
+            return True  # too many to remember, or an optimizer that is gone
+        mine = {id(param.sharded) for param in self._params}
+        groups = [group for optimizer in later if optimizer is not None for group in optimizer.param_groups]
+        if any(id(param) in mine for group in groups for param in group["params"]):
+            return True
+        self._steps = _count
+        return False
 
     @property
     def changed(self) -> bool:
         """Return whether the shards were written, or others are in their place."""
-        if self._stepped or self._versions != self._current_versions():
+        if self._was_stepped() or self._versions != self._current_versions():
             return True
         return not lie_in(self._params, self._pieces)
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Tell the stamps of the shards that ``optimizer`` holds that it has stepped; version counters need not show that.
+    """Note that ``optimizer`` has stepped, since version counters need not show that.
 
     DTensor's operators that change several tensors at once (``foreach``) run below autograd, where no counter grows.
     """
-    if not len(_alive):
-        return
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if is_managed_tensor(param)}
-    if stepped:
-        for stamp in _alive:
-            stamp.note_step(stepped)
+    global _count
+    _count += 1
+    _steps.append((_count, weakref.ref(optimizer)))

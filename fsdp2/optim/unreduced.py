@@ -35,7 +35,9 @@ def refuse_unreduced_step(optimizer: torch.optim.Optimizer, *unused: object) -> 
 
 def refuse_unreduced(params: Iterable[Any], function: str) -> None:
     """Raise RuntimeError if ``params`` have unreduced gradients, which ``function`` would not see."""
-    found = unreduced.unreduced_params({id(param) for param in params})
+    order = {id(param): number for number, param in enumerate(params)}  # alike on all ranks
+    found = unreduced.unreduced_params(order)
+    found.sort(key=lambda param: min(order.get(id(shard), len(order)) for shard in (param.sharded, param.own)))
     if not found:
         return
     names = ", ".join(param.name for param in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")

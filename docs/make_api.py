@@ -140,6 +140,7 @@ TESTS: dict[str, str] = {
     "clip_grad_norm_(pp_mesh)": OPTIM + "test_clip_grad_norm.py::test_pipeline_stages",
     "use_full_params": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
     "use_full_params(cost)": OPTIM + "test_full_params.py::test_cost_decides_who_owns",
+    "use_full_params(stacked)": OPTIM + "test_full_params.py::test_a_matrix_each_of_a_stack",
     "use_full_params(bucket_mb)": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
     "use_local_shards": OPTIM + "test_local_shards.py::test_steps_are_those_on_plain_tensors",
     "use_local_shards(elementwise)": OPTIM + "test_proxies.py::test_other_classes_that_are_elementwise",

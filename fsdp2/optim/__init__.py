@@ -1,6 +1,7 @@
 """Optimizer steps on shards and on full parameters. From the top down; a file imports only files below it.
 
 full_params  steps on full parameters, each on the rank that owns it
+stacks       lets a step take each matrix of a parameter that is a stack of them
 full_state   the optimizer state of such steps
 exchange     sends tensors between the holders and the owners of parameters
 ownership    the parameters of one optimizer, their owners, and the parts that this rank holds

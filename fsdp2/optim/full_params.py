@@ -26,6 +26,7 @@ from fsdp2.optim.full_state import OwnedState, keep_owned, names_in, shown_at_ho
 from fsdp2.optim.owners import default_cost
 from fsdp2.optim.ownership import Owned, Ownership, RankSet
 from fsdp2.optim.prebuilt import repair
+from fsdp2.optim.stacks import Stacks
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["use_full_params"]
@@ -41,6 +42,7 @@ def use_full_params(
     *,
     cost: Callable[[torch.Tensor], float] | None = None,
     bucket_mb: float = 64.0,
+    stacked: Callable[[torch.Tensor], bool] | None = None,
 ) -> optim.Optimizer:
     """Let ``optimizer`` compute with whole parameters, each on the one rank that owns it, and return ``optimizer``.
 
@@ -56,6 +58,11 @@ def use_full_params(
         cost: A function that returns the cost of a (sharded) parameter for its owner, the same on all ranks. Default:
             rows x columns x the smaller of the two for matrices, else the number of elements.
         bucket_mb: MiB of gradients and parameters that an owner computes with at a time; one parameter may exceed it.
+        stacked: A function that returns True for a (sharded) parameter of three dimensions which is a stack of
+            matrices, as the experts of a layer often are. The optimizer then steps on each matrix as on a parameter of
+            its own. Default: with ``torch.optim.Muon``, which takes matrices alone, every parameter of three dimensions
+            that is no convolution's; with other optimizers none. torch's Muon checks what it is built with, so give it
+            stacks by ``add_param_group``.
 
     Raises:
         TypeError: ``optimizer`` is not a torch.optim.Optimizer.
@@ -79,7 +86,8 @@ def use_full_params(
         return optimizer
     _check_kind(optimizer)
     optimizer.__dict__[STEPS_ON_WHOLE] = True
-    _FullParams(optimizer, cost or default_cost, int(bucket_mb * (1 << 20))).take_over()
+    stacks = Stacks(optimizer, stacked)
+    _FullParams(optimizer, cost or default_cost, int(bucket_mb * (1 << 20)), stacks).take_over()
     return optimizer
 
 
@@ -117,8 +125,15 @@ class _Bucket:
 class _FullParams:
     """The replaced step and state dicts of one optimizer."""
 
-    def __init__(self, optimizer: optim.Optimizer, cost: Callable[[torch.Tensor], float], bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        cost: Callable[[torch.Tensor], float],
+        bucket_bytes: int,
+        stacks: Stacks,
+    ) -> None:
         self._optimizer = optimizer
+        self._stacks = stacks
         self._cost, self._bucket_bytes = cost, bucket_bytes
         self._ownership = Ownership([], cost)
         self._state = OwnedState(self._ownership)  # replaced by the optimizer's own state at the first use
@@ -159,7 +174,7 @@ class _FullParams:
         self._refresh()
         dtypes = self._agree_on_gradients()
         error: Exception | None = None
-        groups = _Groups(optimizer)
+        groups = _Groups(optimizer, self._stacks)
         before: _Bucket | None = None
         for ranks in self._ownership.sets:
             buckets = self._buckets_of(ranks, dtypes[ranks])
@@ -191,6 +206,8 @@ class _FullParams:
         if not self._ownership.is_of(params):
             if state is self._state:
                 state = shown_at_holders(state, self._ownership)  # other ranks may own it from now on
+            for param in params:
+                self._stacks.has(param)  # the caller's function may be wrong, which all ranks see here
             self._ownership = Ownership(params, self._cost)
             self._buckets.clear()
         if state is not self._state:
@@ -374,8 +391,9 @@ def _code(owned: Owned) -> int:
 class _Groups:
     """The parameter groups of an optimizer during one step, which runs the optimizer's own step for each bucket."""
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer, stacks: Stacks) -> None:
         self._optimizer = optimizer
+        self._stacks = stacks
         self._params = [(group, group["params"]) for group in optimizer.param_groups]
         # Counters and decays in a group's options must change once a step: each call begins with the same options.
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -391,10 +409,18 @@ class _Groups:
             return None
         optimizer, kept, groups = self._optimizer, self._optimizer.state, self._optimizer.param_groups
         state: Any = defaultdict(dict)
-        state.update({seen: kept[param] for param, seen in lent.items() if param in kept})
+        parts: dict[torch.Tensor, list[Any]] = {}
         try:
-            optimizer.state, optimizer.param_groups = state, self._seen(lent)
+            for param, seen in lent.items():
+                stack = self._stacks.has(param)
+                parts[param] = list(self._stacks.lend(param, seen)) if stack else [seen]
+                for i, part in enumerate(parts[param]) if param in kept else ():
+                    state[part] = self._stacks.cut_state(kept[param], i) if stack else kept[param]
+            optimizer.state, optimizer.param_groups = state, self._seen(parts)
             step(optimizer)
+            for param, own in parts.items():
+                if own[0] in state and self._stacks.has(param):
+                    kept[param] = self._stacks.join_states([state[part] for part in own])
         except Exception as error:
             return error
         finally:
@@ -404,14 +430,18 @@ class _Groups:
                 changed = {k: v for k, v in group.items() if k != "params" and v is not self._options[i].get(k)}
                 if changed:
                     self.changed[i] = changed
-            kept.update({param: state[seen] for param, seen in lent.items() if seen in state})
+            for param, own in parts.items():
+                if self._stacks.has(param):
+                    self._stacks.take_back(param)
+                elif own[0] in state:
+                    kept[param] = state[own[0]]
         return None
 
-    def _seen(self, lent: dict[torch.Tensor, torch.Tensor]) -> list[dict[str, Any]]:
+    def _seen(self, lent: dict[torch.Tensor, list[Any]]) -> list[dict[str, Any]]:
         """Return the groups with parameters in ``lent``, which are replaced by their plain tensors."""
         found = []
         for (group, params), options in zip(self._params, self._options):
-            seen = [lent[param] for param in params if param in lent]
+            seen = [part for param in params for part in lent.get(param, ())]
             if seen:
                 for key in group.keys() - options.keys() - {"params"}:
                     del group[key]

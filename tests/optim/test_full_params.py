@@ -186,6 +186,83 @@ def on_mesh(kind: str) -> nn.Module:
     return shard(stack(), mesh_1d())
 
 
+class Experts(nn.Module):
+    """A stack of matrices beside a matrix; five experts, so that ranks hold unlike numbers of them."""
+
+    def __init__(self, count: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.router = nn.Linear(6, count, bias=False)
+        self.stack = nn.Parameter(torch.randn(count, 6, 4) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("be,bi,eio->bo", self.router(x).softmax(-1), x, self.stack)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["Muon", "Shampoo", "plain"])
+def test_a_matrix_each_of_a_stack(rank, world, name):
+    """Experts in one parameter are matrices of their own to Muon, and to others where ``stacked`` says so, with the
+    learning rate of their own shape. torch's Muon refuses three dimensions, and one matrix would mix the experts."""
+    module, reference = Experts(), Experts()
+    apart = [nn.Parameter(matrix.detach().clone()) for matrix in reference.stack]
+    ignored = {module.stack} if name == "plain" else set()
+    fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params=ignored)
+
+    def make(model: Any = module) -> torch.optim.Optimizer:
+        if name == "Shampoo":
+            return fsdp2.use_full_params(Shampoo(model.parameters(), 0.02), stacked=lambda param: param.ndim == 3)
+        made = fsdp2.use_full_params(torch.optim.Muon([model.router.weight], lr=0.02, weight_decay=0.1))
+        made.add_param_group({"params": [model.stack]})
+        return made
+
+    optimizer = make()
+    kind = Shampoo if name == "Shampoo" else torch.optim.Muon
+    options = {"lr": 0.02} if name == "Shampoo" else {"lr": 0.02, "weight_decay": 0.1}
+    plain = kind([reference.router.weight, *apart], **options)
+    for step in range(4):
+        module(rows(step)).square().sum().backward()
+        reference.router.weight.grad, grads = (full_of(p.grad) for p in (module.router.weight, module.stack))
+        for matrix, grad in zip(apart, grads, strict=True):
+            matrix.grad = grad.clone()
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        assert torch.equal(full_of(module.router.weight), reference.router.weight)
+        assert torch.equal(full_of(module.stack), torch.stack(apart))
+        if step == 1:  # another optimizer goes on, with state that is sharded like the stack
+            saved = optimizer.state_dict()
+            for entry in saved["state"].values():
+                assert all(type(value) is not Tensor or not value.ndim for value in entry.values()) or name == "plain"
+            optimizer = make()
+            optimizer.load_state_dict(copy.deepcopy(saved))
+    state = optimizer.state_dict()["state"][0 if name == "Shampoo" else 1]  # a module's own parameters come first
+    moment = state["moment" if name == "Shampoo" else "momentum_buffer"]
+    assert moment.shape == module.stack.shape and isinstance(moment, DTensor) == (name != "plain")
+
+
+@on_ranks(2)
+def test_what_is_no_stack(rank, world):
+    """Where ``stacked`` is wrong, every rank raises before anything is changed; convolutions stay torch's business."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 3))
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    before = [full_of(param) for param in module.parameters()]
+    module(torch.ones(4, 4)).sum().backward()
+    optimizer = fsdp2.use_full_params(torch.optim.Adafactor(module.parameters()), stacked=lambda param: True)
+    with pytest.raises(ValueError, match=r"stacked\(\) is true for a parameter of shape \(4, 4\); expected three"):
+        optimizer.step()
+    assert all(torch.equal(full_of(param), old) for param, old in zip(module.parameters(), before, strict=True))
+    muon = fsdp2.use_full_params(torch.optim.Muon([module[0].weight]))
+    muon.add_param_group({"params": [module[1].weight]})
+    with pytest.raises((ValueError, RuntimeError), match=r"2D matrix|Muon raised on rank"):
+        muon.step()
+
+
+def full_of(value: Any) -> Tensor:
+    """Return the whole of a DTensor, or a copy of a plain tensor."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach().clone()
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("kind", ["hybrid", "over replicas", "tensor parallel", "columns", "offloaded"])

@@ -318,6 +318,25 @@ def test_data_assigned_shows_in_the_storage_alone() -> None:
     assert not _torch.lies_in(whole.to_sparse(), whole.untyped_storage())
 
 
+@probes("address_of")
+def test_addresses_of_tensors_with_and_without_memory() -> None:
+    real = torch.zeros(4)
+    assert _torch.address_of(real[1:]) == real.data_ptr() + 4
+    with _torch.fake_tensors():
+        fake, other = torch.zeros(4), torch.zeros(4)
+        assert _torch.address_of(fake[1:]) == _torch.address_of(fake) + 4
+        assert abs(_torch.address_of(other) - _torch.address_of(fake)) >= 1 << 48
+
+
+@probes("current_key")
+def test_only_cuda_has_a_current_stream_to_ask_for() -> None:
+    assert _torch.current_key(torch.device("cpu")) is None
+    key = _torch.current_key(torch.device("cuda", 0))
+    assert (key is None) == (not hasattr(torch._C, "_cuda_getCurrentRawStream"))
+    if torch.cuda.is_available():
+        assert key is not None and key() == torch.cuda.current_stream(0).cuda_stream
+
+
 @probes("plain_tensors_replicated")
 def test_plain_tensors_are_replicated_in_a_block(mesh: DeviceMesh) -> None:
     sharded = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from fsdp2.autograd.nesting import counts_as_call
+from fsdp2.engine.unit import call_method
 from fsdp2.module import FSDPModule
 
 __all__ = ["register_fsdp_forward_method"]
@@ -18,7 +17,8 @@ __all__ = ["register_fsdp_forward_method"]
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name(...)`` gather and free parameters as ``forward`` does.
 
-    A plain module is not changed, so the same script also runs unsharded.
+    A plain module is not changed, so the same script also runs unsharded. Without gradients, each part of a generator,
+    from one ``yield`` to the next, gathers and frees.
 
     Args:
         module: A sharded module.
@@ -44,21 +44,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A deep copy of the module has this method too; it must compute with the copy's parameters.
-        return _call(self, MethodType(original.__func__, self) if of_module else original, args, kwargs)
+        function = MethodType(original.__func__, self) if of_module else original
+        return call_method(self, self._get_fsdp_state(), function, args, kwargs)
 
     setattr(module, method_name, MethodType(method, module))
-
-
-@counts_as_call
-def _call(self: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a method of the module ``self`` with what happens around ``forward``."""
-    unit = self._get_fsdp_state()
-    outermost = unit.root.forward is None
-    try:
-        args, kwargs = unit.pre_forward(self, args, kwargs)
-        return unit.post_forward(self, args, original(*args, **kwargs))
-    except Exception as error:
-        unit.explain(error)  # the hook on errors of forward does not see this call
-        if outermost:
-            unit.break_off_forward()
-        raise

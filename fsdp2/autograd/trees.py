@@ -433,7 +433,8 @@ def _kind_of(value: Any) -> type[_Kind] | None:
         return _Set
     if cls is FunctionType:
         return _Closure
-    return None if callable(value) or hasattr(cls, "__next__") or hasattr(cls, "__await__") else _Object
+    lazy = callable(value) or any([hasattr(cls, name) for name in ("__next__", "__anext__", "__await__")])
+    return None if lazy else _Object
 
 
 def _take_apart_once(value: Any) -> tuple[list[Any], Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
+from types import GeneratorType
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ from fsdp2._torch.modules import (
 )
 from fsdp2.autograd import hooks
 from fsdp2.autograd.boundary import Boundary
-from fsdp2.autograd.nesting import calls_under_way, is_called_by_method
+from fsdp2.autograd.nesting import calls_under_way, counts_as_call, is_called_by_method
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import Tree
 from fsdp2.engine.backward import BackwardPass
@@ -47,6 +48,7 @@ __all__ = [
     "Adopting",
     "FSDPState",
     "apis_of",
+    "call_method",
     "explain_with",
     "get_state",
     "is_managed_by_torch",
@@ -113,6 +115,30 @@ def register_as_managed(module: nn.Module, apis: dict[str, Any]) -> None:
 def _has_unmanaged(module: nn.Module) -> bool:
     """Return whether no unit manages one of the module's own parameters (it is ignored)."""
     return not all([param is None or is_managed_tensor(param) for param in module._parameters.values()])
+
+
+@counts_as_call
+def call_method(
+    self: nn.Module, unit: FSDPState, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``function``, which computes with parameters of ``self``, a module of ``unit``, as ``forward`` is called."""
+    outermost = unit.root.forward is None
+    try:
+        args, kwargs = unit.pre_forward(self, args, kwargs)
+        return unit.post_forward(self, args, function(*args, **kwargs))
+    except Exception as error:
+        unit.explain(error)  # the hook on errors of forward does not see this call
+        if outermost:
+            unit.break_off_forward()
+        raise
+
+
+def _advance(resume: Callable[[Any], Any], sent: Any) -> tuple[bool, Any]:
+    """Run a generator to its next ``yield`` or to its end; return whether it has ended, and its value."""
+    try:
+        return False, resume(sent)
+    except StopIteration as end:
+        return True, end.value
 
 
 class Adopting(Protocol):
@@ -309,7 +335,29 @@ class FSDPState(ComposableState):
             self._end(call, result)
         if self.mp_policy.output_dtype is not None:
             result.tensors = cast_output(self.mp_policy, result.tensors)
+        if result.opaque and call is not None and type(output) is GeneratorType and not torch.is_grad_enabled():
+            return self._resumed(module, output)  # with gradients, the unit stays in memory for its backward
         return result.rebuilt()[0]
+
+    def _resumed(self, module: nn.Module, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Go through ``generator``, which computes with parameters of ``module`` when the call that made it is over.
+
+        Each part of it, from one ``yield`` to the next, is a call of its own.
+        """
+        resume, sent = generator.send, None
+        try:
+            while True:
+                ended, item = call_method(module, self, _advance, (resume, sent), {})
+                if ended:
+                    return item
+                try:
+                    resume, sent = generator.send, (yield item)
+                except GeneratorExit:
+                    raise
+                except BaseException as error:  # the caller throws it into the generator
+                    resume, sent = generator.throw, error
+        finally:
+            generator.close()
 
     def _end(self, call: Call, result: Tree) -> None:
         """End ``call``, or one member's part of it."""

@@ -374,3 +374,97 @@ def test_a_method_that_calls_forward_is_one_pass(rank, world):
         assert collectives.gathers == 4  # of the root once, and of the block for each token
         assert all(is_sharded(inner) for inner in (module.embed, module.block, module.head))
     module(alone.embed(ids).detach()).sum().backward()
+
+
+class Streams(nn.Module):
+    """A method, or forward itself, that is a generator, which computes with the module's own weight and a unit's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.rand(8)), nn.Linear(8, 8)
+
+    def stream(self, x, parts=3):
+        for _ in range(parts):
+            try:
+                sent = yield (x := self.layer(x * self.scale).tanh())
+            except KeyError:
+                sent = self.scale.detach().clone()
+            if sent is not None:
+                x = x + sent
+        return (x * self.scale).sum()
+
+    def forward(self, x, parts=3):
+        return self.stream(x, parts)
+
+
+class CallsStreams(nn.Module):
+    """A root that goes through the generator of a unit below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.below = nn.Linear(8, 8), Streams()
+
+    def forward(self, x):
+        return sum(self.below(self.first(x)))
+
+    def stream(self, x):
+        for part in self.below.stream(self.first(x)):
+            yield part + self.first.bias
+
+
+def stream_of(module: nn.Module, how: str, x: torch.Tensor) -> Any:
+    """What ``module`` computes in parts: by a registered method, or by forward."""
+    return module(x) if how == "forward" else module.stream(x)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", ["forward", "method"])
+def test_a_generator_without_gradients(rank, world, how, reshard):
+    """Its body runs when the call that made it is over, which had freed the parameters: "mixed torch.Tensor and
+    DTensor". Each part is a call of its own: what the caller does in between, a step or a forward, is no matter."""
+    module, alone = beside_one_process(Streams, lambda module: [module.layer], reshard_after_forward=reshard)
+    if how == "method":
+        api.ours.register_fsdp_forward_method(module, "stream")
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        assert [torch.equal(a, b) for a, b in zip(stream_of(module, how, x), stream_of(alone, how, x))] == [True] * 3
+        ours, theirs = stream_of(module, how, x), stream_of(alone, how, x)
+        assert torch.equal(next(ours), next(theirs))
+        assert is_sharded(module) and is_sharded(module.layer)
+        for one in (module, alone):
+            one.scale.mul_(2)
+        assert torch.equal(ours.send(x * 3), theirs.send(x * 3))
+        assert torch.equal(ours.throw(KeyError()), theirs.throw(KeyError()))
+        with pytest.raises(StopIteration) as ended:
+            next(ours)
+        with pytest.raises(StopIteration) as expected:
+            next(theirs)
+        assert torch.equal(ended.value.value, expected.value.value)
+        left = stream_of(module, how, x)
+        next(left)
+        left.close()
+        wrong = stream_of(module, how, torch.ones(2, 3))
+        with pytest.raises(RuntimeError, match="must match"):
+            next(wrong)
+    for one in (module, alone):
+        sum([part.mean() for part in stream_of(one, how, x)]).backward()
+    assert_gradients(module, alone)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_generator_of_a_unit_inside_another_call(rank, world):
+    """The root goes through the unit's parts in its own forward, and in a generator of its own."""
+    module, alone = beside_one_process(CallsStreams, lambda module: [module.below], reshard_after_forward=True)
+    api.ours.register_fsdp_forward_method(module.below, "stream")
+    api.ours.register_fsdp_forward_method(module, "stream")
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        assert torch.equal(module(x), alone(x))
+        assert [torch.equal(a, b) for a, b in zip(module.stream(x), alone.stream(x))] == [True] * 3
+    assert is_sharded(module.below) and is_sharded(module.first)
+    for one in (module, alone):
+        one(x).square().mean().backward()
+    assert_gradients(module, alone)

@@ -9,6 +9,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Options for the program behind a target: make demo ARGS="--text book.txt", make test ARGS="-k layout"
 ARGS ?=
+# Code of more columns is cut in a laptop's window.
+PAGES = README.md $(shell find docs -name '*.md')
 # Where this is set, each of the many processes of the tests would compile the package and rewrite the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Each worker of pytest-xdist has a pool of ranks of its own; one that is done takes over a part of what others have left.
@@ -46,6 +48,7 @@ lint: style types
 style: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check -q .
+	@$(PY) -m ruff format --check -q --line-length 88 $(PAGES)
 
 # The types are those of the torch that constraints.txt names.
 types: $(STAMP)
@@ -61,6 +64,7 @@ docs: .venv-docs/.installed ## build the documentation site into site/
 fix: $(STAMP) ## let ruff repair and format the code
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+	@$(PY) -m ruff format --line-length 88 $(PAGES)
 
 clean: ## remove the virtual environment and caches, keep runs/
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -256,6 +256,13 @@ def test_links_lead_somewhere():
     assert not broken
 
 
+def test_code_fits():
+    """A laptop's window shows 88 columns of code beside the two menus."""
+    for path in (*DOCS.rglob("*.md"), ROOT / "README.md"):
+        wide = [line for block in BLOCK.findall(path.read_text()) for line in block.splitlines() if len(line) > 88]
+        assert not wide, f"{path.name}: {wide}"
+
+
 def test_blocks_parse():
     """Also those that are executed elsewhere."""
     for path in DOCS.rglob("*.md"):

@@ -75,6 +75,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "a training forward that writes to its own weights": (
             STEP + "test_errors.py::test_a_forward_that_writes_to_its_weight",
         ),
+        "a forward after a backward that raised": (STEP + "test_errors.py::test_training_goes_on_after_an_exception",),
         "a step, or clipping, before gradients are reduced": (
             SYNC + "test_what_reads_gradients_is_refused",
             SYNC + "test_a_step_before_finalize_backward_is_refused",

@@ -1,0 +1,968 @@
+"""Remedies that errors name, each tried: a program that raises the error, does what its text says, and goes on.
+
+A case is a generator. It yields the call that is to raise; the test checks that the error has the case's text, and lets
+the generator go on, which does what the text says, as it is written, and trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.support.parity import mesh_1d
+
+__all__ = ["CASES", "UNTRIED"]
+
+Case = Callable[[int], Iterator[Callable[[], object]]]
+CASES: dict[str, Case] = {}
+"""By the piece of the error's text that is the remedy."""
+
+
+def remedy(*texts: str) -> Callable[[Case], Case]:
+    """Register a case for the errors whose texts have these pieces; the first is the one that it raises."""
+
+    def register(case: Case) -> Case:
+        for text in texts:
+            assert text not in CASES, text
+            CASES[text] = case
+        return case
+
+    return register
+
+
+def layers(count: int = 3, width: int = 8) -> nn.Sequential:
+    """Return plain layers, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def model(**options: Any) -> nn.Sequential:
+    """Return layers that are units, in a root."""
+    made = layers()
+    for unit in (*made, made):
+        fully_shard(unit, mesh=mesh_1d(), **options)
+    return made
+
+
+def loss(module: nn.Module) -> torch.Tensor:
+    """Return the loss of a forward."""
+    return module(torch.ones(2, 8)).square().mean()
+
+
+def goes_on(module: nn.Module) -> None:
+    """Train a step: every trainable parameter gets a gradient, and changes."""
+    module.zero_grad()
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    loss(module).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    changed = [p.detach() - old for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True)]
+    total = sum(float((d.full_tensor() if isinstance(d, DTensor) else d).abs().sum()) for d in changed)
+    assert total > 0
+
+
+# ---- parameters ----
+
+
+@remedy("write them in place instead, with `with torch.no_grad(): param.copy_(value)`")
+def data_of_a_shard(rank: int) -> Iterator[Callable[[], object]]:
+    """The assignment went unnoticed, since DTensor ignores it."""
+    module = model()
+    param, value = module[0].weight, torch.ones_like(module[0].weight)
+    param.data = value
+    yield lambda: loss(module)
+    with torch.no_grad():
+        param.copy_(value)
+    goes_on(module)
+
+
+@remedy("Load values with load_state_dict or copy_ them into the sharded parameter")
+def a_parameter_of_another_shape(rank: int) -> Iterator[Callable[[], object]]:
+    """The shard is put back, and gets values."""
+    module = model()
+    shard = module[0].weight
+    module[0].weight = nn.Parameter(torch.ones(3, 5))
+    yield lambda: loss(module)
+    module[0].weight = shard
+    with torch.no_grad():
+        shard.copy_(torch.ones_like(shard))
+    goes_on(module)
+
+
+@remedy("Put a parameter back that was deleted or set to None")
+def a_parameter_that_was_deleted(rank: int) -> Iterator[Callable[[], object]]:
+    """The same shard is put back."""
+    module = model()
+    shard = module[0].weight
+    del module[0].weight
+    yield lambda: loss(module)
+    module[0].register_parameter("weight", shard)
+    goes_on(module)
+
+
+@remedy("For example, call module.to_empty(device) to materialize to device and call module.reset_parameters()")
+def parameters_on_the_meta_device(rank: int) -> Iterator[Callable[[], object]]:
+    """As the text says."""
+    with torch.device("meta"):
+        module = layers()
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh_1d())
+    yield lambda: loss(module)
+    module.to_empty(device="cpu")
+    for layer in module:
+        layer.reset_parameters()
+    goes_on(module)
+
+
+@remedy("Take the write out of forward (embedding.max_norm = None)")
+def a_forward_that_writes(rank: int) -> Iterator[Callable[[], object]]:
+    """Done as written, it raised again: the module went on writing."""
+    torch.manual_seed(0)
+    embedding, max_norm = nn.Embedding(8, 8, max_norm=0.5), 0.5
+    module = nn.Sequential(embedding, nn.Linear(8, 8))
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh_1d())
+    tokens = torch.arange(4)
+    yield lambda: module(tokens)
+    embedding.max_norm = None
+    weight = embedding.weight
+    module(tokens).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        local = weight.to_local()
+        local.copy_(torch.renorm(local, 2, 0, max_norm))
+    assert weight.full_tensor().norm(dim=1).max() <= 0.5001
+    module(tokens).sum().backward()
+
+
+@remedy("so what the forward saved is gone; do so before the forward, and call reset_iter_state() on the root module")
+def cast_between_forward_and_backward(rank: int) -> Iterator[Callable[[], object]]:
+    """The iteration is given up, and the next one computes in the new dtype."""
+    module = model()
+    result = loss(module)
+    module.double()
+    yield result.backward
+    module.reset_iter_state()
+    module.float()
+    goes_on(module)
+
+
+@remedy("Redistribute it back, or call zero_grad() before backward")
+def a_gradient_of_another_placement(rank: int) -> Iterator[Callable[[], object]]:
+    """It is dropped."""
+    module = model()
+    loss(module).backward()
+    weight = module[0].weight
+    weight.grad = weight.grad.redistribute(placements=[Replicate()])
+    yield lambda: loss(module).backward()
+    module.reset_iter_state()
+    module.zero_grad()
+    goes_on(module)
+
+
+@remedy("expected a dense one; use sparse=False in the module")
+def a_sparse_gradient(rank: int) -> Iterator[Callable[[], object]]:
+    """The module is told so."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    fully_shard(module, mesh=mesh_1d())
+    tokens = torch.arange(4)
+    yield lambda: module(tokens).sum().backward()
+    module.reset_iter_state()
+    module.zero_grad()
+    module[0].sparse = False
+    module(tokens).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+# ---- passes ----
+
+
+class Raises(torch.autograd.Function):
+    """A backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken")
+
+
+@remedy("call reset_iter_state() on the root module first; that backward's gradients are discarded")
+def after_a_backward_that_raised(rank: int) -> Iterator[Callable[[], object]]:
+    """The text names one call."""
+    module = model()
+    hidden = module[1](module[0](torch.ones(2, 8)))
+    del hidden
+    try:
+        inner = torch.ones(2, 8, requires_grad=True)
+        module[0].register_forward_hook(lambda m, args, out: Raises.apply(out))
+        module(inner).sum().backward()
+    except ValueError:
+        module[0]._forward_hooks.popitem()
+    yield lambda: loss(module)
+    module.reset_iter_state()
+    goes_on(module)
+
+
+@remedy("Call reshard() on the module before you replace parameters or use functional_call")
+def other_weights_while_full_ones_are_shown(rank: int) -> Iterator[Callable[[], object]]:
+    """Full parameters were asked for by hand."""
+    module = model()
+    values = {name: p.detach().clone() for name, p in module.named_parameters()}
+    module.unshard(recurse=True)
+    with torch.no_grad():
+        yield lambda: torch.func.functional_call(module, values, torch.ones(2, 8))
+        module.reshard(recurse=True)
+        torch.func.functional_call(module, values, torch.ones(2, 8))
+    goes_on(module)
+
+
+@remedy("expected outside of that context. Leave it first, or summon fewer modules")
+def cast_while_summoned(rank: int) -> Iterator[Callable[[], object]]:
+    """The context is left."""
+    module = model()
+    with fsdp2.summon_full_params(module):
+        yield module.double
+    module.double().float()
+    goes_on(module)
+
+
+@remedy(
+    "The previous gradient reduction must be waited on before forward: call wait() on what",
+    "the previous gradient reduction must be waited on before finalizing backward again: call wait() on what",
+)
+def a_forward_before_the_wait(rank: int) -> Iterator[Callable[[], object]]:
+    """The handle is waited on."""
+    module = model()
+    module.set_manual_backward_finalization(True)
+    loss(module).backward()
+    handle = module.finalize_backward(async_op=True)
+    yield lambda: loss(module)
+    handle.wait()
+    loss(module).backward()
+    module.finalize_backward()
+    module.set_manual_backward_finalization(False)
+    goes_on(module)
+
+
+@remedy("finalize_backward requires manual backward finalization; call set_manual_backward_finalization(True)")
+def finalize_without_the_mode(rank: int) -> Iterator[Callable[[], object]]:
+    """The mode is switched on before the next forward."""
+    module = model()
+    loss(module).backward()
+    yield module.finalize_backward
+    module.zero_grad()
+    module.set_manual_backward_finalization(True)
+    loss(module).backward()
+    module.finalize_backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@remedy("cannot change mode after backward starts, and one that started has not been ended; call finalize_backward()")
+def the_mode_is_changed_too_early(rank: int) -> Iterator[Callable[[], object]]:
+    """The backward is ended first."""
+    module = model()
+    module.set_manual_backward_finalization(True)
+    loss(module).backward()
+    yield lambda: module.set_manual_backward_finalization(False)
+    module.finalize_backward()
+    module.set_manual_backward_finalization(False)
+    goes_on(module)
+
+
+@remedy("a backward with manual finalization was not ended; call finalize_backward() on the root module first")
+def synchronize_before_the_end(rank: int) -> Iterator[Callable[[], object]]:
+    """The backward is ended first."""
+    module = model()
+    module.set_manual_backward_finalization(True)
+    module.set_requires_gradient_sync(False)
+    loss(module).backward()
+    yield module.synchronize_gradients
+    handle = module.finalize_backward(async_op=True)
+    handle.wait()
+    module.synchronize_gradients()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@remedy("Call synchronize_gradients() on the root module first")
+def a_step_before_the_reduction(rank: int) -> Iterator[Callable[[], object]]:
+    """What micro-batches left is reduced."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.set_requires_gradient_sync(False)
+    loss(module).backward()
+    yield optimizer.step
+    module.synchronize_gradients()
+    optimizer.step()
+    module.set_requires_gradient_sync(True)
+    goes_on(module)
+
+
+@remedy(", or leave the context first")
+def a_training_forward_while_summoned(rank: int) -> Iterator[Callable[[], object]]:
+    """Outside it trains."""
+    module = model()
+    with fsdp2.summon_full_params(module, writeback=False):
+        yield lambda: loss(module)
+    goes_on(module)
+
+
+@remedy("expected a call between two steps. Call it after the last backward")
+def a_setter_between_forward_and_backward(rank: int) -> Iterator[Callable[[], object]]:
+    """It is called after backward."""
+    module = model()
+    result = loss(module)
+    yield lambda: module.set_compression(fsdp2.CompressionPolicy(gather=torch.int8))
+    result.backward()
+    module.set_compression(fsdp2.CompressionPolicy(gather=torch.int8))
+    goes_on(module)
+
+
+# ---- arguments ----
+
+
+class Own:
+    """A reduce-scatter of the user's."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, **how: Any
+    ) -> None:
+        rows = torch.empty_like(input_tensor)
+        dist.all_to_all_single(rows, input_tensor, group=group)
+        total = rows.view(group.size(), -1).sum(0)
+        output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
+
+
+@remedy("which would not be called; leave one of the two out")
+def a_custom_reduction_with_compression(rank: int) -> Iterator[Callable[[], object]]:
+    """Only gathers are compressed then."""
+    module = model()
+    module.set_custom_reduce_scatter(Own(), recurse=True)
+    yield lambda: module.set_compression(fsdp2.CompressionPolicy(reduce=torch.int8))
+    module.set_compression(fsdp2.CompressionPolicy(gather=torch.int8))
+    goes_on(module)
+
+
+@remedy("Call fully_shard on each module in it, or pass them as a list to make one unit of them")
+def a_list_of_layers(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    root = nn.Module()
+    root.layers = nn.ModuleList(layers())
+    root.forward = lambda x: root.layers[2](root.layers[1](root.layers[0](x)))
+    yield lambda: fully_shard(root.layers, mesh=mesh_1d())
+    fully_shard(root.layers[0], mesh=mesh_1d())
+    fully_shard(list(root.layers[1:]), mesh=mesh_1d())
+    fully_shard(root, mesh=mesh_1d())
+    goes_on(root)
+
+
+@remedy("remove it from ignored_modules, or do not call fully_shard on it")
+def the_root_is_ignored(rank: int) -> Iterator[Callable[[], object]]:
+    """It is taken off the list."""
+    module = layers()
+    yield lambda: fully_shard(module, mesh=mesh_1d(), ignored_modules=[module, module[0]])
+    fully_shard(module, mesh=mesh_1d(), ignored_modules=[module[0]])
+    goes_on(module)
+
+
+@remedy("remove them from one of the two: gradients of ignored parameters are not reduced")
+def ignored_and_replicated(rank: int) -> Iterator[Callable[[], object]]:
+    """From one of the two."""
+    module = layers()
+    bias = {module[0].bias}
+    yield lambda: fully_shard(module, mesh=mesh_1d(), ignored_params=bias, replicated_params=bias)
+    fully_shard(module, mesh=mesh_1d(), replicated_params=bias)
+    goes_on(module)
+
+
+@remedy("Use names relative to the module that you pass, or pass policy=")
+def names_of_the_whole_model(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    module = layers()
+    cpu = {"0.weight": CPUOffloadPolicy()}
+    yield lambda: fully_shard(module[0], mesh=mesh_1d(), offload_policy=cpu)
+    fully_shard(module[0], mesh=mesh_1d(), offload_policy={"weight": CPUOffloadPolicy()})
+    goes_on(fully_shard(module, mesh=mesh_1d()))
+    goes_on(fully_shard(layers(), mesh=mesh_1d(), policy={nn.Linear}, offload_policy=cpu))
+
+
+@remedy("to change the number of ranks parameters stay on after forward, pass an int to fully_shard")
+def an_int_for_the_setter(rank: int) -> Iterator[Callable[[], object]]:
+    """It is an argument."""
+    module = model()
+    yield lambda: module.set_reshard_after_forward(2)
+    goes_on(model(reshard_after_forward=2))
+
+
+@remedy("; pass [module] for one")
+def one_module_for_a_list(rank: int) -> Iterator[Callable[[], object]]:
+    """As a list."""
+    module = model()
+    yield lambda: fsdp2.share_comm_ctx(module)
+    fsdp2.share_comm_ctx([module])
+    goes_on(module)
+
+
+@remedy("; call fully_shard on it first")
+def a_module_that_is_not_sharded(rank: int) -> Iterator[Callable[[], object]]:
+    """It is sharded first."""
+    module = layers()
+    yield lambda: fsdp2.share_comm_ctx([module])
+    fully_shard(module, mesh=mesh_1d())
+    fsdp2.share_comm_ctx([module])
+    goes_on(module)
+
+
+@remedy("Use the same for both, or fully_shard([module_a, module_b]) to place them in one unit")
+def tied_with_other_options(rank: int) -> Iterator[Callable[[], object]]:
+    """In one unit."""
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    module = layers()
+    module[1].weight = module[0].weight
+    fully_shard(module[0], mesh=mesh_1d())
+    yield lambda: fully_shard(module[1], mesh=mesh_1d(), mp_policy=low)
+    fully_shard(module[1], mesh=mesh_1d())
+    goes_on(fully_shard(module, mesh=mesh_1d()))
+    module = layers()
+    module[1].weight = module[0].weight
+    fully_shard([module[0], module[1]], mesh=mesh_1d(), mp_policy=low)
+    goes_on(fully_shard(module, mesh=mesh_1d(), mp_policy=low))
+
+
+@remedy(
+    "or pass a slice of it such as mesh['dp']", "name the data-parallel dimensions of a larger one with dp_mesh_dims"
+)
+def a_mesh_of_three_dimensions(rank: int) -> Iterator[Callable[[], object]]:
+    """A slice of it."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+    module = layers()
+    yield lambda: fully_shard(module, mesh=mesh)
+    goes_on(fully_shard(module, mesh=mesh["dp"]))
+
+
+@remedy("make one with torch.distributed.device_mesh.init_device_mesh")
+def a_group_for_a_mesh(rank: int) -> Iterator[Callable[[], object]]:
+    """One is made."""
+    module = layers()
+    yield lambda: fully_shard(module, mesh=dist.group.WORLD)
+    goes_on(fully_shard(module, mesh=init_device_mesh("cpu", (2,))))
+
+
+@remedy("or leave shard_over_replicas out")
+def replicas_of_one_dimension(rank: int) -> Iterator[Callable[[], object]]:
+    """A mesh of two dimensions, as in the text; or without."""
+    module = layers()
+    yield lambda: fully_shard(module, mesh=mesh_1d(), shard_over_replicas=True)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    goes_on(fully_shard(module, mesh=mesh, shard_over_replicas=True))
+    goes_on(fully_shard(layers(), mesh=mesh_1d()))
+
+
+@remedy("pass a mesh of a device that it has, such as init_device_mesh('cpu', ...)")
+def a_mesh_of_a_missing_device(rank: int) -> Iterator[Callable[[], object]]:
+    """The CPU is there."""
+    if torch.cuda.is_available():
+        return
+    mesh = init_device_mesh("cpu", (2,))
+    mesh._device_type = "cuda"
+    module = layers()
+    yield lambda: fully_shard(module, mesh=mesh)
+    goes_on(fully_shard(module, mesh=init_device_mesh("cpu", (2,))))
+
+
+@remedy("from shard_placement_fn")
+def a_dimension_that_is_not_there(rank: int) -> Iterator[Callable[[], object]]:
+    """A dimension that every parameter has."""
+    module = layers()
+    yield lambda: fully_shard(module, mesh=mesh_1d(), shard_placement_fn=lambda p: Shard(1))
+    goes_on(fully_shard(module, mesh=mesh_1d(), shard_placement_fn=lambda p: Shard(p.ndim - 1)))
+
+
+@remedy("; pass that module, or the whole model")
+def no_sync_of_a_part(rank: int) -> Iterator[Callable[[], object]]:
+    """The whole model."""
+    module = layers()
+    fully_shard(module, mesh=mesh_1d())
+    yield lambda: fsdp2.no_sync(module[0]).__enter__()
+    with fsdp2.no_sync(module):
+        loss(module).backward()
+    loss(module).backward()
+    goes_on(module)
+
+
+@remedy("then build the model, shard it and call load_state_dict(); copy.deepcopy makes a copy in this process")
+def pickled(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    module = model()
+    yield lambda: pickle.dumps(module)
+    state = pickle.loads(pickle.dumps({name: value.to_local() for name, value in module.state_dict().items()}))
+    assert state.keys() == module.state_dict().keys()
+    other = model()
+    other.load_state_dict(module.state_dict())
+    goes_on(other)
+    goes_on(copy.deepcopy(module))
+
+
+# ---- optimizers ----
+
+
+@remedy("Call fsdp2.use_local_shards(optimizer), or make a group of plain ones")
+def a_list_of_shards_and_plain_ones(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    module = layers()
+    fully_shard(module, mesh=mesh_1d(), ignored_params={module[0].bias})
+    loss(module).backward()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=True)
+    yield optimizer.step
+    fsdp2.use_local_shards(optimizer).step()
+    groups = [[module[0].bias], [p for p in module.parameters() if p is not module[0].bias]]
+    torch.optim.SGD([{"params": group} for group in groups], lr=0.1, foreach=True).step()
+
+
+@remedy("Pass error_if_nonfinite=False to scale the gradients by it anyway")
+def a_norm_that_is_infinite(rank: int) -> Iterator[Callable[[], object]]:
+    """As written."""
+    module = model()
+    (loss(module) * torch.inf).backward()
+    yield lambda: fsdp2.clip_grad_norm_(module.parameters(), 1.0, error_if_nonfinite=True)
+    fsdp2.clip_grad_norm_(module.parameters(), 1.0, error_if_nonfinite=False)
+    goes_on(module)
+
+
+@remedy("and its reduced gradient is on its shard; call reshard() on its module before model.parameters()")
+def clipping_what_is_shown(rank: int) -> Iterator[Callable[[], object]]:
+    """Shards are clipped."""
+    module = model()
+    loss(module).backward()
+    module.unshard(recurse=True)
+    yield lambda: fsdp2.clip_grad_norm_(module.parameters(), 1.0)
+    module.reshard(recurse=True)
+    fsdp2.clip_grad_norm_(module.parameters(), 1.0)
+    goes_on(module)
+
+
+@remedy("whole parameters exist only during the step; call backward() before step()")
+def a_closure_for_whole_matrices(rank: int) -> Iterator[Callable[[], object]]:
+    """Without one."""
+    module = model()
+    optimizer = fsdp2.use_full_params(torch.optim.SGD(module.parameters(), lr=0.1))
+    yield lambda: optimizer.step(lambda: loss(module))
+    loss(module).backward()
+    optimizer.step()
+
+
+@remedy("only the owner can read it here. Call optimizer.state_dict() on all ranks to get it")
+def the_state_of_another_owner(rank: int) -> Iterator[Callable[[], object]]:
+    """Each rank reads what the other owns, which raises on both."""
+    module = model()
+    optimizer = fsdp2.use_full_params(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    loss(module).backward()
+    optimizer.step()
+
+    def read() -> None:
+        for param in module.parameters():
+            optimizer.state[param]["momentum_buffer"]
+
+    yield read
+    state = optimizer.state_dict()["state"]
+    assert all(isinstance(entry["momentum_buffer"], DTensor) for entry in state.values())
+
+
+class Rule(torch.optim.Optimizer):
+    """An elementwise rule of the user's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=0.01)
+
+
+@remedy("Pass elementwise=True if no element's update depends on other elements or on the shape")
+def an_optimizer_that_nobody_knows(rank: int) -> Iterator[Callable[[], object]]:
+    """As written."""
+    module = model()
+    optimizer = Rule(module.parameters())
+    yield lambda: fsdp2.use_local_shards(optimizer)
+    fsdp2.use_local_shards(optimizer, elementwise=True)
+    loss(module).backward()
+    optimizer.step()
+
+
+@remedy("expected parameters that are not. Leave DistributedDataParallel out")
+def ddp_over_shards(rank: int) -> Iterator[Callable[[], object]]:
+    """Without it; and with replicas, as in the text."""
+    module = model()
+    yield lambda: nn.parallel.DistributedDataParallel(module)
+    goes_on(module)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    goes_on(fully_shard(layers(), mesh=mesh))
+
+
+# ---- whole weights ----
+
+
+@remedy("got a backward inside summon_full_params, whose gradient would be lost at the end of the block")
+def a_backward_inside(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    module = model()
+    with fsdp2.summon_full_params(module):
+        yield lambda: module[0].weight.square().sum().backward()
+    with fsdp2.summon_full_params(module, with_grads=True):
+        module[0].weight.square().sum().backward()
+    assert module[0].weight.grad is not None
+    with fsdp2.summon_full_params(module):
+        (gradient,) = torch.autograd.grad(module[0].weight.square().sum(), module[0].weight)
+        assert gradient.shape == (8, 8)
+    goes_on(module)
+
+
+@remedy("other ranks would not see the changes; pass writeback=False, or leave rank0_only out")
+def one_rank_that_writes(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    module = model()
+    yield lambda: fsdp2.summon_full_params(module, rank0_only=True).__enter__()
+    with fsdp2.summon_full_params(module, rank0_only=True, writeback=False):
+        pass
+    with fsdp2.summon_full_params(module):
+        pass
+    goes_on(module)
+
+
+@remedy("Change values in place, or pass writeback=False")
+def another_shape_inside(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    module = model()
+
+    def enter(writeback: bool, value: torch.Tensor) -> None:
+        with fsdp2.summon_full_params(module, writeback=writeback):
+            module[0].weight = nn.Parameter(value)
+
+    yield lambda: enter(True, torch.ones(2, 2))
+    enter(False, torch.ones(2, 2))
+    with torch.no_grad(), fsdp2.summon_full_params(module):
+        module[0].weight.fill_(0.5)
+    assert (module[0].weight.full_tensor() == 0.5).all()
+    goes_on(module)
+
+
+@remedy("untie them before fully_shard, or pass strict=False to take the last")
+def ties_of_two_values(rank: int) -> Iterator[Callable[[], object]]:
+    """The last one."""
+    module = layers()
+    module[1].weight = module[0].weight
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh_1d())
+    values = {name: torch.full(p.shape, float(i)) for i, (name, p) in enumerate(layers().named_parameters())}
+    given = values if rank == 0 else None
+    yield lambda: fsdp2.broadcast_from_rank0(module, given)
+    fsdp2.broadcast_from_rank0(module, given, strict=False)
+    goes_on(module)
+
+
+@remedy("Materialize it first: module.to_empty(device=...) and load or initialize it")
+def a_shard_without_memory(rank: int) -> Iterator[Callable[[], object]]:
+    """As written."""
+    with torch.device("meta"):
+        module = layers()
+    fully_shard(module, mesh=mesh_1d())
+    yield lambda: list(fsdp2.iter_full_params(module))
+    module.to_empty(device="cpu")
+    for layer in module:
+        layer.reset_parameters()
+    assert len(list(fsdp2.iter_full_params(module))) == 6
+    goes_on(module)
+
+
+@remedy("expected values on the first rank that holds them; load them with broadcast_from_rank0 or load_safetensors")
+def nothing_to_copy(rank: int) -> Iterator[Callable[[], object]]:
+    """Rank 0 sends them."""
+    with torch.device("meta"):
+        module = layers()
+    fully_shard(module, mesh=mesh_1d())
+    yield lambda: fsdp2.sync_module_states(module)
+    fsdp2.broadcast_from_rank0(module, layers().state_dict() if rank == 0 else None)
+    goes_on(module)
+
+
+@remedy("pass the full state dict of the plain model there")
+def no_mapping_on_rank_0(rank: int) -> Iterator[Callable[[], object]]:
+    """It is given."""
+    module = model()
+    yield lambda: fsdp2.broadcast_from_rank0(module, None)
+    fsdp2.broadcast_from_rank0(module, layers().state_dict() if rank == 0 else None)
+    goes_on(module)
+
+
+@remedy("must be a full plain tensor, got")
+def shards_on_rank_0(rank: int) -> Iterator[Callable[[], object]]:
+    """They are gathered first."""
+    module = model()
+    shards = module.state_dict()
+    yield lambda: fsdp2.broadcast_from_rank0(module, shards if rank == 0 else None)
+    full = {name: value.full_tensor() for name, value in shards.items()}
+    fsdp2.broadcast_from_rank0(module, full if rank == 0 else None)
+    goes_on(module)
+
+
+@remedy("; expected parameters that are not summoned. Leave that context first")
+def summoned_twice(rank: int) -> Iterator[Callable[[], object]]:
+    """One after the other."""
+    module = model()
+    with fsdp2.summon_full_params(module):
+        yield lambda: fsdp2.summon_full_params(module[0]).__enter__()
+    with fsdp2.summon_full_params(module[0]):
+        pass
+    goes_on(module)
+
+
+@remedy("computes a gradient of, which would not flow through the gather; expected the module's own parameter")
+def functional_call_with_gradients(rank: int) -> Iterator[Callable[[], object]]:
+    """Detached values under no_grad, and other values on a copy that is not sharded."""
+    module = model()
+    values = {name: p.detach().clone().requires_grad_() * 1 for name, p in module.named_parameters()}
+    yield lambda: torch.func.functional_call(module, values, torch.ones(2, 8)).sum().backward()
+    module.reset_iter_state()
+    with torch.no_grad():
+        detached = {name: value.detach() for name, value in values.items()}
+        torch.func.functional_call(module, detached, torch.ones(2, 8))
+    plain = layers()
+    whole = {name: p.detach().clone().requires_grad_() for name, p in plain.named_parameters()}
+    torch.func.functional_call(plain, whole, torch.ones(2, 8)).sum().backward()
+    assert all(value.grad is not None for value in whole.values())
+    goes_on(module)
+
+
+@remedy("Put it back, or call reset_iter_state() on the root module and start the iteration anew")
+def replaced_between_forward_and_backward(rank: int) -> Iterator[Callable[[], object]]:
+    """The iteration begins anew, with the new parameter."""
+    module = model()
+    values = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    result = torch.func.functional_call(module, values, torch.ones(2, 8)).sum()
+    yield result.backward
+    module.reset_iter_state()
+    goes_on(module)
+
+
+@remedy("from a hook or an autograd function; call it after loss.backward() returned")
+def the_end_inside_a_backward(rank: int) -> Iterator[Callable[[], object]]:
+    """As written."""
+    module = model()
+    module.set_manual_backward_finalization(True)
+    x = torch.ones(2, 8, requires_grad=True)
+    handle = x.register_hook(lambda grad: module.finalize_backward())
+    yield lambda: module(x).sum().backward()
+    handle.remove()
+    module.reset_iter_state()
+    module(x).sum().backward()
+    module.finalize_backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@remedy(
+    "summon_full_params cannot unshard parameters during forward/backward; expected outside of both. Call it before"
+)
+def summoned_in_a_forward(rank: int) -> Iterator[Callable[[], object]]:
+    """Before and after."""
+    module = model()
+    inside = module[1].register_forward_hook(lambda *_: fsdp2.summon_full_params(module).__enter__())
+    yield lambda: loss(module)
+    inside.remove()
+    with fsdp2.summon_full_params(module):
+        pass
+    goes_on(module)
+    with fsdp2.summon_full_params(module):
+        pass
+
+
+@remedy("has no values; got the meta device, expected memory; load or initialize it first")
+def saved_without_values(rank: int) -> Iterator[Callable[[], object]]:
+    """Initialized first. The folder is one of this machine's."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    with torch.device("meta"):
+        module = layers()
+    fully_shard(module, mesh=mesh_1d())
+    yield lambda: fsdp2.save_safetensors(module, folder[0])
+    module.to_empty(device="cpu")
+    for layer in module:
+        layer.reset_parameters()
+    fsdp2.save_safetensors(module, folder[0])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+@remedy("call use_full_params on it, then load_state_dict(optimizer.state_dict()) on every rank")
+def a_copy_of_an_optimizer_of_whole_matrices(rank: int) -> Iterator[Callable[[], object]]:
+    """As written."""
+    module = model()
+    optimizer = fsdp2.use_full_params(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    loss(module).backward()
+    optimizer.step()
+    yield lambda: copy.deepcopy(optimizer)
+    twin = copy.deepcopy(module)
+    other = fsdp2.use_full_params(torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9))
+    other.load_state_dict(optimizer.state_dict())
+    loss(twin).backward()
+    other.step()
+
+
+@remedy("; pass those of one save")
+def pieces_of_two_saves(rank: int) -> Iterator[Callable[[], object]]:
+    """Of one."""
+    piece = {"piece": torch.ones(2), "shape": (4,), "offset": (0,)}
+    other = {"piece": torch.ones(2), "shape": (4,), "offset": (2,)}
+    yield lambda: fsdp2.merge_local_state_dicts([{"w": piece}, {"w": torch.ones(4)}])
+    assert torch.equal(fsdp2.merge_local_state_dicts([{"w": piece}, {"w": other}])["w"], torch.ones(4))
+
+
+@remedy("Pass the local state dicts of all ranks from one save")
+def a_piece_is_missing(rank: int) -> Iterator[Callable[[], object]]:
+    """All of them."""
+    piece = {"piece": torch.ones(2), "shape": (4,), "offset": (0,)}
+    other = {"piece": torch.ones(2), "shape": (4,), "offset": (2,)}
+    yield lambda: fsdp2.merge_local_state_dicts([{"w": piece}, {}])
+    assert torch.equal(fsdp2.merge_local_state_dicts([{"w": piece}, {"w": other}])["w"], torch.ones(4))
+
+
+@remedy("expected a call between them. Call it after loss.backward()")
+def synchronized_inside_a_forward(rank: int) -> Iterator[Callable[[], object]]:
+    """After backward."""
+    module = model()
+    module.set_requires_gradient_sync(False)
+    inside = module[1].register_forward_hook(lambda *_: module.synchronize_gradients())
+    yield lambda: loss(module)
+    inside.remove()
+    module.reset_iter_state()
+    loss(module).backward()
+    module.synchronize_gradients()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@remedy("expected a call between two steps. Call it after backward, after reset_iter_state()")
+def a_setter_inside_a_forward(rank: int) -> Iterator[Callable[[], object]]:
+    """After backward."""
+    module, policy = layers(), fsdp2.CompressionPolicy(gather=torch.int8)
+    inside = module[1].register_forward_pre_hook(lambda *_: module.set_compression(policy))
+    fully_shard(module, mesh=mesh_1d())
+    yield lambda: loss(module)
+    inside.remove()
+    module.reset_iter_state()
+    module.set_compression(policy)
+    goes_on(module)
+
+
+@remedy("Replace it in all places, or untie it before fully_shard")
+def a_tie_replaced_in_one_place(rank: int) -> Iterator[Callable[[], object]]:
+    """In both."""
+    module = layers()
+    module[1].weight = module[0].weight
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh_1d())
+    new = nn.Parameter(module[0].weight.detach().clone())
+    module[0].weight = new
+    yield lambda: loss(module)
+    module[1].weight = new
+    goes_on(module)
+
+
+UNTRIED = frozenset(
+    {
+        "Keep such values in tensors, or give every matrix a parameter of its own",
+        ", expected only Shard and Replicate, on a mesh with this rank; redistribute it first",
+        ", expected pieces sharded by Shard and Replicate on a mesh with this rank; redistribute",
+        ", or no mesh to shard within each node",
+        ", which the index lists; write both again",
+        ". Load a full state dict with",
+        ": got a write to a part of a DTensor that is sharded along the dimension of that part. It",
+        ": shard_placement_fn must return Shard or None, got",
+        "; build the optimizer after fully_shard, or, if it updates each parameter independently,",
+        "; call fully_shard only on the ranks of the mesh",
+        "; call it by its name in a module (fsdp2.fully_shard, or imported at the top of a file),",
+        "; call set_state_dict_type on the outermost module",
+        "; its pool has one buffer. Keep 1, or leave set_symm_mem_for_comm out",
+        "; leave it out, or use set_custom_all_gather",
+        "; load sharded or local state without rank0_only, on every rank",
+        "; pass a slice of it",
+        "; pass one of them",
+        "; pass the local state dicts of all ranks from one save",
+        "; pass the model whose parameters the optimizer was given",
+        "; pass the optimizer that a wrapper holds",
+        "; shard it, or a module around it, first",
+        "; use mp_policy for other classes",
+        "At least one of shard or replicate must be set in DataParallelMeshDims",
+        "At least one of shard or replicate must be set in dp_mesh_dims",
+        "DeviceMesh, got process groups; make one of them with DeviceMesh.from_group(shard_group,",
+        "MixedPrecisionPolicy.reduce_dtype, since all ranks must make zeros of one dtype; set it",
+        "ModuleWrapPolicy, a CustomPolicy, a set of nn.Module classes, 'auto', a function (module)",
+        "argument, changed by operators that keep its shape",
+        "as on the first rank; build the same module on every rank",
+        "as the parameter; load the state of the same model",
+        "backward, where it was called; call it before the forward",
+        "build takes no argument",
+        "can be sharded over replicas. Pass shard_over_replicas=False for the unit",
+        "comm is custom:",
+        "earlier forward or backward raised, call reset_iter_state() on the root module before the",
+        "enabling CPU offloading. For example, load a CPU state dict or call",
+        "every row in ascending order, or make the mesh with preserve_rank_order=True (torch 2.15)",
+        "finalize_backward requires all-reduce; call set_requires_all_reduce(True) before it",
+        "forecast: build returned",
+        "fsdp2.fully_shard manages this module; use",
+        "fsdp_pre_all_gather and fsdp_post_all_gather. Leave it out with ignored_params (each rank",
+        "fully_shard with its sharding. Register it before fully_shard, or create it from full",
+        "is not a dimension of shape",
+        "known: LOCAL_WORLD_SIZE is not set and there is no accelerator; start with torchrun, or",
+        "matplotlib, which is not installed; pip install matplotlib, or save as .html",
+        "mesh that has all of these ranks. Shard a parameter of the module, such as the root's, on",
+        "mix it with fsdp2.fully_shard. Use one of them for the whole tree",
+        'module and calls its functions; put the rest of a script under if __name__ == "__main__"',
+        "must be a set of nn.",
+        "must keep the parameter's local shape, dtype, and device: expected",
+        "no group for it, expected one; pass the module that was given to fully_shard",
+        "not supported with dp_mesh_dims; leave one of the two out",
+        "of the plain model, expected one; remove one of them",
+        "of them on this node; pass",
+        "one module tree cannot mix them. Use fsdp2.fully_shard for the whole tree, or call",
+        "parameter that is not sharded; pass fsdp2.merge_local_state_dicts(the list of all ranks'",
+        "present default process group: make it with init_device_mesh after init_process_group",
+        "process group, and torch cannot start one (",
+        "runs or raised, expected none; call it between iterations, and reset_iter_state() on the",
+        "safetensors, which is not installed; pip install safetensors",
+        "set_state_dict_type: Expected",
+        "shard_over_replicas, whose pieces for the shard dimension stay in memory anyway; pass",
+        "stream cannot be set when using native HSDP",
+        "that does not keep its elements in one tensor of the same shape and dtype; expected one",
+        "that holds a piece, or on none. Build the same optimizer on all ranks, and set or clear",
+        "the bytes that it lists; copy or write it again",
+        "the same names on every rank. Pass rank0_only=False and save every rank's state dict",
+        "tqdm, which is not installed; pip install tqdm, or pass a function of (bytes, total)",
+        "was dropped by reset_iter_state; start the iteration anew",
+        "weight_map from names to files; write it again",
+        "with SPMD mesh (dp_mesh_dims); pass True or False",
+        "with different hyperparameters; build the optimizer with groups like the saved ones",
+    }
+)
+"""Pieces of the texts whose remedies no case tries yet: mostly wrong arguments and files, and other devices."""

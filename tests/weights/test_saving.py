@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -244,6 +245,37 @@ def test_one_name_for_experts_of_several_ranks(rank, world, tmp_path):
             fsdp2.save_safetensors(module, tmp_path / "x")
     written = load_file(tmp_path / "x" / "model.safetensors")
     assert torch.equal(written["expert.weight"], full(module["expert"].weight)) == (rank < 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("change", [0.0, 1e-5, 2.0])
+def test_values_that_ranks_have_for_themselves(rank, world, tmp_path, ignored, change):
+    """Experts that began alike were one tensor, without a word, and so were plain parameters however they differed."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"expert": nn.Linear(8, 6), "dense": nn.Linear(3, 2), "norm": nn.BatchNorm1d(2)})
+    module["norm"].running_mean.fill_(rank)  # each rank's own by design
+    nn.init.constant_(module["expert"].bias, float("nan"))
+    with torch.no_grad():
+        module["expert"].weight[5:].mul_(1 + change * (rank // 2))  # beyond the first elements
+        module["expert"].weight[0].mul_(1 + (change > 1) * (rank // 2))
+    if not ignored:
+        fsdp2.fully_shard(module["expert"], mesh=mesh_of(2, 2, names=("owner", "shard"))["shard"])
+    fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if change > 1:
+            with pytest.raises(RuntimeError, match="different tensors under the name expert.weight"):
+                fsdp2.save_safetensors(module, tmp_path)
+            if not ignored:
+                return
+            fsdp2.sync_module_states(module)
+        fsdp2.save_safetensors(module, tmp_path)
+    told = [str(one.message) for one in seen if "save_safetensors" in str(one.message)]
+    assert len(told) == (change == 1e-5 and rank == 0)
+    assert all("the copies of ['expert.weight'] on different ranks are not equal" in text for text in told)
+    written = load_file(tmp_path / "model.safetensors")["expert.weight"]
+    assert torch.equal(written, full(module["expert"].weight)) == (rank < 2 or change != 1e-5)
 
 
 @on_ranks(2)

@@ -75,7 +75,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "a training forward that writes to its own weights": (
             STEP + "test_errors.py::test_a_forward_that_writes_to_its_weight",
         ),
-        "a forward after a backward that raised": (STEP + "test_errors.py::test_training_goes_on_after_an_exception",),
+        "a forward after a backward that raised": (
+            STEP + "test_errors.py::test_training_goes_on_after_an_exception",
+            STEP + "test_errors.py::test_a_forward_after_a_backward_that_raised",
+        ),
         "a step, or clipping, before gradients are reduced": (
             SYNC + "test_what_reads_gradients_is_refused",
             SYNC + "test_a_step_before_finalize_backward_is_refused",
@@ -86,7 +89,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             PARTING + "test_a_unit_skipped_by_one_of_four_is_named",
             "tests/ranks/test_differing.py::test_skipped_without_the_option",
         ),
-        "hooks on sharded parameters": (STEP + "test_graphs.py::test_hooks_after_sharding",),
+        "hooks on sharded parameters": (
+            STEP + "test_graphs.py::test_hooks_after_sharding",
+            STEP + "test_gradient_hooks.py::test_a_hook_returns_another_gradient",
+            STEP + "test_gradient_hooks.py::test_a_hook_writes_to_a_part_of_the_gradient",
+        ),
         "an all-gather extension that sends a different size on one rank": (
             STEP + "test_bad_input.py::test_extension_of_other_sizes",
         ),

@@ -156,6 +156,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             WEIGHTS + "test_broadcast.py::test_integers_load_into_floats_but_not_floats_into_integers",
         ),
         "two different values raise an error": (WEIGHTS + "test_broadcast.py::test_ties_of_different_values",),
+        "Parameters of one name that differ between ranks raise an error": (
+            WEIGHTS + "test_saving.py::test_values_that_ranks_have_for_themselves",
+        ),
         "a file with both `weight` and `_orig_mod.weight` raises an error": (
             WEIGHTS + "test_broadcast.py::test_prefixes_in_the_values",
         ),
@@ -227,6 +230,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "They raise an error that names the function of `fsdp2` to call": (
             STATE + "test_settings.py::test_functions_of_fsdp1_that_would_do_nothing",
         ),
+    },
+    "docs/timeline.md": {
+        "so each micro-batch of an accumulation counts as a step": (DOCS + "test_each_micro_batch_is_a_recorded_step",),
     },
     "docs/troubleshooting.md": {
         "If they differ, every rank raises an error within seconds": (

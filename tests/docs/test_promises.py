@@ -203,3 +203,20 @@ def test_marked_units_in_another_order_raise_on_every_rank(rank, world):
     with pytest.raises(RuntimeError, match="ranks do not do the same|order"):
         for _ in range(3):
             model(x, (0, 1, 2) if rank else (2, 1, 0)).sum().backward()
+
+
+@on_ranks(2)
+def test_each_micro_batch_is_a_recorded_step(rank, world):
+    """Three micro-batches of one optimizer step, of which the last reduces; an evaluation after it begins another."""
+    model = layers()
+    for unit in (*model[1:-1], model):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    tokens = torch.randint(17, (2, 5))
+    with fsdp2.record_steps(model) as record:
+        for number in range(3):
+            model.set_requires_gradient_sync(number == 2)
+            model(tokens).sum().backward()
+        with torch.no_grad():
+            model(tokens)
+    reductions = [sum("reduce" in span.kind for span in step.spans) > 0 for step in record.steps]
+    assert reductions == [False, False, True, False]

@@ -27,6 +27,11 @@ KINDS = ("shards", "gathered", "gradients", "optimizer state", "activations", "o
 Storage = torch.UntypedStorage
 _PACKED = {"_chunk_cat", "chunk_cat"}
 _CAST = {"_to_copy", "div", "to"}
+_ATTENTION_BACKWARD = {
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+"""Operators that add up the gradient of the queries in float32 and then cast it (on a GPU, which is forecast)."""
 
 
 @dataclass(eq=False)
@@ -170,6 +175,8 @@ class Memory(TorchDispatchMode):
             self._mark(tensors_in((args, kwargs)))
         elif name in _CAST and args and self._kind(args[0]) == "gradients":
             self._mark(tensors_in(out))
+        elif name in _ATTENTION_BACKWARD:
+            self._follow(torch.empty_like(out[0], dtype=torch.float32))  # the kernel's sums, which it frees at its end
         return out
 
     def claim(self, kind: str = "") -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "address_of",
+    "as_parameter",
     "chunk_cat",
     "concatenate_meshes",
     "dtensor_from_local",
@@ -159,6 +160,13 @@ def plain_tensors_replicated() -> Iterator[None]:
 dtensor_from_local: Callable[[torch.Tensor, DTensorSpec], DTensor] = functools.partial(
     DTensor.__new__, DTensor, requires_grad=False
 )
+
+
+def as_parameter(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """Make ``tensor`` itself a parameter; ``nn.Parameter`` does this to an alias of it."""
+    tensor.requires_grad_(requires_grad)
+    tensor._is_param = True  # type: ignore[attr-defined]  # what a parameter of a tensor subclass is known by
+    return tensor  # type: ignore[return-value]  # isinstance agrees
 
 
 # Returns the local tensor object of a DTensor. ``to_local`` would go through autograd and make a view.

@@ -24,6 +24,7 @@ from fsdp2._torch.autograd import (
 )
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
+    as_parameter,
     dtensor_spec,
     local_tensor,
     python_attributes,
@@ -128,14 +129,12 @@ def copy_of(local: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """Return a parameter with the very local tensor of ``shard`` and its spec.
+    """Make ``shard``, a new DTensor that nobody else has, a parameter.
 
-    ``nn.Parameter`` makes an alias of the local tensor, with an equal spec from torch's cache, which may hold an equal
-    mesh that somebody else made.
+    ``nn.Parameter`` would make an alias of the local tensor, with an equal spec from torch's cache, which may hold an
+    equal mesh that somebody else made; and it would take a third of the time of ``fully_shard``.
     """
-    made = nn.Parameter(shard, requires_grad=requires_grad)
-    set_local_tensor(made, local_tensor(shard), dtensor_spec(shard))
-    return made
+    return as_parameter(shard, requires_grad=requires_grad)
 
 
 def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages: list[int] | None = None) -> bool:

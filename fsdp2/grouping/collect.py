@@ -64,13 +64,12 @@ def collect(
         buffers.update(dict.fromkeys(module.buffers(recurse=False)))
     # A tied parameter may also be in modules of other calls or in ignored ones, which must show the same tensor.
     managed = set(modules)
-    for root in roots:
-        for module in root.modules():
-            if module in managed:
-                continue
-            for name, param in module._parameters.items():
-                if param is not None and param in found:
-                    found[param].sites.append(Site(module, name))
+    for module in prefixes:
+        if module in managed:
+            continue
+        for name, param in module._parameters.items():
+            if param is not None and param in found:
+                found[param].sites.append(Site(module, name))
     return Managed(modules, list(found.values()), list(buffers))
 
 

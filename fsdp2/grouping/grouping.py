@@ -98,7 +98,8 @@ class CallOptions:
         for found in params:
             whole = found.param in self.replicated
             entry = place(found, self.placement_fn, self.mesh, policies(found.name), whole)
-            placed.append(replace(entry, offload=self.offload_of(found.name)))
+            entry.offload = self.offload_of(found.name)
+            placed.append(entry)
         return placed
 
     def copied(self, memo: dict[int, Any]) -> CallOptions:
@@ -186,7 +187,7 @@ def _together(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]
     subgroup = not isinstance(options.reshard_after_forward, (bool, type(None)))
     groups: dict[object, list[Placed]] = {}
     for entry in placed:
-        alone = has_extension(entry.piece) and subgroup
+        alone = subgroup and has_extension(entry.piece)
         mesh, home = entry.mesh, repr(entry.offload)
         key = (mesh.shard.group, mesh.replicate.group, mesh.nested is None, alone, home)
         groups.setdefault(key, []).append(entry)

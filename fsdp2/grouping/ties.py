@@ -69,8 +69,12 @@ def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam]) -> set[FSDPPar
     Return none if another module still shows one of them, or several units share it: the next gather raises an error
     that names it.
     """
-    param = param_of(found.param)
-    others = {shown_by[site] for site in found.sites if site in shown_by} - {param}
+    tensor, shown = found.param, (shown_by.get(site) for site in found.sites)
+    others = {one for one in shown if one is not None and not _shows(one, tensor)}
+    if not others:  # as for almost all of thousands
+        return set()
+    param = param_of(tensor)
+    others.discard(param)  # type: ignore[arg-type]  # None is in no set of parameters
     if param is None or any(o.group.shared or not {*o.sites} <= {*found.sites} for o in others):
         return set()
     return others
@@ -137,3 +141,7 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     assert owner is not None
     owner.groups.append(group.split_off(param))
     return owner.groups[-1]
+
+
+def _shows(param: FSDPParam, tensor: torch.Tensor) -> bool:
+    return tensor is param.sharded or tensor is param.full or tensor is param.subgroup

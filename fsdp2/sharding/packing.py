@@ -182,13 +182,12 @@ def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced
         return item.form is None and layout.dim is not None and layout.rank_major and layout.numel > 0
 
     ranks = items[0].layout.ranks if items else 1
-    found = [i for i, item in enumerate(items) if movable(item)]
     if ranks == 1:
-        return found
-    if sum(item.full_bytes for item in items) < sizes.direct_group_bytes:
+        return [i for i, item in enumerate(items) if movable(item)]
+    if sum([item.full_bytes for item in items]) < sizes.direct_group_bytes:
         return []
     least = _least_direct_bytes(sizes, ranks, coalesced=coalesced)
-    found = [i for i in found if items[i].full_bytes >= least]
+    found = [i for i, item in enumerate(items) if item.full_bytes >= least and movable(item)]
     found = [i for i in found if items[i].layout.slot_numel * items[i].wire_dtype.itemsize % ALIGN_BYTES == 0]
     most = _COALESCED if coalesced else len(found)
     return sorted(sorted(found, key=lambda i: -items[i].full_bytes)[:most])

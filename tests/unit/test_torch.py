@@ -144,6 +144,21 @@ def test_torchs_placement_result_knows_its_mesh_and_dimensions_their_names() -> 
         assert result.placement == Shard(1) and result.mesh_info.mesh is mesh
 
 
+@probes("as_parameter")
+def test_a_dtensor_is_made_a_parameter_itself() -> None:
+    """As ``nn.Parameter`` makes an alias of one: a module takes it."""
+    with fake_mesh(2) as mesh:
+        for requires_grad in (True, False):
+            shard = DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False)
+            made = _torch.as_parameter(shard, requires_grad=requires_grad)
+            usual = nn.Parameter(shard, requires_grad=requires_grad)
+            assert made is shard and isinstance(made, nn.Parameter) and made.is_leaf
+            assert made.requires_grad is requires_grad and made.__dict__.keys() == usual.__dict__.keys()
+            module = nn.Module()
+            module.weight = made
+            assert module._parameters["weight"] is made
+
+
 @probes("DTensorSpec", "TensorMeta", "dtensor_from_local", "local_tensor", "set_local_tensor", "dtensor_spec")
 def test_a_dtensor_is_made_around_a_tensor_itself() -> None:
     with fake_mesh(2, 2, names=("dp", "tp")) as mesh:

@@ -22,6 +22,7 @@ from fsdp2.grouping.ties import check_tie, find_ties, follow_tie, join_ties, rep
 from fsdp2.optim.prebuilt import follow_parameters, repair_holders
 from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
+from fsdp2.weights.handed import why_unreadable
 
 __all__ = ["CallOptions"]
 
@@ -165,11 +166,18 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     """Copy the value of a whole, plain parameter that has replaced ``param`` on all its modules into the shard.
 
     A parameter that does not fit stays. The next gather raises an error that names it.
+
+    Raises:
+        RuntimeError: The memory of the new parameter was freed.
     """
     new, group = found.param, param.group
     fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
     if not fits or new.dtype != param.dtype or new.is_meta or set(param.sites) != set(found.sites):
         return
+    if problem := why_unreadable(new):
+        raise RuntimeError(f"{param.name}: replaced on its module, but {problem}")
+    if group.store.lends(new):  # a full parameter, which resharding frees
+        new.data = new.detach().clone()
     group.reshard()
     param.take_value(new, group.store.home)
     show([param], "sharded", over_others=True)

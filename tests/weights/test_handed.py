@@ -171,3 +171,22 @@ def test_a_state_dict_that_was_assigned_once(rank, world, whole):
     optimizer.step()
     for name, param in module.named_parameters():
         assert torch.equal(full(param), values[name] - grads[name]), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_parameter_that_is_assigned(rank, world, gone):
+    """A module that is given a parameter on memory of full parameters: the value is taken, or its loss is named."""
+    module, _ = build()
+    values = {name: full(param) for name, param in module.named_parameters()}
+    unshard(module)
+    view = module[1].weight.detach()
+    if gone:
+        reshard(module)
+    module[1].weight = nn.Parameter(view)
+    if gone:
+        with pytest.raises(RuntimeError, match=r"1\.weight: replaced on its module, but its memory was freed.*clone"):
+            module(torch.ones(2, 8))
+        module[1].weight = nn.Parameter(values["1.weight"].clone())
+    module(torch.ones(2, 8))
+    assert_holds(module, values)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from fsdp2.ranks.store import Keys, StoreEnded
 
-__all__ = ["Board", "History"]
+__all__ = ["Board", "History", "latest"]
 
 _LOOK_SECONDS = (2.0, 30.0)  # seconds to wait for a meeting before the first look at the board, and between later ones
 _ANSWER_SECONDS = 4.0  # the time for waiting ranks to answer
@@ -47,6 +47,14 @@ class History(Protocol):
 
     def refuse(self, texts: dict[int, str]) -> str:
         """Return the error text, given the collective of each rank in words."""
+
+
+def latest(history: History) -> str:
+    """Return in words what this rank did last, or is about to do: a collective, or the kind of a pass."""
+    at = history.position()
+    count = len((at and history.digests(*at, shown=True)) or ())
+    text = history.text(*at, count - 1) if at and count else ""
+    return str(json.loads(text)[0]) if text.startswith("[") else text
 
 
 def _digest(want: str) -> int:
@@ -125,7 +133,7 @@ class Board:
                 # The meeting takes long: show the other ranks where this one is, and compare with them.
                 self.look(history, shows=True)
                 if (ended := self._ended()) and not self._keys.has(key):
-                    self.fail(ended)
+                    self.fail(self._without(ended, history))
                 seconds = min(_LOOK_SECONDS[1], end - time.monotonic())
             return int(value)
         finally:
@@ -135,6 +143,16 @@ class Board:
         """Return the text of a rank that ended, or "" if none did."""
         # The last rank that reads a failure deletes this key, so it may be gone after the test.
         return self._keys.get_within("ended", _READ_SECONDS) or "" if self._keys.has("ended") else ""
+
+    def _without(self, ended: str, history: History) -> str:
+        """Return the error text of a rank that waits for one that ended, which says ``ended``."""
+        doing = latest(history)
+        waits = f"rank {self.rank} waits for it" + (f" in {doing}" if doing else "")
+        return (
+            f"{ended}; {waits}. Expected: every rank runs as many forwards and backwards as the others. Give all ranks "
+            "the same number of batches (drop_last=True of DistributedSampler and DataLoader), or stop all ranks with "
+            "the first"
+        )
 
     def choose(self, epoch: int, want: str, history: History, choose: Callable[[dict[int, Any]], Any]) -> Any:
         """Meet, and return on all ranks the result of ``choose`` for the different wants (JSON values) by rank.
@@ -301,7 +319,7 @@ class Board:
         while time.monotonic() < end:
             self.look(history, shows=True)
             if ended := self._ended():
-                self.fail(ended)
+                self.fail(self._without(ended, history))
             time.sleep(0.1)
             if not called and time.monotonic() > end - _EXPLAIN_SECONDS + 1:
                 called = True

@@ -24,7 +24,7 @@ from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import observe_waits
 from fsdp2.engine.observer import PassKind, observe_with
 from fsdp2.engine.root import RootContext
-from fsdp2.ranks.board import Board
+from fsdp2.ranks.board import Board, latest
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.start import compare
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
@@ -152,10 +152,12 @@ class _Process:
         Then wait for ranks that have not yet read a failure or the end of a meeting: this process may host the store.
         """
         error = getattr(sys, "last_value", None)
-        text = f"rank {self.rank} ended{'' if error is None else f' with {type(error).__name__}: {error}'}"
+        why = "" if error is None else f" with {type(error).__name__}: {error}"
         try:
             for monitor in self.monitors:
                 if monitor.board.failure is None:
+                    did = latest(monitor)
+                    text = f"rank {self.rank} ended{why or (did and f', after {did}')}"
                     monitor.board.end(text, None if error is None else monitor.log.epoch)
             self._connections.wait_for_readers(_READERS_SECONDS)
         except RuntimeError:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DistributedSampler
 
 import fsdp2
 from tests.ranks.apart import Ended, run_apart
@@ -162,6 +165,35 @@ def test_every_rank_raises_and_names_what_each_does(program):
     option, unit = "set_reduce_scatter_unused_params(True)", APART[program]
     lines = f"call `{unit}.{option}`, or model.{option} for every unit of the root, on all ranks"
     assert lines in errors[0] if unit else option not in errors[0], errors[0]
+
+
+def trains_on_batches(drop_last: bool, later: bool, rank: int, world: int) -> None:
+    """Train on the batches of a dataset that does not divide: without drop_last the first rank has one more."""
+    whole = torch.ones(2 * world + 1, 8)
+    sampler: Any = DistributedSampler(whole, world, rank, drop_last=True)  # type: ignore[arg-type]  # it has a length
+    own = [*sampler] if drop_last else range(len(whole))[rank::world]
+    assert len(own) == (2 if drop_last or rank else 3)
+    model = sharded()
+    for _ in range(2 if later else 0):
+        train(model)
+    for index in own:
+        model(whole[index : index + 1]).sum().backward()
+    sys.exit()  # as a program ends: it tells the others
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_with_fewer_batches(later):
+    """The others said "rank 1 ended" and nothing more. They say what both do, and the remedy, which helps."""
+    waits, ended = run_apart(partial(trains_on_batches, False, later), 2)
+    assert ended.status == 0 and waits.status == 1, (ended, waits)
+    assert re.fullmatch(
+        r"RuntimeError: rank 1 ended, after the end of backward.*; rank 0 waits for it in (gather .* in )?forward\. "
+        r"Expected: every rank runs as many forwards and backwards as the others\. Give all ranks the same number of "
+        r"batches \(drop_last=True of DistributedSampler and DataLoader\), or stop all ranks with the first",
+        waits.error,
+    ), waits.error
+    done = run_apart(partial(trains_on_batches, True, later), 2)
+    assert [one.status for one in done] == [0, 0], done
 
 
 class Layers(nn.Module):

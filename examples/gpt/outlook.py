@@ -49,7 +49,11 @@ def beside(out: Path) -> str:
     result.save(out / PAGE, recorded)
     forecast = result.timeline
     rows = [
-        ("peak memory of a step, one rank", f"{result.peak_bytes / 1e6:.1f} MB", f"{run.peak_bytes / 1e6:.1f} MB"),
+        (
+            "peak memory of a step, one rank",
+            f"{result.peak_bytes / 1e6:.1f} MB",
+            f"{run.peak_bytes / 1e6:.1f} MB" if run.peak_bytes else "-",
+        ),
         ("sent and received", _sent(forecast), _sent(recorded)),
         ("time", f"{forecast.seconds * 1e3:.0f} ms", f"{recorded.seconds * 1e3:.0f} ms"),
         ("  waiting for others", *(f"{t.exposed_seconds * 1e3:.0f} ms" for t in (forecast, recorded))),

@@ -16,16 +16,17 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 __all__ = ["DEVICES", "H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
 
 
-def _check_positive(constants: Any) -> None:
-    """Check that every constant is a positive number, and a whole one where ranks are counted."""
+def _check(constants: Any) -> None:
+    """Check that every constant is a positive number, and a whole one where ranks are counted. A latency may be 0."""
     for field in fields(constants):
         value = getattr(constants, field.name)
         if isinstance(value, (str, tuple)) and field.name in ("name", "links"):
             continue
-        whole = field.type == "int"
+        whole, least = field.type == "int", "of at least 0" if field.name == "seconds" else "above 0"
         kind = numbers.Integral if whole else numbers.Real
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < float(value) < math.inf:
-            raise ValueError(f"{field.name}={value!r}: expected {'a whole' if whole else 'a'} number above 0")
+        right = not isinstance(value, bool) and isinstance(value, kind) and 0 <= float(value) < math.inf
+        if not right or (value == 0 and field.name != "seconds"):
+            raise ValueError(f"{field.name}={value!r}: expected {'a whole' if whole else 'a'} number {least}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Link:
     """The cost of a collective among ``ranks``: the seconds until the first byte arrives, and bytes per second.
 
     Raises:
-        ValueError: A constant is not a positive number.
+        ValueError: A constant is not a positive number; the latency may be 0.
     """
 
     ranks: int
@@ -42,7 +43,7 @@ class Link:
 
     def __post_init__(self) -> None:
         """Check the constants."""
-        _check_positive(self)
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         """Check the constants, and sort the links."""
-        _check_positive(self)
+        _check(self)
         ranks = sorted(link.ranks for link in self.links)
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"links for {ranks} ranks; expected at least one link, and one for each number of ranks")

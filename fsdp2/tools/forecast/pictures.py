@@ -85,7 +85,7 @@ def draw_memory(axes: Any, timeline: Timeline) -> None:
     for span in timeline.spans:
         if span.lane == UNITS:
             axes.axvline(span.begin * 1e3, color="#1f2933", alpha=0.25, linewidth=0.5, linestyle=":")
-    axes.set_ylabel(f"{name}, without the rest" if timeline.memory_in_part else name, fontsize=8)
+    axes.set_ylabel(f"{name}, only these" if timeline.memory_in_part else name, fontsize=8)
     axes.set_ylim(0, most / scale * 1.05)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8)

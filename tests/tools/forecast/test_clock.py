@@ -109,6 +109,20 @@ def test_links():
     assert H100.collective_seconds(1 << 30, range(0, 64, 8)) > 5 * H100.collective_seconds(1 << 30, range(8))
 
 
+def test_constants_are_checked_where_they_are_made():
+    """Whoever makes them: a file, an option, or a script. A link without latency is one (the demo's has none)."""
+    ideal = Hardware(links=(Link(8, 0.0, 1e9), Link(2, 1e-4, 1e9)))
+    assert [link.ranks for link in ideal.links] == [2, 8], "sorted"
+    assert ideal.collective_seconds(8e9, range(8)) == pytest.approx(7.0) and ideal.link(4).seconds == 0.0
+    for wrong in ({"ranks_per_node": 0}, {"ranks_per_node": 2.5}, {"flops_per_second": float("nan")}, {"links": ()}):
+        with pytest.raises(ValueError, match=r"expected (a|a whole) number above 0|at least one link"):
+            Hardware(**wrong)
+    with pytest.raises(ValueError, match=r"links for \[2, 2\] ranks; expected at least one link, and one for each"):
+        Hardware(links=(Link(2, 1e-4, 1e9), Link(2, 2e-4, 1e9)))
+    with pytest.raises(ValueError, match=r"seconds=-1: expected a number of at least 0"):
+        Link(2, -1, 1e9)
+
+
 def test_every_constant_is_printed():
     """Who reads a forecast sees what it is based on."""
     text = str(replace(H100, memory_bytes_per_second=7e11))

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import _trace
 from fsdp2.tools.forecast.clock import Clock
-from fsdp2.tools.forecast.pictures import draw_lanes, picture
+from fsdp2.tools.forecast.page import page
+from fsdp2.tools.forecast.pictures import COLOURS, KINDS, draw_lanes, picture
 from fsdp2.tools.forecast.rank import simulated_rank
 from fsdp2.tools.forecast.timeline import UNITS, Exposed, Span, Timeline, chrome_trace, on_one_clock
 from tests.support import api
@@ -250,6 +251,18 @@ def test_one_format(tmp_path):
         result.save(tmp_path / "step.txt")
 
 
+def test_colours_tell_meanings_apart():
+    """Shards had the colour of compute, and the state of an optimizer nearly that of the replicate lane. Parameters
+    that are gathered, and gradients, have those of their lanes on purpose; the page has the same colours."""
+    shared = {kind for kind, colour in KINDS.items() if colour in COLOURS.values()}
+    assert shared == {"gathered", "gradients"} and len({*KINDS.values()}) == len(KINDS)
+    assert KINDS["gathered"] == COLOURS["gather"] and KINDS["gradients"] == COLOURS["reduce"]
+    result = fsdp2.forecast(build, step, mesh={"shard": 2}, steps=1)
+    html = page([result.timeline])
+    assert all(colour in html for colour in (*KINDS.values(), *COLOURS.values()))
+    assert not result.timeline.memory_in_part
+
+
 def test_picture(tmp_path):
     """A picture for reports, of lanes and memory."""
     pytest.importorskip("matplotlib")
@@ -288,5 +301,6 @@ def test_steps_that_differ_too_much_have_scales_of_their_own():
     assert "own scale" in figure.axes[-1].get_xlabel()
     ends = [path.get_extents().x1 for area in figure.axes[-1].collections for path in area.get_paths()]
     assert ends == pytest.approx([50.0]), "memory lasts until the step ends"
+    assert figure.axes[-1].get_ylabel() == "MiB, only these" and long.memory_in_part  # shards, without the rest
     near = replace(short, seconds=0.04)
     assert [axes.get_xlim()[1] for axes in picture([near, long]).axes] == pytest.approx([50.0, 50.0, 50.0])

@@ -17,9 +17,9 @@ from fsdp2.grouping.padding import padding_report
 from fsdp2.grouping.plan import plan_units
 from fsdp2.module import FSDPModule, share_comm_ctx
 from fsdp2.optim.clip import clip_grad_norm_
-from fsdp2.optim.full_params import use_full_params
 from fsdp2.optim.grad_scaler import ShardedGradScaler
-from fsdp2.optim.local_step import use_local_shards
+from fsdp2.optim.local.local_step import use_local_shards
+from fsdp2.optim.whole.full_params import use_full_params
 from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

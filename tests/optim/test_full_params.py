@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_map
 
 import fsdp2
-from fsdp2.optim import full_params
+from fsdp2.optim.whole import full_params
 from fsdp2.tools.check.strict import LiveBytes
 from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of, shard_each
 from tests.support.pool import POOL, on_ranks

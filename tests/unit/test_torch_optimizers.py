@@ -14,7 +14,7 @@ import torch.distributed.checkpoint.state_dict as checkpoints
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2.optim.local_step import _ELEMENTWISE
+from fsdp2.optim.local.local_step import _ELEMENTWISE
 from tests.support.fake import fake_mesh
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import probes

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard, use_local_shards
-from fsdp2.optim.local_step import _ELEMENTWISE, _NOT_ELEMENTWISE
+from fsdp2.optim.local.local_step import _ELEMENTWISE, _NOT_ELEMENTWISE
 from tests.support.api import torch_since
 from tests.support.fake import fake_mesh
 

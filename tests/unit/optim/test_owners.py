@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2.optim import full_params
-from fsdp2.optim.exchange import Layout
-from fsdp2.optim.owners import assign_owners, boxes_of, default_cost
-from fsdp2.optim.ownership import Ownership
+from fsdp2.optim.whole import full_params
+from fsdp2.optim.whole.exchange import Layout
+from fsdp2.optim.whole.owners import assign_owners, boxes_of, default_cost
+from fsdp2.optim.whole.ownership import Ownership
 from fsdp2.sharding.boxes import numel
 from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh

@@ -21,12 +21,12 @@ from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, local_gradient
-from fsdp2.optim.exchange import Arriving, Layout
-from fsdp2.optim.full_state import OwnedState, keep_owned, names_in, shown_at_holders
-from fsdp2.optim.owners import default_cost
-from fsdp2.optim.ownership import Owned, Ownership, RankSet
 from fsdp2.optim.prebuilt import repair
-from fsdp2.optim.stacks import Stacks
+from fsdp2.optim.whole.exchange import Arriving, Layout
+from fsdp2.optim.whole.full_state import OwnedState, keep_owned, names_in, shown_at_holders
+from fsdp2.optim.whole.owners import default_cost
+from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet
+from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["use_full_params"]

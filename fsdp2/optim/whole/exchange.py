@@ -9,7 +9,7 @@ import torch
 
 from fsdp2.comm.collectives import Work, all_to_all_uneven
 from fsdp2.comm.pieces import copy_all
-from fsdp2.optim.owners import Route
+from fsdp2.optim.whole.owners import Route
 from fsdp2.sharding.boxes import Box, narrow, numel
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import align

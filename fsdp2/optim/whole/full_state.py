@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2.autograd.trees import map_leaves, take_apart
 from fsdp2.comm.collectives import exchange_objects
-from fsdp2.optim.exchange import Layout
-from fsdp2.optim.owners import Route
-from fsdp2.optim.ownership import Owned, Ownership, RankSet
+from fsdp2.optim.whole.exchange import Layout
+from fsdp2.optim.whole.owners import Route
+from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet
 from fsdp2.sharding.boxes import whole
 from fsdp2.sharding.spec import dtensor_like, on_this_rank, placed_alike
 

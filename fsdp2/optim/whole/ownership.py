@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2.engine.index import param_of
-from fsdp2.optim.owners import Route, assign_owners, boxes_of, mesh_ranks
+from fsdp2.optim.whole.owners import Route, assign_owners, boxes_of, mesh_ranks
 from fsdp2.sharding.boxes import Box, numel, whole
 from fsdp2.sharding.mesh import Axis, own_group
 from fsdp2.sharding.spec import on_this_rank

@@ -21,8 +21,8 @@ from fsdp2._torch.optimizers import around_init_group, carry_attribute
 from fsdp2._torch.tensors import DTensorSpec, dtensor_specs, local_tensors
 from fsdp2.autograd.hooks import after_steps
 from fsdp2.optim.alike import STEPS_ON_LOCAL, local_gradient, local_state, shown_state
-from fsdp2.optim.collecting import Collecting
-from fsdp2.optim.proxies import step_on_proxies
+from fsdp2.optim.local.collecting import Collecting
+from fsdp2.optim.local.proxies import step_on_proxies
 from fsdp2.sharding.spec import arrived, placed_alike
 
 __all__ = ["use_local_shards"]

@@ -78,6 +78,9 @@ class FSDPParamGroup:
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
         self._used_by: UsingPass | None = None  # the last forward that computed with it
         self._computed_with: list[nn.Parameter | None] = []  # the shards that it used
+        self._kept: tuple[object, list[int]] | None = (
+            None  # what its last forward left in memory, and the versions then
+        )
         self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
         for param in params:
             param.group = self
@@ -255,6 +258,8 @@ class FSDPParamGroup:
         were written after it.
         """
         late = False
+        if first and self._kept is not None:
+            self._refuse_written_since(*self._kept)
         if first and self.residency.is_outdated(quiet=quiet):
             late = self.residency.is_gathering
             self.reshard()
@@ -289,6 +294,12 @@ class FSDPParamGroup:
         if _trace.recording:
             _trace.emit("post_forward", self)
 
+    def _refuse_written_since(self, state: object, versions: list[int]) -> None:
+        """Raise RuntimeError if what a forward left in memory in this ``state`` was written since."""
+        self._kept = None
+        if state is self.residency.state and self.store.full_versions() != versions:
+            self._refuse_writes(self.store.changed_since(versions))
+
     @staticmethod
     def _refuse_writes(written: list[str]) -> None:
         raise RuntimeError(
@@ -312,6 +323,8 @@ class FSDPParamGroup:
             self.reshard()
             return
         self.wait_for_unshard()  # a rank that skips the unit only started the gather, for the others' sake
+        if after is False:
+            self._kept = self.residency.state, self.store.full_versions()
         if after is not False:
             self.residency.keep_pieces(after)
         if trains:  # for backward; a pass without gradients frees them at its end

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.sharding import mesh as mesh_module
+from fsdp2.sharding.platform import Platform, using
 
 NAMES = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
 """What a process group that is NCCL may be called."""
@@ -157,15 +157,8 @@ def strict_nccl(name: str = "nccl") -> Iterator[None]:
     """Let fake process groups be called ``name`` and be as strict as NCCL in the block."""
     config = dist.get_backend_config
 
-    class Renamed:
-        """torch.distributed as meshes see it."""
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(dist, attribute)
-
-        def get_backend_config(self, group: dist.ProcessGroup | None = None) -> str:
-            found = config(group)
-            return name if "fake" in found else found
+    def renamed(group: dist.ProcessGroup, device_type: str) -> str:
+        return name if "fake" in config(group) else Platform().backend(group, device_type)
 
     def checked(method: str, check: Callable[..., None], call: Any) -> Any:
         @functools.wraps(call)
@@ -177,7 +170,7 @@ def strict_nccl(name: str = "nccl") -> Iterator[None]:
         return checked_call
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mesh_module, "dist", Renamed()))
+        stack.enter_context(using(Platform(backend=renamed)))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", _all_gather_object))
         stack.enter_context(mock.patch.object(dist, "broadcast_object_list", lambda *args, **kwargs: None))
         for method, check in CHECKS.items():

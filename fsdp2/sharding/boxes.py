@@ -1,10 +1,9 @@
-"""Boxes of tensors: the box that this rank holds, intersections of boxes, and blocks packed into buckets."""
+"""Boxes of tensors: the box that this rank holds, and intersections of boxes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,18 +11,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.packing import align
 from fsdp2.sharding.spec import ShardedSpec
 
 __all__ = [
     "Box",
-    "Entry",
-    "Part",
     "beyond",
-    "blocks",
     "box_of",
     "box_on_mesh",
-    "buckets",
     "copy_common",
     "intersect",
     "narrow",
@@ -34,30 +28,6 @@ __all__ = [
 
 Box = tuple[tuple[int, int], ...]
 """The (start, length) of each dimension."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The shape of a tensor to send, and the dtype in which it is sent."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Part:
-    """A block of entry ``index`` and its offset in the bucket; ``last`` marks the last block of the entry."""
-
-    index: int
-    box: Box
-    offset: int
-    nbytes: int
-    last: bool
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -139,41 +109,3 @@ def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[P
         first, held = ShardLayout((length,), (1,), 0, mesh.size(i)).bounds(here[i])
         box[placement.dim] = (start + first, held)
     return tuple(box)
-
-
-def blocks(box: Box, limit: int) -> Iterator[Box]:
-    """Yield ``box`` in pieces of up to ``limit`` elements, in row-major order, each of them contiguous in ``box``."""
-    total = numel(box)
-    if total == 0:
-        return
-    if total <= limit:
-        yield box
-        return
-    (start, length), rest = box[0], box[1:]
-    row = total // length
-    if row > limit:
-        for i in range(start, start + length):
-            for piece in blocks(rest, limit):
-                yield ((i, 1), *piece)
-        return
-    step = max(limit // row, 1)
-    for i in range(start, start + length, step):
-        yield ((i, min(step, start + length - i)), *rest)
-
-
-def buckets(entries: Sequence[Entry], limit: int) -> Iterator[list[Part]]:
-    """Yield all blocks of ``entries``, in order, in buckets of up to ``limit`` bytes (at least 16)."""
-    parts: list[Part] = []
-    used = 0
-    for index, entry in enumerate(entries):
-        size = entry.dtype.itemsize
-        pieces = list(blocks(whole(entry.shape), max(limit // size, 1)))
-        for i, box in enumerate(pieces):
-            nbytes = numel(box) * size
-            if parts and used + nbytes > limit:
-                yield parts
-                parts, used = [], 0
-            parts.append(Part(index, box, used, nbytes, i == len(pieces) - 1))
-            used += align(nbytes)
-    if parts:
-        yield parts

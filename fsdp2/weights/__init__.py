@@ -14,6 +14,7 @@ whole            gathers outside a training step
 transfer         sends blocks from the ranks that hold them to the ranks that need them, in bounded memory
 select           the tensors of a module: names, groups, boxes, and the ranks that they are spread over
 safetensors      the file format
+buckets          blocks of tensors, packed into buckets of bounded size
 temporary        a folder for incomplete files
 ranks            ranks that act together: share values, and raise an error on all when one fails
 progress         reports the progress of a load or save

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.sharding.boxes import Entry, Part, blocks, narrow, numel, whole
+from fsdp2.sharding.boxes import narrow, numel, whole
+from fsdp2.weights.buckets import Entry, Part, blocks
 from fsdp2.weights.handed import copies_of_lent, why_unreadable
 from fsdp2.weights.matching import Loaded, check_ties, match, partly_loaded
 from fsdp2.weights.materialize import materialize

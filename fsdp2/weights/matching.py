@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from fsdp2._torch.tensors import address_of
-from fsdp2.sharding.boxes import Entry, blocks, whole
+from fsdp2.sharding.boxes import whole
+from fsdp2.weights.buckets import Entry, blocks
 from fsdp2.weights.select import Place, Selection
 
 __all__ = ["Loaded", "check_ties", "match", "partly_loaded"]

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fsdp2.sharding.boxes import Box, Entry
+from fsdp2.sharding.boxes import Box
+from fsdp2.weights.buckets import Entry
 from fsdp2.weights.names import clean_names
 
 __all__ = ["DTYPE_NAMES", "INDEX", "RESERVED", "WeightFiles", "write_header", "write_tensor"]

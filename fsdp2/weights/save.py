@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.sharding.boxes import Entry, Part, intersect
+from fsdp2.sharding.boxes import intersect
+from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import DTYPE_NAMES, INDEX, RESERVED, write_header, write_tensor

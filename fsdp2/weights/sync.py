@@ -7,7 +7,8 @@ import contextlib
 import torch
 from torch import nn
 
-from fsdp2.sharding.boxes import Box, Entry, Part, beyond, whole
+from fsdp2.sharding.boxes import Box, beyond, whole
+from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.matching import partly_loaded
 from fsdp2.weights.materialize import materialize
 from fsdp2.weights.ranks import Ranks, device_of

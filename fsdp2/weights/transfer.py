@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsdp2.sharding.boxes import Entry, Part, buckets
 from fsdp2.sharding.packing import ALIGN_BYTES, align
+from fsdp2.weights.buckets import Entry, Part, buckets
 from fsdp2.weights.ranks import Ranks
 
 __all__ = ["bucket_bytes", "check_cast", "transfer"]

@@ -15,8 +15,8 @@ from fsdp2.fsdp1.state_dict.convert import Item, convert
 from fsdp2.fsdp1.state_dict.settings import get_state_dict_type
 from fsdp2.optim.alike import is_counter
 from fsdp2.optim.prebuilt import repair
-from fsdp2.sharding.boxes import Entry, Part
 from fsdp2.sharding.spec import placed_alike
+from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.local_pieces import foreign_piece, is_piece
 from fsdp2.weights.names import clean_name
 from fsdp2.weights.ranks import Ranks

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2.sharding.boxes import Entry, beyond, blocks, buckets, copy_common, intersect, narrow, numel, whole, within
+from fsdp2.sharding.boxes import beyond, copy_common, intersect, narrow, numel, whole, within
+from fsdp2.weights.buckets import Entry, blocks, buckets
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float64])

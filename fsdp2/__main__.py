@@ -22,16 +22,18 @@ python -m fsdp2 script.py [argument ...]
        python -m fsdp2 forecast module:function --mesh shard=64
        python -m fsdp2 check"""
 _DESCRIPTION = """\
-Run a Python program with fsdp2's fully_shard in place of torch's, as if the program called fsdp2.install() first. You
-need not change the program: accelerate, TRL, torchtitan and similar libraries then import fsdp2's function."""
+Run a Python program with fsdp2's fully_shard in place of torch's, as if the program called
+fsdp2.install() first. You need not change the program: accelerate, TRL, torchtitan and similar
+libraries then import fsdp2's function."""
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp2 train.py --steps 100
   torchrun --nproc-per-node 8 -m fsdp2 -m torchtitan.train --job.config_file debug.toml
   accelerate launch --use_fsdp --fsdp_version 2 -m fsdp2 train.py
 
-At the program's end, a line on stderr says how many units of fsdp2 ran, or that there was none. Processes that the
-program starts itself (torch.multiprocessing) still use torch's function, unless they call fsdp2.install()."""
+At the program's end, a line on stderr says how many units of fsdp2 ran, or that there was none.
+Processes that the program starts itself (torch.multiprocessing) still use torch's function,
+unless they call fsdp2.install()."""
 _UNUSED = """\
 fsdp2 did nothing: this process never called fully_shard. To let a library call it, set:
   accelerate launch          --use_fsdp --fsdp_version 2, before -m fsdp2

@@ -27,17 +27,19 @@ from fsdp2.tools.forecast.saving import file_for
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Check that fsdp2 works on your machines. The check lists machines and versions, trains small models and compares them
-with torch's own fully_shard and with one process, and measures a training step of a real size. Run it as you run your
-training. It prints a table and writes it as Markdown and as JSON, for you to attach to a report. The exit status is 1
-if something is wrong. A rank that hangs is named, and the remaining checks still run."""
+Check that fsdp2 works on your machines. The check lists machines and versions, trains small
+models and compares them with torch's own fully_shard and with one process, and measures a
+training step of a real size. Run it as you run your training. It prints a table and writes it as
+Markdown and as JSON, for you to attach to a report. The exit status is 1 if something is wrong. A
+rank that hangs is named, and the remaining checks still run."""
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp2 check
   torchrun --nproc-per-node 8 -m fsdp2 check --only "mixed precision" hybrid
   python -m fsdp2 check --quick
   torchrun --nproc-per-node 2 -m fsdp2 check --device cpu
-  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m fsdp2 check
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+    -m fsdp2 check
 
 """
 PATIENCE = 45.0
@@ -93,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fsdp2 check",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + "checks:\n" + "\n".join(f"  {task.name:<24}{task.about}" for task in TASKS.values()),
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=112),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=100),
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="only small models: no compilation, no large model, no measurement")

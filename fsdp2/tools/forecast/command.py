@@ -24,22 +24,25 @@ from fsdp2.tools.forecast.saving import file_for
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Forecast the memory, collectives and time of a training step on one rank of a cluster. Your own code builds the model
-and runs a step. Tensors take no memory and collectives send nothing, so you need no GPU and no weights.
+Forecast the memory, collectives and time of a training step on one rank of a cluster. Your own
+code builds the model and runs a step. Tensors take no memory and collectives send nothing, so you
+need no GPU and no weights.
 
-MODULE:FUNCTION is a function build(mesh) that calls fully_shard and returns the model, or (model, optimizer). The same
-module has a function step(model, optimizer) that runs a training step. Memory and collectives are those of a real run;
-times are estimates of a cost model, whose constants are printed below the table."""
+MODULE:FUNCTION is a function build(mesh) that calls fully_shard and returns the model, or (model,
+optimizer). The same module has a function step(model, optimizer) that runs a training step.
+Memory and collectives are those of a real run; times are estimates of a cost model, whose
+constants are printed below the table."""
 _EXAMPLES = """\
 examples:
   python -m fsdp2 forecast train:build --mesh replicate=4,shard=16
   python -m fsdp2 forecast train:build --mesh shard=64 --beside torch
   python -m fsdp2 forecast train:build --mesh shard=64 --save step.html step.png
   python -m fsdp2 forecast train:build --mesh shard=64 --mesh dp=8,tp=8 --fit 80GiB
-  python -m fsdp2 forecast train:build --mesh shard=64 --compare checkpointing=True,False layers=32,48
+  python -m fsdp2 forecast train:build --mesh shard=64 --compare checkpointing=True,False \\
+    layers=32,48
 
-The last one calls build(mesh, checkpointing=True, layers=32) and so on. With --fit the exit status is 1 if nothing
-fits."""
+The last one calls build(mesh, checkpointing=True, layers=32) and so on. With --fit the exit
+status is 1 if nothing fits."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -94,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="python -m fsdp2 forecast MODULE:FUNCTION --mesh NAME=SIZE,... [option ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=112),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=100),
     )
     add = parser.add_argument
     add("build", metavar="MODULE:FUNCTION", help="the function that builds the model on a mesh")

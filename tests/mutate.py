@@ -38,8 +38,8 @@ RESULTS, ENTERED, TABLE = (
     ROOT / "runs" / "entered.json",
     ROOT / "tests" / "mutation.md",
 )
-FOLDERS = ("autograd", "comm", "compression", "engine", "sharding")
-DIAGNOSTIC = ("ranks", "hints")
+FOLDERS = ("autograd", "comm", "compression", "engine", "fsdp1", "grouping", "optim", "ranks", "sharding", "weights")
+DIAGNOSTIC = ("engine/hints",)
 """Files that word what is wrong."""
 PLACES = 7
 """How many places of each rule are broken in a folder: a sample by chance that other places' changes leave as it is."""
@@ -254,12 +254,18 @@ def _offset(lines: list[str], line: int, column: int) -> int:
     return sum(len(one) for one in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
 
 
+def files_of(folder: str) -> list[Path]:
+    """Return the files of a folder of the package, and of the folders in it, that are broken."""
+    package = ROOT / "fsdp2"
+    files = sorted((package / folder).rglob("*.py"))
+    return [path for path in files if path.relative_to(package).with_suffix("").as_posix() not in DIAGNOSTIC]
+
+
 def places(count: int = PLACES) -> list[Mutant]:
     """Return the places that are broken: of each folder so many of each rule, those with the smallest keys."""
     chosen: list[Mutant] = []
     for folder in FOLDERS:
-        files = [path for path in sorted((ROOT / "fsdp2" / folder).glob("*.py")) if path.stem not in DIAGNOSTIC]
-        found = sorted((mutant for path in files for mutant in mutants_of(path)), key=lambda mutant: mutant.key)
+        found = sorted((one for path in files_of(folder) for one in mutants_of(path)), key=lambda mutant: mutant.key)
         for rule in RULES:
             chosen += [mutant for mutant in found if mutant.rule == rule][:count]
     return chosen
@@ -275,11 +281,12 @@ def order(mutant: Mutant, results: list[dict[str, object]]) -> list[str]:
     tree = ast.walk(ast.parse(text))
     names = {node.name for node in tree if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and len(node.name) > 4}
     noticed = [str(one["by"]).split("::")[0] for one in results if one["path"] == mutant.path and one["noticed"]]
-    stem, folder = Path(mutant.path).stem, Path(mutant.path).parent.name
+    stem, folder = Path(mutant.path).stem, Path(mutant.path).parent.relative_to("fsdp2").as_posix()
 
     def score(path: str) -> float:
         words = set(re.findall(r"\w+", (ROOT / path).read_text()))
-        mirror = 30 * path.startswith(f"tests/unit/{folder}/") + 60 * path.endswith(f"test_{stem}.py")
+        near = path.startswith((f"tests/unit/{folder}/", f"tests/{folder}/"))
+        mirror = 30 * near + 60 * path.endswith(f"test_{stem}.py")
         basic = 40 * any(path == f"tests/step/test_{name}.py" for name in BASICS)
         return 100 * noticed.count(path) + mirror + basic + len(words & names)
 

@@ -58,8 +58,10 @@ def test_every_rule_breaks_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_package_is_broken_in_enough_places() -> None:
-    """At least 60, by every rule, and each is another program."""
+    """At least 60, by every rule, some in each folder, and each is another program."""
     places = mutate.places()
+    assert Counter(mutant.folder for mutant in places).keys() == {*mutate.FOLDERS}
+    assert all((ROOT / "fsdp2" / f"{path}.py").parent.is_dir() for path in mutate.DIAGNOSTIC)
     assert len(places) >= 60 and set(Counter(mutant.rule for mutant in places)) == set(mutate.RULES)
     assert len({mutant.key for mutant in places}) == len(places)
     for mutant in places:

@@ -65,7 +65,8 @@ def test_a_planted_defect_is_found(defect):
 @api.fsdp2_only
 @defects
 def test_random_programs_find_a_planted_defect(defect):
-    """Nobody has to know what to look for."""
+    """Nobody has to know what to look for. Each comes up within 3000 programs. The rarest want a large unit whose
+    copies are summed in few bits, or a unit that is frozen while its sums wait: about one program of 400 does."""
     found: list[Fuzz] = []
 
     @settings(max_examples=3000, phases=[Phase.generate])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support import api
 from tests.support.cases import TRANSFERS
@@ -25,7 +26,7 @@ from tests.support.models import Case, rows
 from tests.support.parity import assert_close_together, forward_alone, full, fulls, rows_of
 from tests.support.shapes import first_tensor, loss_of
 from tests.support.stores import STORES, meeting_in
-from tests.support.trees import POLICIES, WIDTH, Plan, Tree, expert_of, plans, trees, units
+from tests.support.trees import DIVIDE, POLICIES, WIDTH, Plan, Tree, expert_of, plans, some_of, trees, units
 
 LIMIT_PENDING = 3
 EXACT, ROUNDED = 1e-4, 0.3
@@ -40,58 +41,102 @@ class Fuzz:
     """A plan, and steps: the name of a method of ``Execution`` and its arguments.
 
     ``store``: where ranks compare themselves. ``early``: the optimizer is built before the model is sharded.
+    ``optimizer``: a key of ``OPTIMIZERS``, or plain SGD.
     """
 
     plan: Plan
     steps: tuple[tuple[Any, ...], ...]
     store: str = "pool"
     early: bool = False
+    optimizer: str = ""
 
 
-def programs(*, ordinary: bool = False) -> st.SearchStrategy[Fuzz]:
-    """Return a strategy for programs of up to a dozen steps, or for those that torch's fully_shard does right."""
-    number, truth = st.integers(0, 5), st.booleans()
-    steps = [
-        *(st.tuples(st.just("train"), number) for _ in range(2)),
-        *(st.tuples(st.just("forward"), number) for _ in range(2)),
-        *(st.tuples(st.just("backward"), number, truth) for _ in range(2)),
-        st.tuples(st.just("evaluate"), st.just("no_grad")),
-        st.tuples(st.just("sync"), truth),
-        st.tuples(st.just("after_forward"), truth),
-        st.tuples(st.just("after_backward"), truth),
-        st.tuples(st.just("unshard"), number, st.just(False)),
-        st.tuples(st.just("reshard"), number),
-        st.tuples(st.just("freeze"), number, truth, st.just(True) if ordinary else truth),
-        st.tuples(st.just("state_dict")),
-        st.tuples(st.just("reload")),
-        st.tuples(st.just("update"), st.just(True)),
-    ]
-    ours_alone = [
-        st.tuples(st.just("evaluate"), st.just("inference")),
-        st.tuples(st.just("sync_unit"), number, truth),
-        st.tuples(st.just("all_reduce"), truth),
-        st.tuples(st.just("unshard"), number, st.just(True)),
-        st.tuples(st.just("skip"), number, truth),
-        st.tuples(st.just("lone"), number, number),
-        st.tuples(st.just("input_gradient"), number),
-        st.tuples(st.just("penalty"), number),
-        st.tuples(st.just("twin"), number),
-        st.tuples(st.just("stumble"), st.integers(0, 20), number, truth, truth),
-        st.tuples(st.just("break_off"), st.integers(0, 20), number, truth, truth),
-        st.tuples(st.just("uneven"), number),
-        st.tuples(st.just("slow"), st.integers(0, 20), number),
-        st.tuples(st.just("sleep")),
-        st.tuples(st.just("reset")),
-        st.tuples(st.just("update"), st.just(False)),
-    ]
-    step = st.one_of(*steps, *([] if ordinary else ours_alone))
-    return st.builds(
-        Fuzz,
-        plan=plans(ordinary=ordinary),
-        steps=st.lists(step, min_size=1, max_size=12).map(tuple),
-        store=st.just("pool") if ordinary else st.sampled_from(["pool", "pool", *STORES]),
-        early=st.just(False) if ordinary else truth,
-    )
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.1),
+    "Adam, foreach": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.1, foreach=True),
+    "scheduled": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+}
+"""Beside plain SGD. A large ``eps`` lets small gradients make small steps, so errors stay as small as they are."""
+
+
+number, truth = st.integers(0, 5), st.booleans()
+ORDINARY_STEPS: dict[str, st.SearchStrategy[Any]] = {
+    "train": st.tuples(number),
+    "forward": st.tuples(number),
+    "backward": st.tuples(number, truth),
+    "evaluate": st.just(("no_grad",)),
+    "sync": st.tuples(truth),
+    "after_forward": st.tuples(truth),
+    "after_backward": st.tuples(truth),
+    "unshard": st.tuples(number, st.just(False)),
+    "reshard": st.tuples(number),
+    "freeze": st.tuples(number, truth, st.just(True)),
+    "state_dict": st.just(()),
+    "reload": st.just(()),
+    "update": st.just((True,)),
+}
+STEPS: dict[str, st.SearchStrategy[Any]] = {
+    **ORDINARY_STEPS,
+    "evaluate": st.tuples(st.sampled_from(["no_grad", "inference"])),
+    "unshard": st.tuples(number, truth),
+    "freeze": st.tuples(number, st.sampled_from([False, False, True]), truth),
+    "update": st.tuples(truth),
+    "sync_unit": st.tuples(number, truth),
+    "all_reduce": st.tuples(truth),
+    "skip": st.tuples(number, truth),
+    "lone": st.tuples(number, number),
+    "input_gradient": st.tuples(number),
+    "penalty": st.tuples(number),
+    "twin": st.tuples(number),
+    "average": st.tuples(number),
+    "stumble": st.tuples(st.integers(0, 20), number, truth, truth),
+    "break_off": st.tuples(st.integers(0, 20), number, truth, truth),
+    "uneven": st.tuples(number),
+    "slow": st.tuples(st.integers(0, 20), number),
+    "sleep": st.just(()),
+    "reset": st.just(()),
+}
+"""What a program may do, and with which arguments."""
+THEMES: dict[str, list[str]] = {
+    "anything": [*STEPS],
+    "gradients": ["sync", "sync_unit", "all_reduce", "freeze", "update"],
+    "sums that wait": ["all_reduce", "freeze"],
+    "copies": ["twin", "average", "state_dict", "reload"],
+    "memory": [
+        "after_forward",
+        "after_backward",
+        "unshard",
+        "reshard",
+        "evaluate",
+        "forward",
+        "input_gradient",
+        "reload",
+    ],
+    "trouble": ["stumble", "break_off", "reset", "sleep", "forward", "freeze", "evaluate", "slow"],
+}
+"""Steps that concern the same things, of which two may only fail together."""
+LONGEST = 12
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, ordinary: bool = False) -> Fuzz:
+    """Draw a program of up to a dozen steps, or one that torch's fully_shard does right.
+
+    A program has few kinds of steps, for the reason that ``plans`` gives.
+    """
+    known = ORDINARY_STEPS if ordinary else STEPS
+    theme = [*known] if ordinary else THEMES[draw(st.sampled_from([*THEMES]))]
+    kinds = ["train", *draw(some_of(theme, 2, 4))]
+    if "forward" in kinds:
+        kinds.append("backward")
+    step = st.sampled_from(kinds).flatmap(lambda name: known[name].map(lambda given: (name, *given)))
+    size = draw(st.integers(1, LONGEST))
+    steps = tuple(draw(st.lists(step, min_size=size, max_size=size)))
+    plan = draw(plans(ordinary=ordinary))
+    if ordinary:
+        return Fuzz(plan, steps)
+    store = draw(st.sampled_from(["pool", "pool", *STORES]))
+    return Fuzz(plan, steps, store, early=draw(truth), optimizer=draw(st.sampled_from(["", *OPTIMIZERS])))
 
 
 @dataclass
@@ -121,6 +166,9 @@ class Execution:
                 self.model.set_transfer_sizes(**TRANSFERS[self.plan.transfer])
         if not self.program.early:
             self.optimizer = self.make_optimizer()
+        scheduled = self.program.optimizer == "scheduled"
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5) if scheduled else None
+        self.divide(self.model)
         for tree in (self.model.tree, *trees(self.model)):
             tree.alone = self.fsdp is None
             # A function, which a deep copy of the model takes as it is.
@@ -146,7 +194,17 @@ class Execution:
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of the model as it is now."""
-        return torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        make = OPTIMIZERS.get(self.program.optimizer, OPTIMIZERS["scheduled"])
+        return make(self.model.parameters())
+
+    def divide(self, model: nn.Module) -> None:
+        """Let a single process divide its gradients by as much more than for their mean as the plan says."""
+        if self.fsdp is None and self.plan.divide:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    required, parameter.requires_grad = parameter.requires_grad, True
+                    parameter.register_hook(lambda grad: grad / DIVIDE)
+                    parameter.requires_grad = required
 
     def inputs(self, batch: int, part: int) -> tuple[Any, ...]:
         """Return the rows of one rank."""
@@ -367,12 +425,29 @@ class Execution:
         self.update(True)
         self.sync(True)
         twin, original = copy.deepcopy(self.model), self.model
+        self.divide(twin)
         optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
         self.model = twin
         self.train(batch)
         self.record()
         optimizer.step()
         self.loss(batch)
+        self.model = original
+
+    def average(self, batch: int) -> None:
+        """Average the weights of two steps, and evaluate with them."""
+        self.update(True)
+        self.sync(True)
+        average, original = AveragedModel(self.model), self.model
+        average.update_parameters(self.model)
+        self.train(batch)
+        self.update(True)
+        average.update_parameters(self.model)
+        self.model = average.module
+        self.evaluate("no_grad")
+        for unit in self.units:
+            unit.reshard()
+        self.see(fulls({f"average of {name}": value for name, value in self.model.named_parameters()}))
         self.model = original
 
     def state_dict(self) -> None:
@@ -491,6 +566,8 @@ class Execution:
             norm = clip(self.optimizer.param_groups[0]["params"], 5.0)
             self.note("norm", full(norm), mean=False)  # type: ignore[arg-type]
         self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
         self.stepped = True
         self.optimizer.zero_grad()
 

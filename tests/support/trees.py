@@ -6,7 +6,7 @@ result depends on its own row of the input only, so ranks may share a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.models import Listed, Odd, Tied, Transposed, mlp
 from tests.support.parity import mesh_1d, mesh_of
 from tests.support.shapes import ReturnsView, Wraps, first_tensor
 
 WIDTH = 6
+DIVIDE = 2.0
+"""How much smaller gradients are that are divided by another number than the mean's."""
 LARGE = 11000
 """Of a layer whose gradients, in float32, are as large as those that gloo's ranks send each other directly."""
 
@@ -156,16 +158,17 @@ CONTAINERS = {"dict", "object", "tuple"}
 """Kinds that return no tensor, which reentrant checkpointing needs."""
 
 
-RECOMPUTE = ("around", "inside", "reentrant")
+RECOMPUTE = ("around", "inside", "reentrant", "selective", "on the CPU")
 
 
 @dataclass(frozen=True)
 class Node:
     """A module of the tree: a leaf of some kind, or several in a row.
 
-    ``joins``: in one unit with the unit before it among its siblings. ``recompute``: "", "around", "inside" or
-    "reentrant". ``ties``: a linear leaf that shares its weight with the first of the tree. ``in_place``: its result is
-    changed in place, if that is of a kind that allows it.
+    ``joins``: in one unit with the unit before it among its siblings. ``recompute``: "", or one of ``RECOMPUTE``; what
+    is saved for backward is kept on the CPU by the last of them. ``ties``: a linear leaf that shares its weight with
+    the first of the tree. ``in_place``: its result is changed in place, if that is of a kind that allows it. ``twice``:
+    it runs twice in a row.
     """
 
     kind: str
@@ -176,6 +179,7 @@ class Node:
     recompute: str = ""
     ties: bool = False
     in_place: bool = False
+    twice: bool = False
 
     @property
     def reads(self) -> bool:
@@ -213,6 +217,8 @@ class Tree(nn.Module):
                 if self.after_backward is not None and x.requires_grad:
                     x.register_hook(partial(self._passed, part))
                 y = first_tensor(self.call(part, x, cache))
+                if part.node.twice:
+                    y = first_tensor(self.call(part, torch.tanh(y), cache))
                 if part.node.in_place and part.node.kind in MAY_CHANGE and not part.node.recompute:
                     y *= 0.5
                     y += x
@@ -225,10 +231,24 @@ class Tree(nn.Module):
 
     def call(self, part: Tree, x: Tensor, cache: Cache | None) -> Any:
         """Return what a part returns, recomputed in backward if it should be."""
-        if self.alone or part.node.recompute not in ("around", "reentrant") or not torch.is_grad_enabled():
+        how = part.node.recompute
+        if self.alone or how in ("", "inside") or not torch.is_grad_enabled():
             return part(x, cache)
+        if how == "on the CPU":
+            # Not save_on_cpu: on a CPU it saves the very tensors, and a result that saves itself is never freed.
+            with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda saved: saved):
+                return part(x, cache)
+        if how == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, keep_products)
+            return checkpoint(part, x, use_reentrant=False, context_fn=contexts)
         reentrant = part.node.recompute == "reentrant" and part.node.kind not in CONTAINERS and x.requires_grad
         return checkpoint(part, x, use_reentrant=reentrant)
+
+
+def keep_products(context: Any, operator: Any, *unused: object, **others: object) -> CheckpointPolicy:
+    """Save the results of products of matrices, and recompute the others."""
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Root(nn.Module):
@@ -270,7 +290,7 @@ class Plan:
     ``mesh``: "flat", "hybrid", "over replicas" (the same without copies), or "copies", where each rank has whole
     parameters. ``caches``: units are given a cache. ``experts``: ranks have experts on meshes of their own, under names
     of their own. ``last``: the last layer is a unit of its own, so the root has no parameters where every part is in a
-    unit.
+    unit. ``divide``: sums of gradients are divided by twice as much as for their mean.
     """
 
     nodes: tuple[Node, ...]
@@ -284,6 +304,7 @@ class Plan:
     caches: bool = False
     experts: bool = False
     last: bool = False
+    divide: bool = False
 
     @property
     def is_simple(self) -> bool:
@@ -292,7 +313,7 @@ class Plan:
         while waiting:
             node = waiting.pop()
             waiting += node.children
-            found = found and not (node.joins or node.recompute or node.ties)
+            found = found and not (node.joins or node.recompute or node.ties or node.twice)
         return found
 
     def build(self, world: int = 1) -> Root:
@@ -336,6 +357,10 @@ class Plan:
         if self.last:
             fsdp.fully_shard(model.last, **options, **over)
         fsdp.fully_shard(model, reshard_after_forward=reshard(self.root_reshard), **options, **over)
+        if self.divide:
+            for unit in model.modules():
+                if isinstance(unit, fsdp.FSDPModule):
+                    unit.set_gradient_divide_factor(DIVIDE * world)
 
 
 def halves(world: int) -> int:
@@ -367,37 +392,75 @@ def units(tree: Tree) -> Iterator[tuple[Any, bool | int | None]]:
         yield (group if len(group) > 1 else group[0]), group[0].node.reshard
 
 
-def nodes(depth: int = 2, *, ordinary: bool = False) -> st.SearchStrategy[Node]:
-    """Return a strategy for nodes with at most so many levels below them."""
-    rarely = st.integers(0, 5).map(lambda i: i == 5)
-    options = {
-        "unit": st.booleans(),
-        "joins": rarely,
-        "reshard": st.sampled_from([None, True, False] if ordinary else [None, True, False, 2]),
-        "recompute": st.sampled_from(["", "", "", "around", "inside"] if ordinary else ["", "", "", *RECOMPUTE]),
-        "ties": st.just(False) if ordinary else rarely,
-        "in_place": st.just(False) if ordinary else rarely,
-    }
-    leaf = st.builds(Node, kind=st.sampled_from(ORDINARY if ordinary else sorted(LEAVES)), **options)
+NODE_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "joins": st.integers(0, 2).map(lambda i: i == 2),
+    "reshard": st.sampled_from([None, True, False, 2]),
+    "recompute": st.sampled_from(["", *RECOMPUTE]),
+    "ties": st.integers(0, 2).map(lambda i: i == 2),
+    "in_place": st.integers(0, 2).map(lambda i: i == 2),
+    "twice": st.integers(0, 2).map(lambda i: i == 2),
+}
+ORDINARY_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "joins": NODE_OPTIONS["joins"],
+    "reshard": st.sampled_from([None, True, False]),
+    "recompute": st.sampled_from(["", "", "around", "inside"]),
+}
+PLAN_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "root_reshard": st.sampled_from([None, True, False, 2]),
+    "placement": st.sampled_from(sorted(PLACEMENTS)),
+    "transfer": st.just("direct"),
+    "offload": st.just(True),
+    "input_needs_grad": st.just(True),
+    "last": st.just(True),
+    "experts": st.just(True),
+    "divide": st.just(True),
+}
+ORDINARY_PLAN: dict[str, st.SearchStrategy[Any]] = {
+    "root_reshard": st.sampled_from([None, True, False]),
+    **{name: PLAN_OPTIONS[name] for name in ("transfer", "input_needs_grad", "last")},
+}
+OFTEN = ["large"] * 4 + ["keeps", "keeps aside"]
+"""Kinds of leaves that only show something together with other choices, so they are drawn more often."""
+
+
+def nodes(kinds: list[str], options: dict[str, Any], depth: int) -> st.SearchStrategy[Node]:
+    """Return a strategy for nodes of these ``kinds`` and ``options``, with at most ``depth`` levels below them."""
+    options = {"unit": st.integers(0, 2).map(lambda i: i > 0), **options}
+    leaf = st.builds(Node, kind=st.sampled_from(kinds), **options)
     if not depth:
         return leaf
-    branch = st.lists(nodes(depth - 1, ordinary=ordinary), min_size=1, max_size=3).map(tuple)
+    branch = st.lists(nodes(kinds, options, depth - 1), min_size=1, max_size=3).map(tuple)
     return st.one_of(leaf, leaf, st.builds(Node, kind=st.just(""), children=branch, **options))
 
 
-def plans(*, ordinary: bool = False) -> st.SearchStrategy[Plan]:
-    """Return a strategy for plans, or for those that torch's fully_shard carries out as well."""
-    return st.builds(
-        Plan,
-        nodes=st.lists(nodes(ordinary=ordinary), min_size=1, max_size=4).map(tuple),
-        root_reshard=st.sampled_from([None, True, False] if ordinary else [None, True, False, 2]),
-        mesh=st.just("flat") if ordinary else st.sampled_from(["flat", "hybrid", "over replicas", "copies"]),
-        policy=st.just("plain") if ordinary else st.sampled_from(["plain", *sorted(POLICIES)]),
-        placement=st.just("first") if ordinary else st.sampled_from(sorted(PLACEMENTS)),
-        transfer=st.sampled_from(["direct", "packed"]),
-        offload=st.just(False) if ordinary else st.integers(0, 3).map(lambda i: i == 3),
-        input_needs_grad=st.booleans(),
-        caches=st.just(False) if ordinary else st.booleans(),
-        last=st.booleans(),
-        experts=st.just(False) if ordinary else st.integers(0, 3).map(lambda i: i == 3),
+@st.composite
+def plans(draw: st.DrawFn, *, ordinary: bool = False) -> Plan:
+    """Draw a plan, or one that torch's fully_shard carries out as well.
+
+    First it is drawn what a plan may be made of: a few kinds of leaves, and some of the options. If each plan might
+    have everything, nearly all would have a little of everything, and two things that only fail together, without a
+    third, would hardly ever come together.
+    """
+    known = [*ORDINARY] if ordinary else [*sorted(LEAVES), *OFTEN]
+    kinds = draw(some_of(known, 1, 4))
+    of_nodes = ORDINARY_OPTIONS if ordinary else NODE_OPTIONS
+    of_node = {name: of_nodes[name] for name in draw(some_of(of_nodes, 0, 2))}
+    depth = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    of_plans = ORDINARY_PLAN if ordinary else PLAN_OPTIONS
+    chosen = {name: draw(of_plans[name]) for name in draw(some_of(of_plans, 0, 3))}
+    if not ordinary:
+        chosen["mesh"] = draw(st.sampled_from(["flat", "hybrid", "over replicas", "copies"]))
+        chosen["policy"] = draw(st.sampled_from(["plain", "plain", "low", "low", *sorted(POLICIES)]))
+        chosen["caches"] = draw(st.sampled_from([False, False, True]))
+    size = draw(st.integers(1, 4))  # which a list that chooses its own length would mostly make 1
+    return Plan(tuple(draw(st.lists(nodes(kinds, of_node, depth), min_size=size, max_size=size))), **chosen)
+
+
+def some_of(names: Iterable[str], least: int, most: int) -> st.SearchStrategy[list[str]]:
+    """Return a strategy for ``least`` to ``most`` of ``names``; as few as many."""
+    found = st.sampled_from([*names])
+    return (
+        st.integers(least, most)
+        .flatmap(lambda size: st.lists(found, min_size=size, max_size=size))
+        .map(lambda drawn: [*dict.fromkeys(drawn)])
     )

@@ -50,6 +50,7 @@ __all__ = [
     "makes_ranks_of_a_mesh",
     "operator_arguments",
     "operator_returns",
+    "operator_schema",
     "storage_key",
     "torch_placement",
     "unboxed_group",
@@ -105,6 +106,11 @@ def makes_ranks_of_a_mesh() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def operator_schema(operator: Any) -> Any:
+    """Return the schema of an operator: its name, and what it reads, writes and returns."""
+    return operator._schema
 
 
 def operator_arguments(func: Any) -> Any:

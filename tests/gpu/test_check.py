@@ -1,4 +1,4 @@
-"""``python -m fsdp2 check`` on GPUs: all that it checks, torch's stream sanitizer included."""
+"""``python -m fsdp2 check`` on GPUs: all that it checks, the order of its streams included."""
 
 from __future__ import annotations
 

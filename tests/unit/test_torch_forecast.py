@@ -34,6 +34,13 @@ def test_fake_tensors_have_storages_of_any_size() -> None:
         assert _torch.storage_key(x) != _torch.storage_key(x.clone())
 
 
+@probes("operator_schema")
+def test_the_schema_of_an_operator_says_what_it_writes() -> None:
+    schema = _torch.operator_schema(torch.ops.aten.add_.Tensor)
+    assert schema.name == "aten::add_" and schema.arguments[0].alias_info.is_write
+    assert schema.arguments[1].alias_info is None and schema.returns[0].alias_info.is_write
+
+
 @probes("fake_tensors", "makes_ranks_of_a_mesh")
 def test_modules_of_fake_tensors_are_cast() -> None:
     with _torch.fake_tensors():

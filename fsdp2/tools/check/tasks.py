@@ -26,7 +26,7 @@ class Task:
     """A function that every rank runs, or only rank 0 (``rank0_only``).
 
     ``part`` is the section of the report: "here", "right" or "good". A task runs ``apart``, in new processes, if it has
-    lasting effects (torch's sanitizer stays active) or makes a process group of its own.
+    lasting effects or makes a process group of its own.
     """
 
     name: str

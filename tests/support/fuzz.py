@@ -101,7 +101,7 @@ THEMES: dict[str, list[str]] = {
     "anything": [*STEPS],
     "gradients": ["sync", "sync_unit", "all_reduce", "freeze", "update"],
     "sums that wait": ["all_reduce", "freeze"],
-    "copies": ["twin", "average", "state_dict", "reload"],
+    "copies": ["twin", "average", "state_dict", "reload", "sync"],
     "memory": [
         "after_forward",
         "after_backward",

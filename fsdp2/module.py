@@ -587,6 +587,7 @@ class FSDPModule(TorchFSDPModule):
             result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
             for group in groups:
                 group.residency.adopt(lasting=True)
+                group.forget_shards()
         finally:
             for param, grad in withheld:
                 if grad is not None:

@@ -182,6 +182,7 @@ class FSDPParamGroup:
 
     def reshard(self) -> None:
         """Free the full memory, and show the shards."""
+        self._kept = None  # its stamp refers to shards, which may move next
         self.residency.free()
 
     def unshard_now(self, launch: Launch = launch_unobserved, *, in_backward: bool = False) -> None:
@@ -447,6 +448,12 @@ class FSDPParamGroup:
         if options.reduce_gradients and options.all_reduce_gradients:
             self.residency.forget_portions()
         self.phases.enter("end_backward")
+        if last:
+            self.forget_shards()
+
+    def forget_shards(self) -> None:
+        """Keep no shard alive that is no longer a parameter's: the backwards are over, or shards have moved."""
+        self._computed_with = []
 
     def reset(self) -> None:
         """Show shards, drop gradients, and wait for what is in flight (recovery)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import dispatch_modes
@@ -33,6 +34,7 @@ class BackwardPass(Pass):
         super().__init__(groups, observer)
         self.creates_graph = False  # the backward is differentiable: what it saves are views of full parameters
         self.started = False
+        self.recomputed: dict[Any, None] = {}  # units; a checkpoint may stop in the middle of their calls
         self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
         self._more_follow = False
         self._end: weakref.ref[Callable[[], None]] | None = None  # what autograd calls at the end of its backward

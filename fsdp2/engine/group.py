@@ -31,6 +31,7 @@ class UsingPass(Protocol):
     """A pass, as far as a group has to know one (``passes.Pass``, whose file imports this)."""
 
     is_running: bool
+    in_backward: bool
 
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later."""
@@ -269,7 +270,7 @@ class FSDPParamGroup:
         if (quiet or late) and self.residency.needs_gather:
             self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
         self.phases.enter("pre_forward")
-        if self._used_by is None or not self._used_by.is_running:
+        if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
         self._unshard_for_compute(run.launch, in_backward=False)
         self._versions = []

@@ -37,6 +37,9 @@ class Unit(Protocol):
     def reconcile(self) -> None:
         """Take in what others have put on the modules, since that is the truth."""
 
+    def forget_calls(self, run: Pass) -> None:
+        """Forget calls that ``run`` has left unended."""
+
 
 def _cannot_join(collective: Collective, planned: bool) -> bool:
     """Return False."""

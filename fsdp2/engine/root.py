@@ -376,6 +376,8 @@ class RootContext(Generic[U]):
                         self._end_group(run, group, manual)
             # Before waiting: an unscheduled pass is compared here, and ranks that differ must not wait for reductions.
             run.end()
+            for unit in (*run.recomputed, *run.entered):
+                unit.forget_calls(run)
             if manual:
                 for group in groups:
                     group.phases.enter("defer_backward")

@@ -298,7 +298,9 @@ class FSDPState(ComposableState):
         """
         calls = self._calls
         if in_backward and any([group.phases.in_backward for group in self.groups]):
-            return self._start_call(CallKind.RECOMPUTED, root.enter_backward()), True
+            backward = root.enter_backward()
+            backward.recomputed[self] = None
+            return self._start_call(CallKind.RECOMPUTED, backward), True
         running = root.backward if in_backward else root.forward
         latest = calls[-1] if calls and calls[-1].run is running else None
         if latest is not None and latest.members and len(self.modules) > 1:
@@ -503,6 +505,10 @@ class FSDPState(ComposableState):
             for group in self.groups:
                 group.has_others_below = others
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
+
+    def forget_calls(self, run: Pass) -> None:
+        """Forget calls that ``run`` has left unended: they refer to tensors whose graph refers to this unit."""
+        self._calls = [call for call in self._calls if call.run is not run]
 
     def reconcile(self) -> None:
         """Take in what others have put on the modules, since that is the truth; who reads parameters calls this."""

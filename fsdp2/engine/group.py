@@ -79,9 +79,8 @@ class FSDPParamGroup:
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
         self._used_by: UsingPass | None = None  # the last forward that computed with it
         self._computed_with: list[nn.Parameter | None] = []  # the shards that it used
-        self._kept: tuple[object, list[int]] | None = (
-            None  # what its last forward left in memory, and the versions then
-        )
+        # What its last forward left in memory, and the versions that this had then.
+        self._kept: tuple[object, list[int]] | None = None
         self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
         for param in params:
             param.group = self
@@ -255,9 +254,8 @@ class FSDPParamGroup:
     def pre_forward(self, run: UsingPass, *, first: bool, quiet: bool = False) -> bool:
         """Show full parameters for a forward; stages 3 to 5 of the life of a parameter.
 
-        ``first``: no other forward of the group is under way, so that what is in memory may be replaced. ``quiet``: the
-        forward around has gradients, and this one has not. Returns whether a gather ahead came too early: the shards
-        were written after it.
+        ``first``: no other forward of the group is under way, so that what is in memory may be replaced. ``quiet``: as
+        ``itinerary.Stop`` says. Returns whether a gather ahead came too early: the shards were written after it.
         """
         late = False
         if first and self._kept is not None:
@@ -337,7 +335,7 @@ class FSDPParamGroup:
     def end_forward_pass(self, run: UsingPass) -> None:
         """Free what the forward ``run`` under the root gathered and what is not held."""
         residency = self.residency
-        if self._used_by is not run and self.is_used_in_another(run):
+        if self.is_used_in_another(run):
             return
         self._used_by = None
         residency.end_portions(keep=torch.is_grad_enabled())
@@ -351,7 +349,7 @@ class FSDPParamGroup:
         If it ``trains``, nothing is held any more: it came further on some ranks, so other ranks may hold other groups.
         A backward on an earlier forward may still use what is in memory, and the next forward frees it.
         """
-        if self._used_by is not run and self.is_used_in_another(run):
+        if self.is_used_in_another(run):
             return
         self._used_by = None
         if self.phases.in_forward:

@@ -281,7 +281,7 @@ class Residency:
     def portions_outdated(self) -> bool:
         """True if a forward that starts now gathers portions over the replicate axis.
 
-        It does if none outlived a pass, or if shards were written since. As for `Held`, all ranks see that alike.
+        It does if none outlived a pass, or if shards were written since. As any stamp, all ranks see that alike.
         """
         store, state = self.store, self.state
         if store.mesh.nested is None or self.summoned:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 
 import torch._compile
@@ -43,17 +44,27 @@ def calls_of(step: Callable[[], object]) -> dict[str, int]:
         if event in events:
             events[event] += 1
 
+    with no_garbage():  # what is freed when it happens to run would count as calls of this step
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    return events
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect garbage before and after the block, not in it, where it would free memory at some random moment."""
     enabled = gc.isenabled()
     gc.collect()
-    gc.disable()  # what is freed when it happens to run would count as calls of this step
-    sys.setprofile(note)
+    gc.disable()
     try:
-        step()
+        yield
     finally:
-        sys.setprofile(None)
         if enabled:
             gc.enable()
-    return events
+        gc.collect()
 
 
 def _code(frame: FrameType) -> CodeType:

@@ -8,7 +8,6 @@ waits for nothing. `simulate` runs any model, `stream_row` a model of real shape
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _calls import calls_of
+from _calls import calls_of, no_garbage
 from _llama import SHAPES, VOCABULARY, Block, Compiled, Language, running_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -193,20 +192,6 @@ def _backward(output: Tensor, x: Tensor) -> None:
         output.backward(torch.empty_like(x))
     else:
         nn.functional.cross_entropy(output.float().flatten(0, -2), x.flatten()).backward()
-
-
-@contextlib.contextmanager
-def no_garbage() -> Iterator[None]:
-    """Collect garbage before and after the block, not in it, where it would free memory at some random moment."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-        gc.collect()
 
 
 def _above(shards: int, memory: Memory) -> Memories:

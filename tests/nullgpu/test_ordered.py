@@ -70,6 +70,8 @@ def can_run(program: Program, setup: str) -> bool:
         return False  # the host waits for the gradients
     if "offloaded" in setup and name == "gradients":
         return False  # torch's clip_grad_norm_ needs a backend for tensors on the host, as with gloo beside NCCL
+    if "compressed" in setup and name == "allocated_by_the_group":
+        return False  # refused: it is a custom reduction, which compression is too
     return not (setup == "partly offloaded" and name in ("hooks", "hook_raises"))  # refused: two groups in a unit
 
 

@@ -13,6 +13,7 @@ strict       small models again, with freed memory overwritten, with streams wat
 trial        compares three training steps with fsdp2, with torch's own and in one process
 models       the models
 ordering     watches which kernels use memory that another stream still uses
+accesses     who used which bytes, and behind what
 environment  machines, devices, versions, and their known problems
 stacks       finds the rank that hangs, from the stacks of all ranks
 report       the verdicts as a table, as Markdown and as JSON

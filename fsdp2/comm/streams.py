@@ -98,10 +98,15 @@ class Lane:
 
     def __init__(self, device: torch.device, *, priority: int = 0, stream: Any = None) -> None:
         """``stream`` is the caller's own; by default the lane makes one."""
-        self._module = _device_module(device)
-        if self._module is not None and stream is None:
-            stream = self._module.Stream(device=device, priority=priority)  # another device may be the current one
-        self._stream = None if self._module is None else stream
+        self._module = module = _device_module(device)
+        if module is None:
+            stream = None
+        elif stream is None:
+            stream = module.Stream(device=device, priority=priority)  # another device may be the current one
+        elif type(stream) is torch.Stream:  # the waits of this class ignore events of torch.cuda, and say nothing
+            same = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+            stream = module.Stream(**same)
+        self._stream = stream
         self.on_stream = self._stream is not None
         self.async_op = not self.on_stream  # collectives must be asked to run beside the host; a stream does so anyway
 

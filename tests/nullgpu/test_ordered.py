@@ -109,6 +109,18 @@ def test_programs(program, setup, transfer):
     assert not races(program, setup, transfer)
 
 
+@pytest.mark.parametrize("kind", [torch.cuda.Stream, torch.Stream])
+def test_a_hook_may_have_a_stream_of_either_class(kind):
+    """``torch.Stream("cuda").wait_event`` does nothing, and says nothing, where the event is one of ``torch.cuda``: a
+    hook on such a stream ran before the sum was there."""
+
+    def hooked(run: Training) -> None:
+        run.model.set_all_reduce_hook(lambda gradient: gradient.mul_(1.0), stream=kind("cuda"))
+        run.step(2)
+
+    assert not races(hooked, "mixed", "packed")
+
+
 # ---- every wait is needed ----
 
 

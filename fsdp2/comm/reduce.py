@@ -10,7 +10,6 @@ exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an al
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,6 +27,7 @@ from fsdp2.comm.collectives import (
     reduce_scatter_together,
 )
 from fsdp2.comm.pieces import copy_all, pack_rows, piece_pairs, zero_gaps
+from fsdp2.comm.reductions import Abandoned
 from fsdp2.comm.retained import Retained
 from fsdp2.comm.scaling import Scaling, divide_
 from fsdp2.comm.streams import Before, ComputeLane, Lane
@@ -263,17 +263,25 @@ def reduce_chunk(
 
 
 def _until(works: Sequence[Work]) -> Generator[None, None, None]:
-    """Wait for ``works``, also where what follows is abandoned: their memory must not be used again before.
+    """Wait for ``works``, also where the operation is abandoned: their memory must not be used again before.
 
-    Not where the interpreter ends after a backward that raised: the backend's threads may have ended, so a wait would
-    never end.
+    Not where nobody has the operation any more, after a backward that raised. The garbage collector must not wait:
+    other ranks may never launch the collective, and at the end of the interpreter the backend's threads have ended.
+    Backends hold the memory of collectives that are under way.
     """
-    if works:
-        try:
-            yield
-        finally:
-            for work in () if sys.is_finalizing() else works:
-                work.wait()
+    if not works:
+        return
+    try:
+        yield
+    except Abandoned:
+        _wait_for(works)
+        raise
+    _wait_for(works)
+
+
+def _wait_for(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 # ---- over the shard axis ----

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from fsdp2.comm.retained import Retained
 from fsdp2.comm.streams import Lanes
 
-__all__ = ["Reductions"]
+__all__ = ["Abandoned", "Reductions"]
 
 Operation = Generator[None, None, None]
+
+
+class Abandoned(Exception):
+    """Thrown into an operation that goes no further: it waits for what it has sent, and then lets it through."""
 
 
 class _InFlight(NamedTuple):
@@ -86,10 +90,10 @@ class Reductions:
         self._window_bytes = sum([one.nbytes for one in self._window])
         self._past_first_wait = deque(one for one in self._past_first_wait if one.owner not in owners)
         try:
-            with ExitStack() as closing:  # closes all of them, also where waiting for one raises
+            with ExitStack() as closing:  # abandons all of them, also where waiting for one raises
                 for one in reversed(every):
                     if one.owner in owners:
-                        closing.callback(one.operation.close)
+                        closing.callback(_abandon, one.operation)
         finally:
             self.memory.drop_all()
 
@@ -101,6 +105,11 @@ def _resume(operation: Operation) -> bool:
     except StopIteration:
         return False
     return True
+
+
+def _abandon(operation: Operation) -> None:
+    with suppress(Abandoned):
+        operation.throw(Abandoned())
 
 
 def _exhaust(operation: Operation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DistributedSampler
 
 import fsdp2
+from fsdp2._torch.collectives import default_store
 from tests.ranks.apart import Ended, run_apart
 from tests.support.parity import assert_gradients, beside_one_process
 
@@ -250,6 +252,38 @@ def test_a_rank_that_dies_before_its_first_forward_is_noticed():
     assert [one.status for one in ended] == [1, 1, 9], [one.output for one in ended]
     text = "a rank ended before it came to the first forward"
     assert all(text in one.error for one in ended[:2]), [one.output for one in ended]
+
+
+def fails_in_backward(rank: int, world: int) -> None:
+    """A backward raises on one rank when gradients are on their way that the other rank never sends; then the model is
+    dropped, as before another attempt with a smaller batch."""
+    model = sharded()
+    model.set_reshard_after_forward(False)
+    for _ in range(3):
+        train(model)
+
+    def broken(grad: torch.Tensor) -> None:
+        raise ValueError("a broken hook")
+
+    store = default_store().clone()
+    if rank == 0:
+        model.b.register_forward_hook(lambda module, args, output: output.register_hook(broken) and None)
+        with pytest.raises(ValueError, match="a broken hook"):
+            train(model)
+        assert model.b._get_fsdp_state().groups[0].comm.reductions._window
+        del model
+        gc.collect()
+        store.set("collected", "")
+    else:
+        model(torch.ones(2, 8))
+        store.wait(["collected"])
+
+
+def test_the_garbage_collector_waits_for_no_other_rank():
+    """What a failed backward had sent was waited for when the model was garbage, for as long as the process group's
+    timeout: nobody compared ranks any more, since the model was gone."""
+    ended = run_apart(fails_in_backward, 2)
+    assert [one.status for one in ended] == [0, 0], ended
 
 
 def on_meta(rank: int, world: int) -> None:

@@ -60,6 +60,7 @@ __all__ = [
     "group_reduce_scatter",
     "group_reduce_scatter_coalesced",
     "group_timeout",
+    "launched_collectives",
     "named_group",
     "without_modes",
 ]
@@ -122,6 +123,22 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", default_pg_timeout)
+
+
+def launched_collectives() -> int:
+    """Return how many collectives this process has launched on all of its process groups.
+
+    It shows whether a thread that is where it was seconds ago still waits for the same collective. No public function
+    counts them. A group written in Python may not, either.
+    """
+    return sum(_count(group) for group in list(distributed_c10d._world.pg_map))
+
+
+def _count(group: dist.ProcessGroup) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # not in the stubs
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return 0
 
 
 # Symmetric memory for collectives; torch 2.11 lacks it.

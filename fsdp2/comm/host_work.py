@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp2 import _trace
 
-__all__ = ["HostWork", "WaitObserver", "observe_waits", "waits_of_others"]
+__all__ = ["HostWork", "WaitObserver", "is_of_collective", "observe_waits", "waits_of_others"]
 
 _SLICE = timedelta(seconds=1)
 
@@ -49,6 +49,11 @@ def observe_waits(observer: WaitObserver) -> None:
     _observer = observer
 
 
+def is_of_collective(error: BaseException | None) -> bool:
+    """Return True if ``error`` is that of a collective which failed."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 @contextlib.contextmanager
 def waits_of_others() -> Iterator[None]:
     """Let the observer say why a collective failed that other code waits for inside a ``with`` block.
@@ -58,7 +63,7 @@ def waits_of_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
+        if is_of_collective(error):
             _observer.failed(error)
         raise
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any, Protocol
 
-from fsdp2.ranks.store import Keys, StoreEnded
+from fsdp2.ranks.store import HOST_ENDED, Keys, StoreEnded
 
 __all__ = ["Board", "History", "latest"]
 
@@ -71,8 +71,17 @@ class Board:
     Several threads may use it at once: a thread that waits for a collective looks at the boards of all roots.
     """
 
-    def __init__(self, keys: Keys, rank: int, ranks: tuple[int, ...], timeout: float = 1800.0) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        rank: int,
+        ranks: tuple[int, ...],
+        timeout: float = 1800.0,
+        others: Callable[[], str] = lambda: "",
+    ) -> None:
+        """``others`` returns where other ranks are, if this one has waited for them for long; else ""."""
         self.rank, self.ranks = rank, ranks
+        self._others = others
         self.failure: str | None = None
         self._keys = keys
         self._timeout = timeout
@@ -92,8 +101,8 @@ class Board:
         try:
             return self._meet(epoch, want, history, last)
         except StoreEnded as error:
-            self.failure = str(error)  # later passes cannot meet, either
-            raise
+            self.failure = self._without(HOST_ENDED, history)  # later passes cannot meet, either
+            raise StoreEnded(self.failure) from error
 
     def _meet(self, epoch: int, want: str, history: History, last: Callable[[], str] | None) -> str | None:
         keys, ranks, mine = self._keys, len(self.ranks), _digest(want) << _COUNT_BITS | 1
@@ -125,21 +134,22 @@ class Board:
         try:
             while (value := self._keys.get_within(key, seconds)) is None:
                 if time.monotonic() > end:
+                    others = self._others()
                     self.fail(
                         f"rank {self.rank} waited {self._timeout:.0f} s, the timeout of its process group, for ranks "
-                        "that did not come. Expected: every rank comes within this time; see what the other ranks "
-                        "print, or pass a longer timeout to init_process_group"
+                        f"that did not come{others and f': {others}'}. Expected: every rank comes within this time; "
+                        "see what the other ranks print, or pass a longer timeout to init_process_group"
                     )
                 # The meeting takes long: show the other ranks where this one is, and compare with them.
                 self.look(history, shows=True)
-                if (ended := self._ended()) and not self._keys.has(key):
+                if (ended := self.ended()) and not self._keys.has(key):
                     self.fail(self._without(ended, history))
                 seconds = min(_LOOK_SECONDS[1], end - time.monotonic())
             return int(value)
         finally:
             self.leave()
 
-    def _ended(self) -> str:
+    def ended(self) -> str:
         """Return the text of a rank that ended, or "" if none did."""
         # The last rank that reads a failure deletes this key, so it may be gone after the test.
         return self._keys.get_within("ended", _READ_SECONDS) or "" if self._keys.has("ended") else ""
@@ -285,7 +295,8 @@ class Board:
         if silent:
             self.fail(
                 f"rank {silent} did not answer for {_ANSWER_SECONDS:.0f} s after a collective failed: it was killed "
-                "(out of memory? see dmesg and the launcher's output), or hangs outside of Python",
+                "(out of memory? see dmesg and the launcher's output), or aborted (its own output says why: a "
+                "collective that not all ranks called?), or hangs outside of Python",
                 entry["epoch"],
             )
 
@@ -314,11 +325,17 @@ class Board:
 
     def explain(self, history: History) -> None:
         """Raise RuntimeError with the reason of a failed collective, if one is found in time."""
+        try:
+            self._explain(history)
+        except StoreEnded as error:
+            raise StoreEnded(self._without(HOST_ENDED, history)) from error
+
+    def _explain(self, history: History) -> None:
         end = time.monotonic() + _EXPLAIN_SECONDS
         called = False
         while time.monotonic() < end:
             self.look(history, shows=True)
-            if ended := self._ended():
+            if ended := self.ended():
                 self.fail(self._without(ended, history))
             time.sleep(0.1)
             if not called and time.monotonic() > end - _EXPLAIN_SECONDS + 1:

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from fsdp2._torch.checkpoint import async_saves
 from fsdp2._torch.collectives import default_store, group_timeout, without_modes
 from fsdp2.comm.collectives import all_reduce_max
-from fsdp2.comm.host_work import observe_waits
+from fsdp2.comm.host_work import is_of_collective, observe_waits
 from fsdp2.engine.observer import PassKind, observe_with
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, latest
 from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.ranks.standstill import Standstill
 from fsdp2.ranks.start import compare
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
@@ -49,7 +50,7 @@ def set_rank_checks(enabled: bool) -> None:
 
     The comparison costs three operations of the process group's store per rank when a model first runs and when all
     ranks deviate from earlier iterations. It costs nothing in a repeated iteration, except one look at the store every
-    two seconds with NCCL, whose collectives the host does not wait for.
+    five seconds, and with NCCL, whose collectives the host does not wait for, every two seconds.
 
     Without the comparison, a rank that skips a unit makes the others hang until the process group's timeout or mixes up
     their data. Different models are not detected. ``set_reduce_scatter_unused_params`` does not let a rank skip a unit.
@@ -76,6 +77,7 @@ class _Process:
         self._monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: Thread | None = None
+        self._standstill: Standstill | None = None
         # Not atexit, which processes of multiprocessing skip. In a fork of this process Finalize does nothing.
         self.ends = Finalize(None, self.leave, exitpriority=0)
 
@@ -110,9 +112,21 @@ class _Process:
             self._incarnations[names] = f"fsdp2/{int(number):x}"
         self._roots[names] += 1
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
+        if self._standstill is None:
+            own = Keys(self._connections, self._incarnations[names], "standstill")
+            self._standstill = Standstill(own, self.rank, ranks, self._doing)
+            self._standstill.start()
         # Not the timeout of the store, which the user may have made shorter for another purpose.
         timeout = max(group_timeout(group, mesh.device) for _, group in axes)
-        return Board(keys, self.rank, ranks, timeout.total_seconds())
+        return Board(keys, self.rank, ranks, timeout.total_seconds(), self.others)
+
+    def others(self) -> str:
+        """Return where the other ranks are, if this one waits for them since long; else ""."""
+        return "" if self._standstill is None else self._standstill.others
+
+    def _doing(self) -> str:
+        """Return what this rank does in a pass, in words; "" between passes."""
+        return next((latest(monitor) for monitor in self.monitors if monitor.log.kind is not None), "")
 
     def run(self, job: Callable[[], None]) -> None:
         """Run ``job``, which waits for other ranks, in the background thread."""
@@ -154,6 +168,10 @@ class _Process:
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {type(error).__name__}: {error}"
         try:
+            if is_of_collective(error):
+                self._explain_end()
+            if self._standstill is not None:
+                self._standstill.end(failed=is_of_collective(error))
             for monitor in self.monitors:
                 if monitor.board.failure is None:
                     did = latest(monitor)
@@ -162,6 +180,18 @@ class _Process:
             self._connections.wait_for_readers(_READERS_SECONDS)
         except RuntimeError:
             return  # the process that hosts the store ended first
+
+    def _explain_end(self) -> None:
+        """Log which rank had ended when a collective failed that no pass waited for, such as a barrier."""
+        text = "rank %d failed in a collective, which all ranks must call: %s"
+        try:
+            boards = [monitor.board for monitor in self.monitors]
+            ended = next((ended for board in boards if board.failure is None and (ended := board.ended())), "")
+        except StoreEnded as gone:
+            logger.error(text, self.rank, gone)
+            raise
+        if ended:
+            logger.error(text, self.rank, ended)
 
 
 _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Process | None] = weakref.WeakKeyDictionary()

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Connections", "Keys", "StoreEnded"]
+__all__ = ["HOST_ENDED", "Connections", "Keys", "StoreEnded"]
+
+HOST_ENDED = (
+    "the process that hosts the store of the process group (rank 0, unless a launcher does) has ended (its own output "
+    "may say why)"
+)
 
 
 class StoreEnded(RuntimeError):
@@ -25,10 +30,7 @@ def _on_host() -> Iterator[None]:
         yield
     except dist.DistNetworkError as error:
         raise StoreEnded(
-            "this rank still needs the store of the process group, but the process that hosts it (rank 0, unless a "
-            "launcher does) has ended. Expected: it runs as long as every other rank. See its own output for the "
-            "error; if there is none, it was killed, or it had fewer batches or steps than this rank, which needs as "
-            f"many ({error})"
+            f"{HOST_ENDED}, and this rank still needs it. Expected: it runs as long as every other rank ({error})"
         ) from error
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from fsdp2.comm import host_work
-from fsdp2.ranks import board
+from fsdp2.ranks import board, standstill
 from tests.support.processes import start as start_process
 
 LIMIT_SECONDS = 120.0
@@ -75,6 +75,7 @@ def _run(
     program: Callable[[int, int], None], rank: int, world: int, port: int, listener: socket.socket | None, file: str
 ) -> None:
     host_work._SLICE, board._LOOK_SECONDS = timedelta(seconds=SOON), (SOON, board._LOOK_SECONDS[1])
+    standstill._LOOK_SECONDS, standstill._PATIENCE_SECONDS = SOON, 4 * SOON
     if file:
         store: dist.Store = dist.FileStore(file, world)
     elif listener is not None:

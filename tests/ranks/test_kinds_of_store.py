@@ -4,6 +4,7 @@ and one that ends with the process of rank 0."""
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import warnings
@@ -189,6 +190,25 @@ def test_the_host_of_the_store_raises():
     ended = run_apart(host_raises, 3, "rank 0")
     assert [one.status for one in ended] == [1, 1, 1], ended
     assert all(one.error == "RuntimeError: rank 0 ended with ValueError: a broken sample" for one in ended[1:]), ended
+
+
+def host_has_fewer_batches(rank: int, world: int) -> None:
+    """Rank 0, which hosts the store, has one batch less, and ends as a program does."""
+    model = sharded(TWO)
+    for _ in range(4 if rank else 3):
+        train(model)
+
+
+def test_the_host_of_the_store_has_fewer_batches():
+    """The others said that the store was gone, and neither what they waited in nor what to do."""
+    ended = run_apart(host_has_fewer_batches, 2, "rank 0")
+    assert [one.status for one in ended] == [0, 1], ended
+    assert re.search(
+        r"StoreEnded: the process that hosts the store .*\(rank 0, unless a launcher does\) has ended \(its own output "
+        r"may say why\); rank 1 waits for it in gather .* in forward\. Expected: every rank runs as many forwards and "
+        r"backwards as the others\. Give all ranks the same number of batches \(drop_last=True of DistributedSampler",
+        ended[1].output,
+    ), ended[1].output
 
 
 def host_is_gone(rank: int, world: int) -> None:

@@ -42,6 +42,16 @@ def test_a_group_knows_how_long_its_collectives_may_take() -> None:
         assert _torch.group_timeout(dist.new_group([0]), torch.device("cpu")) == default_pg_timeout
 
 
+@probes("launched_collectives")
+def test_collectives_of_all_groups_are_counted() -> None:
+    with gloo_mesh():
+        counts = [_torch.launched_collectives()]
+        for launch in (dist.barrier, lambda: dist.all_reduce(torch.ones(2), group=dist.new_group([0]))):
+            launch()
+            counts.append(_torch.launched_collectives())
+        assert counts[0] < counts[1] < counts[2], counts
+
+
 @probes("named_group")
 def test_a_group_is_made_under_a_name() -> None:
     with gloo_mesh():

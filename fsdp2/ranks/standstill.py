@@ -1,0 +1,230 @@
+"""Say in the log of a rank that waits for long in what it waits, since when, and where the other ranks are.
+
+The passes of a model are compared (``monitor.py``). A collective that the user's code launches between them, such as
+``full_tensor()``, a full state dict or a barrier, belongs to torch, and nobody is told of its start or its end. So a
+thread looks every few seconds where the main thread is. If it has waited in a collective for some seconds, it asks all
+ranks through the store where they are. Each one answers when its own thread looks the next time, though it computes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import sysconfig
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from threading import Event, Thread, main_thread
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp2._torch.collectives import launched_collectives
+from fsdp2.ranks.store import Keys
+
+__all__ = ["Standstill"]
+
+logger = logging.getLogger("fsdp2")
+
+_LOOK_SECONDS = 5.0
+_PATIENCE_SECONDS = 10.0  # a wait that takes so long is asked about
+_ANSWER_LOOKS = 2  # looks after which every rank has answered that can
+_REMEDY = (
+    "Expected: every rank comes to the same collectives in the same order. A full tensor, a full state dict, an "
+    "evaluation and a barrier need all ranks: call them outside of `if rank == 0:`"
+)
+_NO_ANSWER = "no answer: it was killed, or hangs outside of Python"
+_ENDED = -1  # in the place of a question's number: the answer of a rank that has ended
+
+_STANDARD = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_WAITING = tuple(
+    os.path.join(folder, *path)
+    for folder, *path in (
+        (_TORCH, "distributed", "distributed_c10d.py"),
+        (_TORCH, "distributed", "_functional_collectives.py"),
+        (_OWN, "comm", "host_work.py"),
+        (_OWN, "ranks", "board.py"),
+    )
+)
+_DECORATORS = {"wrapper", "inner", "decorate_context", "new_func", "run"}
+
+
+class _Place(NamedTuple):
+    """Where the main thread is: in words, whether it waits in a collective there, and a number for this very visit."""
+
+    text: str
+    waits: bool
+    visit: int
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of the main thread, the innermost first."""
+    frame = sys._current_frames().get(main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(path: str) -> bool:
+    if path.startswith((_TORCH, _OWN, "<frozen")):
+        return False
+    return path.startswith(_INSTALLED) or not path.startswith(_STANDARD)
+
+
+def _place(doing: Callable[[], str]) -> _Place:
+    """Return where the main thread is; ``doing`` says what our own passes do."""
+    inner, waits, own, visit = [], False, False, [launched_collectives()]
+    line = ""
+    for frame in _frames():
+        path = frame.f_code.co_filename
+        if line or _is_users(path):
+            visit += [id(frame), frame.f_lasti]
+            line = line or f"{_short(path)}:{frame.f_lineno}"
+            continue
+        waits = waits or path in _WAITING
+        own = own or path in _WAITING[2:]
+        inner.append(frame.f_code.co_name)
+    called = [name for name in reversed(inner) if not name.startswith("_") and name not in _DECORATORS]
+    what = (own and doing()) or (f"{called[0]}()" if called else "")
+    return _Place(f"{what}, at {line}" if what and line else what or line, waits, hash(tuple(visit)))
+
+
+def _short(path: str) -> str:
+    here = os.getcwd() + os.sep
+    return path[len(here) :] if path.startswith(here) else path
+
+
+class Standstill:
+    """Where this process stands, and what it knows of the other ``ranks``. ``doing`` says what our own passes do."""
+
+    def __init__(self, keys: Keys, rank: int, ranks: tuple[int, ...], doing: Callable[[], str]) -> None:
+        self._keys, self._rank, self._ranks, self._doing = keys, rank, ranks, doing
+        self._place = _Place("", False, 0)
+        self._since = time.monotonic()
+        self._patience = (
+            _PATIENCE_SECONDS  # seconds of waiting after which this rank wants to know where the others are
+        )
+        self._question = _Question()
+        self._answered = 0  # the last question that this rank answered from its present place
+        self._ended = Event()
+        self._thread: Thread | None = None
+        self._launched = 0  # collectives, when it came to its present place
+        self.others = ""
+        """Where the other ranks are, if this one has waited for them long enough to ask, and waits still."""
+
+    def start(self) -> None:
+        """Look every few seconds until the default process group is gone or this process ends."""
+        world = dist.group.WORLD
+        assert world is not None
+        alive = weakref.ref(world)
+        del world
+
+        def work() -> None:
+            try:
+                while not self._ended.wait(_LOOK_SECONDS) and alive() is not None:
+                    self.look()
+            except RuntimeError as error:  # mostly StoreEnded
+                logger.debug("rank %d no longer looks where others are: %s", self._rank, error)
+
+        self._thread = Thread(target=work, name="fsdp2-standstill", daemon=True)
+        self._thread.start()
+
+    def end(self, *, failed: bool) -> None:
+        """Stop looking, since this process ends, and answer for it. If it ``failed`` where it waited, say so again."""
+        if self._thread is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join(_LOOK_SECONDS)
+        if failed and self.others and launched_collectives() == self._launched:
+            logger.error(
+                "rank %d failed where it waited for other ranks. R%s. %s", self._rank, self.others[1:], _REMEDY
+            )
+        self._keys.set(f"at/{self._rank}", json.dumps([_ENDED, "has ended"]))
+
+    # ---- looking ----
+
+    def look(self) -> None:
+        """Look where the main thread is, answer the question of another rank, and log what ranks answered to it."""
+        place = _place(self._doing)
+        if place.visit != self._place.visit or place.waits != self._place.waits:
+            self._since, self._patience = time.monotonic(), _PATIENCE_SECONDS
+            self._answered, self.others, self._launched = 0, "", launched_collectives()
+        self._place = place
+        asked = self._keys.get_within("asked", 1.0) if self._keys.has("asked") else None
+        self._question = self._question.seen(int(asked or 0))
+        if asked is not None:
+            self._answered = int(asked)
+            self._keys.set(f"at/{self._rank}", json.dumps([int(asked), self._in_words()]))
+        if place.waits:
+            self._report()
+            if self._seconds >= self._patience:
+                self._ask()
+        elif self._question.mine:
+            self._forget_question()
+
+    @property
+    def _seconds(self) -> int:
+        return int(time.monotonic() - self._since)
+
+    def _in_words(self) -> str:
+        return f"in {self._place.text}, for {self._seconds} s" if self._place.waits else f"at {self._place.text}"
+
+    # ---- asking ----
+
+    def _ask(self) -> None:
+        """Ask all ranks where they are, or collect the answers to what this rank asked some looks ago."""
+        question = self._question
+        if not question.number:
+            number = self._keys.add("questions", 1)
+            if self._keys.compare_set("asked", "", str(number)) == str(number):
+                self._question = _Question(number, mine=True)
+        elif question.looks >= (_ANSWER_LOOKS if question.mine else 3 * _ANSWER_LOOKS):  # who asked it may have ended
+            self._keys.set("answers", json.dumps([question.number, self._collect(question.number)]))
+            self._forget_question()
+            self._report()
+
+    def _forget_question(self) -> None:
+        self._keys.delete("asked")
+        self._question = _Question()
+
+    def _collect(self, number: int) -> dict[int, str]:
+        """Return what each rank answered to this question."""
+        answers = {}
+        for rank in self._ranks:
+            value = self._keys.get_within(f"at/{rank}", 1.0) if self._keys.has(f"at/{rank}") else None
+            to, text = (0, "") if value is None else json.loads(value)
+            answers[rank] = text if to in (number, _ENDED) else _NO_ANSWER
+        return answers
+
+    def _report(self) -> None:
+        """Log the answers to the last question that this rank has answered from where it is, once."""
+        if not self._answered or not self._keys.has("answers"):
+            return
+        number, answers = json.loads(self._keys.get("answers"))
+        if number != self._answered:
+            return
+        self._answered, self._patience = 0, 2.0 * self._seconds
+        together: dict[str, list[str]] = {}
+        for rank, text in sorted(answers.items(), key=lambda one: int(one[0]) != self._rank):  # this rank first
+            together.setdefault(text, []).append(rank)
+        self.others = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in together.items())
+        logger.warning("rank %d waits for other ranks. R%s. %s", self._rank, self.others[1:], _REMEDY)
+
+
+class _Question(NamedTuple):
+    """A question where all ranks are: its number, 0 for none; the looks since it was seen first; who asked it."""
+
+    number: int = 0
+    looks: int = 0
+    mine: bool = False
+
+    def seen(self, number: int) -> _Question:
+        """Return the question that a look sees now."""
+        return self._replace(looks=self.looks + 1) if number == self.number else _Question(number)

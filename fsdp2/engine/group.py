@@ -298,7 +298,11 @@ class FSDPParamGroup:
         """Raise RuntimeError if what a forward left in memory in this ``state`` was written since."""
         self._kept = None
         if state is self.residency.state and self.store.full_versions() != versions:
-            self._refuse_writes(self.store.changed_since(versions))
+            raise RuntimeError(
+                f"{', '.join(self.store.changed_since(versions))}: written in place after a forward that left full "
+                "parameters in memory. This would be lost: they are copies, which are freed. If the program means to: "
+                "call reshard() on the module, and write to its shards with `with torch.no_grad(): param.copy_(value)`"
+            )
 
     @staticmethod
     def _refuse_writes(written: list[str]) -> None:
@@ -385,8 +389,9 @@ class FSDPParamGroup:
                 if param.sharded is not before:
                     raise RuntimeError(
                         f"{param.name}: replaced on its module between forward and backward, which would compute the "
-                        "gradient of other weights; expected the parameter that forward used. Put it back, or call "
-                        "reset_iter_state() on the root module and start the iteration anew"
+                        "gradient of other weights; expected the parameter that forward used. Call "
+                        "reset_iter_state() on the root module, start the iteration anew, and replace parameters "
+                        "before its forward or after its backward"
                     )
         if not self.frees_after_backward:
             self.residency.note_made()  # before gradients arrive: hooks on them may step an optimizer

@@ -64,8 +64,9 @@ def local_state(value: Any, param: torch.Tensor, where: Callable[[], str]) -> An
         got = f"a DTensor of shape {tuple(value.shape)} placed as {value.placements}"
     raise RuntimeError(
         f"use_local_shards: {where()}: the optimizer's state is not sharded like its parameter; got {got}; expected a "
-        f"DTensor of shape {tuple(param.shape)} placed as {param.placements}. Load a full state dict with "
-        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
+        f"DTensor of shape {tuple(param.shape)} placed as {param.placements}. Call zero_grad(), clear the "
+        "optimizer's state and load a full state dict with torch.distributed.checkpoint.state_dict."
+        "set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)), which shards it"
     )
 
 

@@ -23,9 +23,10 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.support.parity import mesh_1d
 
-__all__ = ["CASES", "UNTRIED"]
+__all__ = ["CASES", "UNTRIED", "Call", "goes_on", "layers", "loss", "model", "remedy"]
 
-Case = Callable[[int], Iterator[Callable[[], object]]]
+Call = Callable[[], object]
+Case = Callable[[int], Iterator[Call]]
 CASES: dict[str, Case] = {}
 """By the piece of the error's text that is the remedy."""
 
@@ -186,6 +187,25 @@ def a_sparse_gradient(rank: int) -> Iterator[Callable[[], object]]:
     module[0].sparse = False
     module(tokens).sum().backward()
     assert module[0].weight.grad is not None
+
+
+@remedy("means to: call reshard() on the module, and write to its shards with")
+def a_write_between_two_forwards(rank: int) -> Iterator[Callable[[], object]]:
+    """The shards are written instead, and the next forward computes with the new values."""
+    module = model()
+    module.set_reshard_after_forward(False)
+    loss(module)
+    with torch.no_grad():
+        module[0].weight.mul_(0)
+    yield lambda: loss(module)
+    module.reset_iter_state()
+    module.reshard(recurse=True)
+    with torch.no_grad():
+        module[0].weight.mul_(0)
+        module[0].bias.mul_(0)
+    torch.testing.assert_close(module[0](torch.ones(2, 8)), torch.zeros(2, 8))
+    module.reshard(recurse=True)
+    goes_on(module)
 
 
 # ---- passes ----
@@ -755,17 +775,6 @@ def functional_call_with_gradients(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
-@remedy("Put it back, or call reset_iter_state() on the root module and start the iteration anew")
-def replaced_between_forward_and_backward(rank: int) -> Iterator[Callable[[], object]]:
-    """The iteration begins anew, with the new parameter."""
-    module = model()
-    values = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-    result = torch.func.functional_call(module, values, torch.ones(2, 8)).sum()
-    yield result.backward
-    module.reset_iter_state()
-    goes_on(module)
-
-
 @remedy("from a hook or an autograd function; call it after loss.backward() returned")
 def the_end_inside_a_backward(rank: int) -> Iterator[Callable[[], object]]:
     """As written."""
@@ -891,78 +900,35 @@ def a_tie_replaced_in_one_place(rank: int) -> Iterator[Callable[[], object]]:
 
 UNTRIED = frozenset(
     {
+        "no group for it, expected one; pass the module that was given to fully_shard",
+        "enabling CPU offloading. For example, load a CPU state dict or call",
+        ": shard_placement_fn must return Shard or None, got",
         "Keep such values in tensors, or give every matrix a parameter of its own",
         ", expected only Shard and Replicate, on a mesh with this rank; redistribute it first",
         ", expected pieces sharded by Shard and Replicate on a mesh with this rank; redistribute",
-        ", or no mesh to shard within each node",
-        ", which the index lists; write both again",
-        ". Load a full state dict with",
-        ": got a write to a part of a DTensor that is sharded along the dimension of that part. It",
-        ": shard_placement_fn must return Shard or None, got",
-        "; build the optimizer after fully_shard, or, if it updates each parameter independently,",
-        "; call fully_shard only on the ranks of the mesh",
         "; call it by its name in a module (fsdp2.fully_shard, or imported at the top of a file),",
-        "; call set_state_dict_type on the outermost module",
         "; its pool has one buffer. Keep 1, or leave set_symm_mem_for_comm out",
-        "; leave it out, or use set_custom_all_gather",
-        "; load sharded or local state without rank0_only, on every rank",
-        "; pass a slice of it",
-        "; pass one of them",
-        "; pass the local state dicts of all ranks from one save",
-        "; pass the model whose parameters the optimizer was given",
-        "; pass the optimizer that a wrapper holds",
-        "; shard it, or a module around it, first",
-        "; use mp_policy for other classes",
-        "At least one of shard or replicate must be set in DataParallelMeshDims",
         "At least one of shard or replicate must be set in dp_mesh_dims",
-        "DeviceMesh, got process groups; make one of them with DeviceMesh.from_group(shard_group,",
-        "MixedPrecisionPolicy.reduce_dtype, since all ranks must make zeros of one dtype; set it",
-        "ModuleWrapPolicy, a CustomPolicy, a set of nn.Module classes, 'auto', a function (module)",
-        "argument, changed by operators that keep its shape",
-        "as on the first rank; build the same module on every rank",
-        "as the parameter; load the state of the same model",
-        "backward, where it was called; call it before the forward",
         "build takes no argument",
         "can be sharded over replicas. Pass shard_over_replicas=False for the unit",
         "comm is custom:",
         "earlier forward or backward raised, call reset_iter_state() on the root module before the",
-        "enabling CPU offloading. For example, load a CPU state dict or call",
         "every row in ascending order, or make the mesh with preserve_rank_order=True (torch 2.15)",
-        "finalize_backward requires all-reduce; call set_requires_all_reduce(True) before it",
         "forecast: build returned",
-        "fsdp2.fully_shard manages this module; use",
         "fsdp_pre_all_gather and fsdp_post_all_gather. Leave it out with ignored_params (each rank",
-        "fully_shard with its sharding. Register it before fully_shard, or create it from full",
         "is not a dimension of shape",
-        "known: LOCAL_WORLD_SIZE is not set and there is no accelerator; start with torchrun, or",
         "matplotlib, which is not installed; pip install matplotlib, or save as .html",
         "mesh that has all of these ranks. Shard a parameter of the module, such as the root's, on",
-        "mix it with fsdp2.fully_shard. Use one of them for the whole tree",
         'module and calls its functions; put the rest of a script under if __name__ == "__main__"',
-        "must be a set of nn.",
         "must keep the parameter's local shape, dtype, and device: expected",
-        "no group for it, expected one; pass the module that was given to fully_shard",
         "not supported with dp_mesh_dims; leave one of the two out",
-        "of the plain model, expected one; remove one of them",
         "of them on this node; pass",
-        "one module tree cannot mix them. Use fsdp2.fully_shard for the whole tree, or call",
         "parameter that is not sharded; pass fsdp2.merge_local_state_dicts(the list of all ranks'",
-        "present default process group: make it with init_device_mesh after init_process_group",
         "process group, and torch cannot start one (",
-        "runs or raised, expected none; call it between iterations, and reset_iter_state() on the",
-        "safetensors, which is not installed; pip install safetensors",
-        "set_state_dict_type: Expected",
         "shard_over_replicas, whose pieces for the shard dimension stay in memory anyway; pass",
         "stream cannot be set when using native HSDP",
         "that does not keep its elements in one tensor of the same shape and dtype; expected one",
-        "that holds a piece, or on none. Build the same optimizer on all ranks, and set or clear",
-        "the bytes that it lists; copy or write it again",
-        "the same names on every rank. Pass rank0_only=False and save every rank's state dict",
-        "tqdm, which is not installed; pip install tqdm, or pass a function of (bytes, total)",
-        "was dropped by reset_iter_state; start the iteration anew",
-        "weight_map from names to files; write it again",
         "with SPMD mesh (dp_mesh_dims); pass True or False",
-        "with different hyperparameters; build the optimizer with groups like the saved ones",
     }
 )
 """Pieces of the texts whose remedies no case tries yet: mostly wrong arguments and files, and other devices."""

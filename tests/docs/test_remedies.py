@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.docs import remedies_of_setups  # noqa: F401  # registers its cases
 from tests.docs.remedies import CASES, UNTRIED
 from tests.support import ROOT, api
 from tests.support.pool import on_ranks

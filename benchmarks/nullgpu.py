@@ -137,30 +137,9 @@ def _shard(setting: Setting, library: str, model: nn.Module, units: list[nn.Modu
         api.fully_shard(unit, **options)
 
 
-def python_calls(step: Callable[[], object]) -> int:
-    """Return the calls of functions, Python's and C's, that a step makes on this thread and on autograd's."""
-    calls = [0]
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        calls[0] += event in ("call", "c_call")
-
-    def on_autograds_thread(act: Callable[[], object]) -> None:
-        tensor = torch.zeros(1, device="cuda", requires_grad=True) * 1
-        tensor.register_hook(lambda gradient: act())  # type: ignore[no-untyped-call]
-        tensor.backward()
-
-    on_autograds_thread(lambda: sys.setprofile(note))
-    calls[0] = 0
-    sys.setprofile(note)
-    step()
-    sys.setprofile(None)
-    found = calls[0]
-    on_autograds_thread(lambda: sys.setprofile(None))
-    return found
-
-
 def measure(setting: Setting, library: str) -> dict[str, float]:
     """Return the figures of one process."""
+    calls: Any = importlib.import_module("tests.nullgpu.calls")
     torch.cuda.set_device(0)
     torch.backends.cuda.enable_cudnn_sdp(False)
     ranks = 1 if library == "unsharded" else setting.ranks
@@ -203,7 +182,7 @@ def measure(setting: Setting, library: str) -> dict[str, float]:
         "live": (torch.cuda.max_memory_allocated() - rest) / one,
         "reserved": (torch.cuda.max_memory_reserved() - rest) / one,
         "host ms": median(times) * 1e3 / blocks,
-        "calls": python_calls(step) / blocks,
+        "calls": sum(calls.calls_of(step).values()) / blocks,
         "first step ms": first * 1e3,
         "wrapping ms": wrapped * 1e3,
         "pools": len(pools),

@@ -95,6 +95,7 @@ class Reductions:
                     if one.owner in owners:
                         closing.callback(_abandon, one.operation)
         finally:
+            self.memory.use(self.lanes.gather)  # a gather that raised while it was started has marked no end either
             self.memory.drop_all()
 
 

@@ -93,6 +93,14 @@ def _device_module(device: torch.device) -> Any:
     return platform().streams(device)
 
 
+def _on(stream: Any, module: Any) -> Any:
+    """Return a context on ``stream``, which is nobody else's object and is not entered twice.
+
+    A stream of CUDA is one itself. What ``torch.cuda.stream`` returns asks for devices with 84 Python calls each time.
+    """
+    return stream if module is torch.cuda else module.stream(stream)
+
+
 class Lane:
     """A stream that work is put on: ``with lane.after(other) as done: ...`` runs the block behind the other's work."""
 
@@ -103,7 +111,8 @@ class Lane:
             stream = None
         elif stream is None:
             stream = module.Stream(device=device, priority=priority)  # another device may be the current one
-        elif type(stream) is torch.Stream:  # the waits of this class ignore events of torch.cuda, and say nothing
+        elif isinstance(stream, torch.Stream):
+            # An object of our own. And the waits of torch.Stream ignore events of torch.cuda, and say nothing.
             same = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
             stream = module.Stream(**same)
         self._stream = stream
@@ -124,7 +133,7 @@ class Lane:
         if self._stream is None or self._module is None:
             return _HOST_DONE
         self.wait(before)
-        return Done(self._stream, self._module.stream(self._stream))
+        return Done(self._stream, _on(self._stream, self._module))
 
 
 class Moments:
@@ -212,7 +221,7 @@ class ComputeLane:
         current = self._current()
         if self._backward is None or self._backward == current:
             return Done(current)
-        return Done(self._backward, self._module.stream(self._backward))
+        return Done(self._backward, _on(self._backward, self._module))
 
     def after(self, event: torch.Event | None = None) -> Done:
         """Wait for ``event``, then run the block on the compute stream."""

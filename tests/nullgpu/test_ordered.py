@@ -50,6 +50,25 @@ def without(callers: tuple[str, ...] | None) -> Iterator[list[None]]:
         yield skipped
 
 
+@contextmanager
+def not_entered_twice() -> Iterator[None]:
+    """Let no stream be entered within itself: early versions of torch refuse that, since it keeps what was before."""
+    inside: list[torch.cuda.Stream] = []
+    enter, leave = torch.cuda.Stream.__enter__, torch.cuda.Stream.__exit__
+
+    def entering(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        assert not any(stream is one for one in inside), "a stream is entered within itself"
+        inside.append(stream)
+        return enter(stream)
+
+    def leaving(stream: torch.cuda.Stream, *error: Any) -> None:
+        assert inside.pop() is stream, "streams are not left in the order in which they were entered"
+        leave(stream, *error)
+
+    with mock.patch.multiple(torch.cuda.Stream, create=True, __enter__=entering, __exit__=leaving):
+        yield
+
+
 def races(program: Program, setup: str, transfer: str, ignored: tuple[str, ...] | None = None) -> list[str]:
     """Return what ``program`` does without order where the waits of ``ignored`` are left out."""
     torch.manual_seed(0)
@@ -58,6 +77,7 @@ def races(program: Program, setup: str, transfer: str, ignored: tuple[str, ...] 
         stack.enter_context(mock.patch("fsdp2.engine.gradients._LATE_BYTES", 0))  # as with units of a usual size
         ordering = stack.enter_context(Ordering())
         skipped = stack.enter_context(without(ignored))
+        stack.enter_context(not_entered_twice())
         program(Training(mesh, Cuda(), setup, transfer))  # type: ignore[arg-type]
     assert bool(skipped) is (ignored is not None), f"{ignored} waits for nothing in this program"
     return ordering.races()

@@ -474,18 +474,48 @@ def test_nothing_is_missing():
     assert set(OPTIONS) == set(inspect.signature(fsdp2.fully_shard).parameters) - {"module"}
 
 
-@pytest.mark.parametrize("raises", [True, False])
-def test_an_exception_in_an_option_is_not_lost(raises):
-    """A function that the caller gave raises in a hook of backward, on autograd's thread, under the recorder: torch's
-    stream sanitizer loses it."""
+def fail(*unused: Any, **named: Any) -> Any:
+    """Raise what only a caller raises."""
+    raise KeyError("of the caller")
 
-    def fail(gradient: torch.Tensor) -> None:
-        if raises:
-            raise KeyError("of the caller")
 
-    with ranks(8) as mesh, Ordering():
+class FailingGather(Gather):
+    """Raises instead of gathering."""
+
+    __call__ = fail
+
+
+class FailingScatter(Scatter):
+    """Raises instead of reducing."""
+
+    __call__ = fail
+
+
+FAILS: dict[str, Callable[[DeviceMesh, Any], object]] = {
+    "set_all_reduce_hook": lambda mesh, model: model[1].set_all_reduce_hook(fail),
+    "set_custom_all_gather": lambda mesh, model: model[1].set_custom_all_gather(FailingGather()),
+    "set_custom_reduce_scatter": lambda mesh, model: model[1].set_custom_reduce_scatter(FailingScatter()),
+    "a hook of a gradient": lambda mesh, model: model[1].up.weight.register_hook(fail),
+    "a hook of forward": lambda mesh, model: model[1].register_forward_pre_hook(fail),
+    "a hook of backward": lambda mesh, model: model[1].up.register_full_backward_hook(fail),
+    "shard_placement_fn": lambda mesh, model: sharded(mesh, shard_placement_fn=fail),
+    "mp_policy": lambda mesh, model: sharded(mesh, mp_policy=fail),
+    "policy": lambda mesh, model: fsdp2.fully_shard(Block(), mesh=mesh, policy=fail),
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_an_exception_in_an_option_is_not_lost(name):
+    """A function that the caller gave raises, in backward on autograd's thread, under the recorder: torch's stream
+    sanitizer loses it. After ``reset_iter_state()`` the model goes, and another one trains in its memory, in order."""
+
+    def run(mesh: DeviceMesh) -> None:
         model = sharded(mesh)
-        model[1].set_all_reduce_hook(fail)
-        expected = pytest.raises(KeyError, match="of the caller") if raises else contextlib.nullcontext()
-        with expected:
+        with pytest.raises(KeyError, match="of the caller"):
+            FAILS[name](mesh, model)
             train(model, 1)
+        model.reset_iter_state()
+        del model
+        trained(mesh)
+
+    ran(run)

@@ -108,6 +108,7 @@ TESTS: dict[str, str] = {
     "FSDPModule.set_reduce_scatter_unused_params": STEP + "test_reduction.py::test_reduce_scatter_unused_params",
     "FSDPModule.set_reduce_scatter_unused_params(recurse)": STEP
     + "test_reduction.py::test_unused_params_of_which_units",
+    "FSDPModule.set_reduce_scatter_unused_params(any_order)": "tests/ranks/test_orders_of_experts.py::test_any_order",
     "FSDPModule.set_reduce_scatter_max_input_buffers": STEP
     + "test_reduction.py::test_reduce_scatter_max_input_buffers",
     "FSDPModule.set_separate_reduce_scatter_group": STEP + "test_communication.py::test_separate_reduce_scatter_group",

@@ -297,18 +297,34 @@ class FSDPModule(TorchFSDPModule):
         """Sum in collectives and divide in a separate kernel (True); with ``recurse``, also for all units below."""
         self._set("set_force_sum_reduction_for_comms", recurse, force_sum=_bool("enable", enable))
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True, any_order: bool = False
+    ) -> None:
         """Let ranks use different parameters (True): a rank sends zeros for parameters without a gradient.
 
-        A rank that skips such a unit gathers it when the others do, frees it, and takes part in its reductions. All
-        ranks must use such units in the same order in every step: loop over experts by index, for example, not by
-        score.
+        A rank that skips such a unit gathers it when the others do, frees it, and takes part in its reductions.
+
+        Args:
+            reduce_scatter_unused_params: Whether ranks may skip the unit.
+            recurse: Also set it for all units below this module.
+            any_order: Whether ranks may use these units in orders that differ, call them several times in a forward, or
+                a different number of times. Such a unit stays in memory until the forward ends, and its gradients are
+                sent later. Without it, ranks that once used the units alike must go on to do so: loop over experts by
+                index, for example, not by score, and call each once in a forward.
+
+        Raises:
+            ValueError: ``any_order`` without ``reduce_scatter_unused_params``.
         """
-        self._set(
-            "set_reduce_scatter_unused_params",
-            recurse,
-            reduce_unused=_bool("reduce_scatter_unused_params", reduce_scatter_unused_params),
+        marked, any_order = (
+            _bool("reduce_scatter_unused_params", reduce_scatter_unused_params),
+            _bool("any_order", any_order),
         )
+        if any_order and not marked:
+            raise ValueError(
+                "set_reduce_scatter_unused_params: any_order=True is for units that ranks may skip; got False for "
+                "reduce_scatter_unused_params, expected True"
+            )
+        self._set("set_reduce_scatter_unused_params", recurse, reduce_unused=marked, any_order=any_order)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set the number of gradient chunks that may be in flight. More chunks overlap better and take more memory.

@@ -8,7 +8,7 @@ import torch
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.itinerary import ForwardRoute
-from fsdp2.engine.observer import Observer
+from fsdp2.engine.observer import Collective, Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.pending import Pending
 
@@ -43,6 +43,7 @@ class ForwardPass(Pass):
         self.kind, self.route = kind, route
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
+        self._passed: FSDPParamGroup | None = None  # the last unit that this rank has passed by
         self.in_method = False  # a registered method is the outermost call, and has called forward
 
     def prefetch(self, group: FSDPParamGroup) -> None:
@@ -82,6 +83,18 @@ class ForwardPass(Pass):
             return False
         return after
 
+    def keeps(self, group: FSDPParamGroup) -> bool:
+        """Return whether ``group`` stays until the pass ends, because this rank may use it again, and others not."""
+        return group.store.options.any_order and not self.is_quiet(group)
+
+    def pass_by(self, collective: Collective) -> None:
+        """Free the unit that was passed by before, so that those that a rank skips are not in memory together."""
+        before, self._passed = self._passed, self._group_of(collective)
+        if before is None or before is self._passed or before.store.options.any_order:
+            return
+        if before.residency.is_gathering:
+            before.release(before.after_forward)
+
     def end_part(self, kind: str, route: ForwardRoute[FSDPParamGroup]) -> None:
         """End what the observer and the itinerary see as one pass; a part of ``kind`` follows, on ``route``."""
         super().end()
@@ -91,7 +104,8 @@ class ForwardPass(Pass):
         """Free what the pass gathered and nothing holds."""
         super().end()
         for group in self.gathered_skippable:
-            if group.residency.is_gathering:  # for the others' sake, or ahead of a use that did not come
+            # Gathered for the others' sake, or ahead of a use that did not come; or kept, since it might come again.
+            if group.residency.is_gathering or group.store.options.any_order:
                 group.release(group.after_forward)  # as on ranks that used it: backward finds it in the same state
         for group in self.groups:
             group.end_forward_pass(self)

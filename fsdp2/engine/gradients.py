@@ -167,9 +167,8 @@ class GroupGradients:
     def _expected(self) -> set[int] | None:
         expected = set()
         for i in self._computed():
-            full = self._store.params[i].full
-            assert full is not None
-            if will_accumulate(full):
+            full = self._store.params[i].full  # None on a rank that has never used the unit
+            if full is not None and will_accumulate(full):
                 expected.add(i)
         return expected or None  # without a gradient here nothing would call ``end``
 

@@ -23,7 +23,7 @@ from fsdp2.sharding.packing import NO_LIMIT, TransferSizes
 
 __all__ = ["Formatting", "GroupOptions"]
 
-_ALIKE_NAMES = ("sizes", "force_sum", "reduce_unused", "all_gather", "reduce_scatter", "all_reduce_hook")
+_ALIKE_NAMES = ("sizes", "force_sum", "reduce_unused", "any_order", "all_gather", "reduce_scatter", "all_reduce_hook")
 _ALIKE = attrgetter(*_ALIKE_NAMES)
 
 
@@ -56,6 +56,7 @@ class GroupOptions:
     all_reduce_gradients: bool = True
     may_accumulate: bool = False
     reduce_unused: bool = False
+    any_order: bool = False  # of units that some ranks skip
     divide_factor: float | None = None
     force_sum: bool = False
     reduce_inputs: int | None = None

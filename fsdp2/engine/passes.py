@@ -41,6 +41,11 @@ class Unit(Protocol):
         """Forget calls that ``run`` has left unended."""
 
 
+def _may_be_skipped(collective: Collective) -> bool:
+    """Return whether ``collective`` is one of a unit that some ranks may skip."""
+    return collective.group is not None and collective.group.store.options.reduce_unused
+
+
 def _cannot_join(collective: Collective, planned: bool) -> bool:
     """Return False."""
     return False
@@ -102,13 +107,11 @@ class Pass:
                 return False
             if not self.join(answer):
                 can_join = _cannot_join  # the observer has to decide otherwise, or this would never end
+            elif not optional and not _may_be_skipped(collective):
+                self.pass_by(answer)
         start()
         self._launched += 1
-        if (
-            collective.kind == "gather"
-            and collective.group is not None
-            and collective.group.store.options.reduce_unused
-        ):
+        if collective.kind == "gather" and _may_be_skipped(collective):
             self.gathered_skippable[collective.group] = None
         return True
 
@@ -177,6 +180,12 @@ class Pass:
         finally:
             self._joining.pop()
         return self._launched > before
+
+    def pass_by(self, collective: Collective) -> None:
+        """Note that ``collective`` was joined on the way to one of a unit that no rank skips, or to the end.
+
+        So this rank has come past the unit of what it joined.
+        """
 
     def _join_gather(self, group: FSDPParamGroup) -> None:
         """Gather ``group``. It stays in flight: nothing here waits for it until it is used or freed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from fsdp2.engine.group import FSDPParamGroup
@@ -21,6 +22,7 @@ class Pending:
         self.calls: BackwardRoute[FSDPParamGroup] = BackwardRoute()
         # The groups that backwards will come to, and whether no input of their calls requires a gradient.
         self._expected: dict[FSDPParamGroup, bool] = {}
+        self._calls_left: Counter[FSDPParamGroup] = Counter()  # with inputs that backward has not reached yet
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
         # That stayed in memory because backward needs them first.
         self.stayed: dict[FSDPParamGroup, None] = {} if around is None else around.stayed
@@ -32,6 +34,15 @@ class Pending:
     def expect(self, group: FSDPParamGroup, *, inputs_need_none: bool) -> None:
         """Expect a backward through ``group``; ``inputs_need_none`` if no input of the call requires a gradient."""
         self._expected[group] = inputs_need_none and self._expected.get(group, True)
+        self._calls_left[group] += 1
+
+    def leave_call(self, group: FSDPParamGroup) -> bool:
+        """Note that a backward has reached the inputs of one call of ``group``; return whether it was the last call.
+
+        Without a gradient of its inputs, a call counts until the end of the backward.
+        """
+        self._calls_left[group] -= 1
+        return self._calls_left[group] <= 0
 
     def expects(self, group: FSDPParamGroup) -> bool:
         """Return whether a backward through ``group`` is still to come."""

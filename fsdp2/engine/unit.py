@@ -444,7 +444,9 @@ class FSDPState(ComposableState):
             if stays and forward is not None:
                 after = False
             group.post_forward()
-            if unfreed or not in_backward:  # after a recomputation, backward computes with it next, and frees it
+            if forward is not None and forward.keeps(group):
+                group.residency.note_made()  # the forward may write to its shards before it uses it again
+            elif unfreed or not in_backward:  # after a recomputation, backward computes with it next, and frees it
                 group.release(after)
             if forward is not None and self._stays_for_backward(forward, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
@@ -605,9 +607,12 @@ class FSDPState(ComposableState):
 
         Under torch.func this is the first call that tells of a backward at all.
         """
-        run = self.root.start_backward()
+        root = self.root
+        run = root.start_backward()
         for group in reversed(groups):
-            run.post_backward(group)
+            # Ranks may call a unit that some skip a different number of times, so it sends its gradients once.
+            if root.pending.leave_call(group) or not group.store.options.reduce_unused:
+                run.post_backward(group)
 
     def notice_backward(self) -> None:
         """Start a backward pass: a gradient is finished although no backward entered the group by its outputs."""

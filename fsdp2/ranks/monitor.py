@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import AS_COMPUTED, END, Answer, CanJoin, Collective, ObservedGroup, PassKind
@@ -59,6 +60,9 @@ class RankMonitor:
         self._setters: dict[str, None] = {}  # setters that have changed options since the ranks compared them
         self._forward_positions: dict[Any, int] = {}  # the order of the groups in the last forward
         self._needed_in_backward: set[Any] = set()  # groups that ranks may skip and that a backward has gathered
+        self._apart: set[ObservedGroup] = set()  # groups that some ranks used and others not, or in another order
+        self._irregular: set[ObservedGroup] = set()  # of these, groups that were gathered more than once in a pass
+        self._late: dict[Collective, None] = {}  # reductions in the running pass that wait for those of other groups
 
     @property
     def _may_skip(self) -> bool:
@@ -87,11 +91,16 @@ class RankMonitor:
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
-        if self._may_skip and not all(map(log.has_gather, self._of_unknown_position(kind))):
+        self._late.clear()
+        if self._may_skip and not all(map(self._has_known_gathers, self._of_unknown_position(kind))):
             log.forget_schedule()
         if not known:
             self._meet(first, begins=True)
             self._setters.clear()
+
+    def _has_known_gathers(self, group: ObservedGroup) -> bool:
+        """Return True if the known pass gathers ``group`` as often as this one will."""
+        return group not in self._irregular and self.log.has_gather(group)
 
     def _of_unknown_position(self, kind: PassKind) -> list[FSDPParamGroup]:
         """Return the groups that any rank may gather in a pass of ``kind``, unless a known pass gathers them.
@@ -141,6 +150,9 @@ class RankMonitor:
                     if collective.kind == "gather" and collective.group is not None
                 ]
                 self._needed_in_backward.update(group for group in gathered if group.store.options.reduce_unused)
+            if self._apart:  # a rank may use a unit twice which another one uses once
+                times = Counter([one.group for one in log.collectives if one.kind == "gather"])
+                self._irregular.update(group for group in self._apart if times[group] > 1)
             log.end()
 
     def joins_before_end(self, can_join: CanJoin) -> Collective | None:
@@ -171,6 +183,8 @@ class RankMonitor:
         self.log.forget_past()
         self._forward_positions = {}
         self._needed_in_backward.intersection_update(self._root.groups)
+        self._irregular.intersection_update(self._root.groups)
+        self._apart.intersection_update(self._root.groups)
 
     # ---- collectives ----
 
@@ -217,7 +231,13 @@ class RankMonitor:
                     did = {self.board.ranks[0]: self._did(log.kind, expected), -1: self._did(log.kind, collective)}
                     self.board.fail(self.refuse(did), log.epoch)
             if self._may_skip:  # choose, and look again at the collective that is expected then
-                log.choose(self._choose(collective, optional and collective.kind == "gather"))
+                if optional and collective.kind == "reduce" and self._comes_in_any_order(collective.group):
+                    self._late[collective] = None
+                    return Answer.LATER
+                if (chosen := self._choose(collective, optional, can_join)) is not None:
+                    log.choose(chosen)
+                elif optional:
+                    return Answer.LATER
             elif log.unscheduled:  # compared at the end of the pass
                 break
             else:
@@ -225,6 +245,10 @@ class RankMonitor:
                 return Answer.LAUNCH
         log.add(collective)
         return Answer.LAUNCH
+
+    def _comes_in_any_order(self, group: ObservedGroup | None) -> bool:
+        """Return True if ranks may meet ``group`` in different orders, as they did before or were told to."""
+        return group is not None and (group in self._apart or group.store.options.any_order)
 
     def _deviate(self, collective: Collective) -> None:
         """Meet, and leave the schedule with ``collective`` together with all ranks."""
@@ -251,26 +275,43 @@ class RankMonitor:
         meet() if self._may_skip else self._run(meet)
         log.met()  # now: in the background the meeting compares the state above, while the host goes on
 
-    def _choose(self, collective: Collective, prefetch: bool) -> Collective:
-        """Return the next collective of all ranks. This rank wants ``collective``, but can wait with a ``prefetch``."""
-        log = self.log
-        groups: Sequence[ObservedGroup] = self._root.groups
+    def _choose(self, collective: Collective, optional: bool, can_join: CanJoin) -> Collective | None:
+        """Return the next collective of all ranks, or None if optional ones are to be left for later.
+
+        This rank wants ``collective``, but can wait with an ``optional`` one.
+        """
+        log, groups = self.log, self._root.groups
         state = self._at_meeting(collective, compares=False)
-        want: dict[str, Any] = {"collective": [collective.kind, None, []]}
-        if collective.group is not None:
-            number = groups.index(collective.group)
-            # If ranks want different units that some may skip, all take the first of them: this is its order.
-            want = {
-                "collective": [collective.kind, number, list(collective.part)],
-                "order": self._order(log.kind, collective),
-            }
-            want["optional"], want["prefetch"] = collective.group.store.options.reduce_unused, prefetch
+        want: dict[str, Any] = {**self._described(collective), "waits": optional}
+        if log.kind is not None and log.kind.name in _BACKWARDS:
+            # A rank that computes with a unit, or will, cannot join its reduction.
+            skippable = [group for group in groups if group.store.options.reduce_unused]
+            want["inside"] = [groups.index(g) for g in skippable if not can_join(Collective("reduce", g), True)]
+            want["late"] = [self._described(late) for late in self._late if late not in log.collectives]
         chosen = self.board.choose(log.epoch, json.dumps(want), state, _choose_among)
         if chosen is None:  # no collective suits all ranks: raise an error that compares the wanted collectives, too
             self.board.raise_difference(self._at_meeting(collective))
         log.met()
-        kind, number, part = chosen
-        return Collective(kind, None if number is None else groups[number], tuple(part))
+        taken, apart = chosen
+        if taken is None:
+            return None
+        kind, number, part = taken
+        group = None if number is None else groups[number]
+        if apart and group is not None and group.store.options.reduce_unused:
+            self._apart.add(group)
+        return Collective(kind, group, tuple(part))
+
+    def _described(self, collective: Collective) -> dict[str, Any]:
+        """Return ``collective`` as other ranks read it when all choose together."""
+        if collective.group is None:
+            return {"collective": [collective.kind, None, []], "optional": False}
+        number = self._root.groups.index(cast(FSDPParamGroup, collective.group))
+        return {
+            "collective": [collective.kind, number, list(collective.part)],
+            # If ranks want different units that some may skip, all take the first of them: this is its order.
+            "order": self._order(self.log.kind, collective),
+            "optional": collective.group.store.options.reduce_unused,
+        }
 
     def _order(self, kind: PassKind | None, collective: Collective) -> int:
         """Return a number that grows along the pass: in the order of groups in a forward, in reverse in a backward."""
@@ -406,9 +447,11 @@ def _skipping(did: list[_Did | str]) -> str:
     first = min(units, key=lambda one: one.order)  # ranks that are further on have skipped this unit
     name = repr(first.unit) if first.unit else "the root"
     if first.may_skip:
+        line = f"{_in_python(first.unit or '')}.set_reduce_scatter_unused_params(True, any_order=True)"
         return (
-            f"; some ranks may skip {name}, but all must use the others in one order, the same in every step: loop "
-            "over experts by their index, not by their score, or make one unit of them, fully_shard([expert, ...])"
+            f"; some ranks may skip {name}, but ranks that have used such units alike must go on to use them in one "
+            "order, each as often as before: loop over experts by their index, not by their score, or call "
+            f"`{line}` for each of them, on all ranks, which takes more memory"
         )
     line = "{}.set_reduce_scatter_unused_params(True)"
     unit = line.format(_in_python(first.unit or ""))
@@ -470,21 +513,48 @@ def _alike(one: ObservedGroup | None, other: ObservedGroup | None) -> bool:
     return signatures[0] == signatures[1]
 
 
-def _choose_among(wants: dict[int, Any]) -> Any:
-    """Return the collective of the ranks' ``wants`` that all of them can launch, or None if there is none."""
-    if len(wants) == 1:
-        return next(iter(wants.values()))["collective"]
-    optional = [want for want in wants.values() if want.get("optional")]
-    if optional:
-        # Gathers first. A rank that reduces can join them and wait. One that gathers cannot join every reduction: it
-        # may be about to use that unit too, as where a checkpoint recomputes both before the backward of either.
-        return min(optional, key=lambda want: (want["collective"][0] == "reduce", want["order"]))["collective"]
-    # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need.
-    needed = [want for want in wants.values() if not want.get("prefetch")]
-    if len(needed) < len(wants) and any(want["collective"][0] == "reduce" for want in needed):
-        # But not for a reduction: a rank that prefetches may still use units inside the reduced one, which the others
-        # have skipped. It cannot join, and all can join the gather.
-        prefetched = [want for want in wants.values() if want.get("prefetch")]
-        return min(prefetched, key=lambda want: want["order"])["collective"]
+def _choose_among(wants: dict[int, Any]) -> tuple[Any, bool] | None:
+    """Return what all ranks do next, and whether they are apart, given the ranks' ``wants``.
+
+    That is a collective of theirs which all can launch, or None to leave the optional ones for later. If they do not
+    do the same, the result is None.
+    """
+    first, *others = [want["collective"] for want in wants.values()]
+    apart = any(other != first for other in others)
+    gathers = [want for want in wants.values() if want["collective"][0] == "gather"]
+    inside = {number for want in wants.values() for number in want.get("inside", ())}
+    # Gathers first. A rank that reduces can join them and wait. One that gathers cannot join every reduction: it may be
+    # about to use that unit too, as where a checkpoint recomputes both before the backward of either.
+    if may_skip := [want for want in gathers if want["optional"]]:
+        return min(may_skip, key=_in_order)["collective"], apart
+    late = [one for want in wants.values() for one in want.get("late", ()) if one["collective"][1] not in inside]
+    if late:  # in one order, whatever the order in which ranks have come to them
+        return min(late, key=_in_order)["collective"], True
+    if not apart:
+        return first, False
+    chosen = _choose_apart(list(wants.values()), inside)
+    # Each rank may want to send gradients of a unit with which another one still computes.
+    later = any(want["waits"] and want["collective"][0] == "reduce" for want in wants.values())
+    return (chosen, True) if chosen is not None or later else None
+
+
+def _choose_apart(wants: list[Any], inside: set[int]) -> Any:
+    """Return a collective that all ranks can launch, although they want different ones, or None.
+
+    They are ``inside`` some units, and want to gather none that some ranks may skip.
+    """
+    gathers = [want for want in wants if want["collective"][0] == "gather"]
+    reductions = [want for want in wants if want["collective"][0] == "reduce"]
+    if may_skip := [want for want in reductions if want["optional"] and want["collective"][1] not in inside]:
+        return min(may_skip, key=_in_order)["collective"]
+    # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need, but not
+    # for a reduction: who prefetches may still use units inside the reduced one, which the others have skipped.
+    needed = [want for want in wants if not (want["waits"] and want in gathers)]
+    if gathers and reductions and len(gathers) + len(reductions) == len(wants):
+        needed = [want for want in needed if want in gathers] or [min(gathers, key=_in_order)]
     same = bool(needed) and all(want["collective"] == needed[0]["collective"] for want in needed)
     return needed[0]["collective"] if same else None
+
+
+def _in_order(want: dict[str, Any]) -> tuple[int, list[int]]:
+    return want["order"], want["collective"][2]

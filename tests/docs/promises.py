@@ -172,7 +172,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A sharded module cannot be pickled": (DOCS + "test_a_sharded_module_is_copied_but_not_pickled",),
     },
     "docs/multimodal.md": {
-        "If the order changes, every rank raises an error": (
+        "If that changes, every rank raises an error": (
             DOCS + "test_marked_units_in_another_order_raise_on_every_rank",
         ),
         "Without a mark, every rank raises an error if only some ranks use a unit": (

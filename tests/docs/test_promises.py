@@ -190,13 +190,15 @@ class Chosen(nn.ModuleList):
         return functools.reduce(lambda y, index: self[index](y), order, x)
 
 
-def run_in_another_order(rank: int, world: int) -> None:
+def run_in_another_order(rank: int, world: int, any_order: bool) -> None:
     """Use the layers in one order on both ranks, and then in another one on rank 0."""
     torch.manual_seed(0)
     model = Chosen(nn.Linear(6, 6) for _ in range(3))
     for unit in (*model, model):
         fsdp2.fully_shard(unit, mesh=mesh_1d())
     model.set_reduce_scatter_unused_params(True)
+    for layer in model if any_order else ():
+        layer.set_reduce_scatter_unused_params(True, any_order=True)
     x = torch.randn(2, 6)
     for _ in range(3):
         model(x, (0, 1, 2)).sum().backward()
@@ -205,11 +207,15 @@ def run_in_another_order(rank: int, world: int) -> None:
 
 
 def test_marked_units_in_another_order_raise_on_every_rank():
-    """docs/multimodal.md: experts by their score, not by their index, once ranks know them.
+    """docs/multimodal.md: experts by their score, not by their index, where the ranks have used them alike before; and
+    what the error advises.
 
     In processes of its own: a rank may have launched a collective that the other does not."""
-    for ended in run_apart(run_in_another_order, 2):
+    for ended in run_apart(functools.partial(run_in_another_order, any_order=False), 2):
         assert "ranks do not do the same" in ended.error, ended
+        assert ".set_reduce_scatter_unused_params(True, any_order=True)` for each of them" in ended.error
+    for ended in run_apart(functools.partial(run_in_another_order, any_order=True), 2):
+        assert ended.status == 0, ended
 
 
 @on_ranks(2)

@@ -7,9 +7,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.ranks import apart
 from tests.support.parity import mesh_1d
-from tests.support.pool import LIMIT_SECONDS, POOL
+from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
 
 Orders = Sequence[Sequence[int]]
 """By rank, the experts that it uses in this order."""
@@ -60,6 +57,7 @@ class Kind:
     tail: bool = True
     recompute: bool = False
     reshard: bool | None = None
+    any_order: bool = False  # as an argument of the setter
 
 
 ALIKE = tuple([order] * 2 for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2], [2, 1, 0]))
@@ -88,7 +86,7 @@ def train_and_compare(kind: Kind, rank: int, world: int) -> None:
     for unit in module.units:
         fsdp2.fully_shard(unit, mesh=mesh_1d(), reshard_after_forward=kind.reshard)
     for unit in module.experts if kind.experts_marked else [module]:
-        unit.set_reduce_scatter_unused_params(True)
+        unit.set_reduce_scatter_unused_params(True, any_order=kind.any_order)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (module, alone)]
     for step, orders in enumerate([*kind.steps, [[0, 1, 2]]]):  # at the end all do the same
         inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)]
@@ -143,17 +141,17 @@ def run_in_pool(rank: int, world: int, kind: Kind) -> None:
     train_and_compare(kind, rank, world)
 
 
-HANGS = pytest.mark.slow
-"""One of two ranks never comes to where the other waits."""
-
-
-@pytest.mark.xfail(
-    strict=True, reason="a rank that calls a unit twice may leave what the others agreed on, and all raise"
-)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=HANGS if name == "on one rank" else []) for name in TWICE])
+@pytest.mark.parametrize("name", TWICE)
 def test_a_unit_twice_on_some_ranks(name):
-    """In processes of their own: ranks that raise here leave reductions in flight, for which a garbage collection
-    waits."""
-    with mock.patch.object(apart, "LIMIT_SECONDS", 40.0):
-        ended = apart.run_apart(partial(train_and_compare, TWICE[name]), 2)
-    assert [one.status for one in ended] == [0, 0], "\n".join(one.output for one in ended)
+    """Ranks that have seen that they use a unit a different number of times agree on each of its collectives."""
+    POOL.run(2, run_in_pool, {"kind": TWICE[name]}, LIMIT_SECONDS)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_any_order(rank, world, recompute, reshard):
+    """After two steps that are alike on all ranks, orders change, and units are called more often on some ranks."""
+    steps = ([[0, 1, 2]] * 2, [[0, 1, 2]] * 2, [[2, 0], [0, 1, 2]], [[1, 1, 0], [2, 1, 0]], [[], [2, 2]], [[0, 0], []])
+    kind = Kind(steps, evaluations=True, recompute=recompute, reshard=reshard, any_order=True)
+    train_and_compare(kind, rank, world)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.tools.check.strict import LiveBytes
 from tests.support.parity import fulls
 from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
 
@@ -242,6 +243,39 @@ def test_experts_inside_a_block_that_no_rank_skips(rank, world, checkpointed):
             torch.testing.assert_close(gradients[name], mean, msg=f"step {step}: {name}")
         for module in (blocks, whole):
             module.zero_grad()
+
+
+class Tall(nn.Module):
+    """A tower of layers that a rank may skip, and a layer behind it that no rank skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+        self.last = nn.Linear(256, 4)
+
+    def forward(self, x: torch.Tensor, climbs: bool) -> torch.Tensor:
+        return self.last(self.tower(x) if climbs else x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trains", [True, False])
+def test_units_that_a_rank_passes_by_are_not_in_memory_together(rank, world, trains):
+    """Rank 1 gathers the tower's layers because rank 0 uses them. It held all of them to the end of the forward."""
+    model = Tall()
+    for layer in model.tower:
+        fsdp2.fully_shard(layer).set_reduce_scatter_unused_params(True)
+    fsdp2.fully_shard(model)
+    layer_bytes = sum(parameter.nbytes for parameter in model.tower[0].parameters())
+    x = torch.randn(2, 256)
+    for step in range(3):  # the first shows where the tower's layers come; the others need no messages
+        model.zero_grad()
+        with LiveBytes(model.parameters()) as live, torch.set_grad_enabled(trains):
+            before = live.now
+            loss = model(x, climbs=rank == 0).sum()
+        if step:  # the first one also makes shards and buffers
+            assert live.peak - before < 2.5 * layer_bytes, f"{(live.peak - before) / layer_bytes} layers"
+        if trains:
+            loss.backward()
 
 
 class Chain(nn.Module):

@@ -65,6 +65,7 @@ EXTRA_PARAMETERS: dict[str, set[str]] = {
     "set_gradient_divide_factor": {"recurse"},
     "set_force_sum_reduction_for_comms": {"recurse"},
     "set_unshard_in_backward": {"recurse"},
+    "set_reduce_scatter_unused_params": {"any_order"},
 }
 """Parameters of ours, by function or method, that torch's does not have."""
 NEWER_METHODS = {

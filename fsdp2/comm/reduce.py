@@ -237,10 +237,12 @@ def reduce_chunk(
             return
     # Memory of the reduce lane, which others read from here on; what a second row makes is of the replicate lane.
     summed, rank = out, plan.shard.rank
-    if row.second is not None:
+    if row.over_replicas is not None:
         lane = replicate = memory.use(lanes.replicate)
-        out, event = yield from plan.scatter_over_replicas.run(_cut(out, row, rank), row.second, replicate, event)
-        row, rank = row.second, plan.replicate.rank
+        out, event = yield from plan.scatter_over_replicas.run(
+            _cut(out, row, rank), row.over_replicas, replicate, event
+        )
+        row, rank = row.over_replicas, plan.replicate.rank
     elif plan.replicate.size > 1:
         lane = replicate = memory.use(lanes.replicate)
         event = yield from plan.all_reduce_over_replicas.run(out, replicate, event)

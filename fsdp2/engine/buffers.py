@@ -408,8 +408,8 @@ class ShardStore:
 
 def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
     wire_dtype = compute_dtype(dtype, param.policy)
-    if param.spec.second is not None:  # portions have the format, these are sent as they are
-        return Item(param.spec.second, dtype, wire_dtype)
+    if (layout := param.spec.over_replicas) is not None:  # portions have the format, these are sent as they are
+        return Item(layout, dtype, wire_dtype)
     form = param.formats.gather if dtype in ENCODED and wire_dtype in ENCODED else None
     return Item(param.spec.layout, dtype, wire_dtype, form=form)
 

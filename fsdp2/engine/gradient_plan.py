@@ -163,11 +163,11 @@ class GradientPlan:
         in_place: tuple[int, ...] = ()
         if self._reduces_in_place and dtypes.formats == (None, None):
             in_place = reduced_in_place(layouts, dtypes.reduce.itemsize, self._store.options.sizes)
-        return RowPlan(layouts, self._row_padding(dtypes), in_place, self._second_row(params, dtypes))
+        return RowPlan(layouts, self._row_padding(dtypes), in_place, self._row_over_replicas(params, dtypes))
 
-    def _second_row(self, params: list[FSDPParam], dtypes: GradientDtypes) -> RowPlan | None:
+    def _row_over_replicas(self, params: list[FSDPParam], dtypes: GradientDtypes) -> RowPlan | None:
         """Lay out this rank's sums over the shard axis for the replicate axis, if they are sharded over that too."""
-        layouts = [param.spec.second for param in params if param.spec.second is not None]
+        layouts = [layout for param in params if (layout := param.spec.over_replicas) is not None]
         if not layouts:
             return None
         form = dtypes.formats[1]

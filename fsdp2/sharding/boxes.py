@@ -19,6 +19,7 @@ __all__ = [
     "box_of",
     "box_on_mesh",
     "copy_common",
+    "cut",
     "intersect",
     "narrow",
     "numel",
@@ -77,17 +78,25 @@ def copy_common(source: torch.Tensor, at: Box, target: torch.Tensor, to: Box) ->
         narrow(target, within(common, to)).copy_(narrow(source, within(common, at)))
 
 
+def cut(box: Box, dim: int | None, ranks: int, rank: int) -> Box:
+    """Return the box of ``rank`` if ``box`` is cut along ``dim`` over ``ranks`` ranks; None: it is not cut."""
+    if dim is None:
+        return box
+    start, length = box[dim]
+    first, held = ShardLayout((length,), (1,), 0, ranks).bounds(rank)
+    return (*box[:dim], (start + first, held), *box[dim + 1 :])
+
+
 def box_of(spec: ShardedSpec, name: str) -> Box:
     """Return the box that this rank holds of a parameter with this spec."""
-    layout, meta = spec.layout, None if spec.full is None else spec.full.tensor_meta
+    meta = None if spec.full is None else spec.full.tensor_meta
     if spec.full is None or meta is None:
-        box = whole(layout.shape)
+        box = whole(spec.layout.shape)
     else:
         box = box_on_mesh(tuple(meta.shape), spec.full.mesh, spec.full.placements, name)
-    if layout.dim is None:
-        return box
-    start, length = spec.bounds
-    return (*box[: layout.dim], (box[layout.dim][0] + start, length), *box[layout.dim + 1 :])
+    for layout, rank in spec.cuts:
+        box = cut(box, layout.dim, layout.ranks, rank)
+    return box
 
 
 def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> Box:
@@ -96,7 +105,7 @@ def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[P
     Raises:
         NotImplementedError: The part is not a box, or this rank is not on the mesh.
     """
-    here, box = mesh.get_coordinate(), list(whole(shape))
+    here, box = mesh.get_coordinate(), whole(shape)
     for i, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
@@ -105,7 +114,5 @@ def box_on_mesh(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[P
                 f"{name}: its pieces are not boxes; got a DTensor placed as {placements} on {mesh}, expected "
                 "only Shard and Replicate, on a mesh with this rank; redistribute it first"
             )
-        start, length = box[placement.dim]
-        first, held = ShardLayout((length,), (1,), 0, mesh.size(i)).bounds(here[i])
-        box[placement.dim] = (start + first, held)
-    return tuple(box)
+        box = cut(box, placement.dim, mesh.size(i), here[i])
+    return box

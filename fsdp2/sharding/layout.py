@@ -1,12 +1,18 @@
-"""The elements of a tensor that each rank holds when one dimension is sharded: arithmetic without tensors."""
+"""The elements of a tensor that each rank holds: arithmetic without tensors.
+
+There is one idea: a tensor is cut along a dimension into pieces, one per rank, and a piece may be cut again. Tensor
+parallelism, the shard axis and the replicate axis cut in this order. Another way to cut (at multiples of a block of
+rows, or everything to one rank) would change ``ShardLayout.bounds`` and what follows from it.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-__all__ = ["ShardLayout"]
+__all__ = ["Cut", "ShardLayout"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +117,24 @@ class ShardLayout:
     def shard_numel(self, rank: int) -> int:
         """Return the number of elements of ``rank``'s piece."""
         return math.prod(self.shard_shape(rank))
+
+
+class Cut(NamedTuple):
+    """One cut: this process holds the piece of ``rank`` in ``layout``."""
+
+    layout: ShardLayout
+    rank: int
+
+    def again(self, ranks: int, rank: int) -> Cut:
+        """Return the cut of this piece along the same dimension over ``ranks`` ranks, of which this is ``rank``."""
+        return Cut(self.layout.within(self.rank, ranks), rank)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the piece."""
+        return self.layout.shard_shape(self.rank)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The strides of the piece."""
+        return self.layout.shard_stride(self.rank)

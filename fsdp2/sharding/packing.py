@@ -351,7 +351,7 @@ class RowPlan:
     Gradients that are reduced ``in_place`` come first. The others are ``packed`` behind them, from ``rest_offset`` on,
     and ``rest`` is their layout in a row of their own.
 
-    With ``shard_over_replicas``, ``second`` is the layout of this rank's row for sending it over the replicate axis.
+    With ``shard_over_replicas``, ``over_replicas`` is the layout in which this row is sent over the replicate axis.
     """
 
     def __init__(
@@ -359,9 +359,9 @@ class RowPlan:
         layouts: Sequence[ShardLayout],
         pad_to: int = 1,
         in_place: Sequence[int] = (),
-        second: RowPlan | None = None,
+        over_replicas: RowPlan | None = None,
     ) -> None:
-        self.layouts, self.second = tuple(layouts), second
+        self.layouts, self.over_replicas = tuple(layouts), over_replicas
         self.ranks = layouts[0].ranks if layouts else 1
         self.in_place = tuple(in_place)
         self.packed = tuple(i for i in range(len(self.layouts)) if i not in self.in_place)

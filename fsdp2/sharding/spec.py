@@ -22,7 +22,7 @@ from fsdp2._torch.tensors import (
     dtensor_spec,
     local_tensor,
 )
-from fsdp2.sharding.layout import ShardLayout
+from fsdp2.sharding.layout import Cut, ShardLayout
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, regroup_within, shard_first
 
 __all__ = ["ShardedSpec", "arrived", "cut_dim", "dense_strides", "dtensor_like", "on_this_rank", "placed_alike"]
@@ -73,22 +73,17 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 class ShardedSpec:
     """The sharding of one parameter over a mesh.
 
-    ``layout`` cuts the tensor that this process computes with: the parameter, or its local tensor if tensor parallelism
-    made it a DTensor. ``rank`` is the index of this process's piece. ``dtensor`` is the DTensor spec of the shard, and
-    ``full`` that of the full parameter (None for a plain tensor). ``dp_dims`` are the dimensions of the mesh of
-    ``full`` over which fsdp2 sums gradients, and tensor parallelism does not.
-
-    With ``shard_over_replicas``, ``second`` cuts that piece once more, over the replicate axis, and ``second_rank`` is
-    the index of this process's part of it.
+    ``cuts`` are those of the tensor that this process computes with: the parameter, or its local tensor if tensor
+    parallelism made it a DTensor. The first is over the shard axis; with ``shard_over_replicas``, another one cuts its
+    piece over the replicate axis. ``dtensor`` is the DTensor spec of the shard, and ``full`` that of the full parameter
+    (None for a plain tensor). ``dp_dims`` are the dimensions of the mesh of ``full`` over which fsdp2 sums gradients,
+    and tensor parallelism does not.
     """
 
-    layout: ShardLayout
-    rank: int
+    cuts: tuple[Cut, ...]
     dtensor: DTensorSpec
     full: DTensorSpec | None = None
     dp_dims: frozenset[int] = frozenset()
-    second: ShardLayout | None = None
-    second_rank: int = 0
 
     @classmethod
     def of(cls, param: torch.Tensor, placement: Shard | None, mesh: DataParallelMesh, name: str) -> ShardedSpec:
@@ -126,10 +121,9 @@ class ShardedSpec:
         cls, layout: ShardLayout, mesh: DataParallelMesh, dtensor: DTensorSpec, full: DTensorSpec | None = None
     ) -> ShardedSpec:
         """Return the spec of a parameter with ``layout``, sharded once more where ``mesh`` is ``nested``."""
-        rank, again = mesh.shard.rank, mesh.replicate
-        if mesh.nested is None:
-            return cls(layout, rank, dtensor, full)
-        return cls(layout, rank, dtensor, full, second=layout.within(rank, again.size), second_rank=again.rank)
+        first = Cut(layout, mesh.shard.rank)
+        again = () if mesh.nested is None else (first.again(mesh.replicate.size, mesh.replicate.rank),)
+        return cls((first, *again), dtensor, full)
 
     @classmethod
     def of_shard(cls, shard: DTensor, mesh: DataParallelMesh) -> ShardedSpec | None:
@@ -158,22 +152,29 @@ class ShardedSpec:
         return None if best is None else Shard(best)
 
     @property
+    def layout(self) -> ShardLayout:
+        """The layout over the shard axis."""
+        return self.cuts[0].layout
+
+    @property
+    def over_replicas(self) -> ShardLayout | None:
+        """The layout over the replicate axis of the piece that the shard axis leaves; None if that is not cut."""
+        return self.cuts[1].layout if len(self.cuts) > 1 else None
+
+    @property
     def over_all(self) -> ShardLayout:
         """The layout over all ranks that share the parameter; rounding up twice gives pieces of the same size."""
-        again = 1 if self.second is None else self.second.ranks
-        return replace(self.layout, ranks=self.layout.ranks * again)
+        return replace(self.layout, ranks=math.prod(cut.layout.ranks for cut in self.cuts))
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
-        return self.layout.shard_shape(self.rank) if self.second is None else self.second.shard_shape(self.second_rank)
+        return self.cuts[-1].shape
 
     @property
     def shard_stride(self) -> tuple[int, ...]:
         """The strides of this rank's piece."""
-        if self.second is None:
-            return self.layout.shard_stride(self.rank)
-        return self.second.shard_stride(self.second_rank)
+        return self.cuts[-1].stride
 
     @property
     def shard_numel(self) -> int:
@@ -183,11 +184,8 @@ class ShardedSpec:
     @property
     def bounds(self) -> tuple[int, int]:
         """(start, length) of this rank's piece along the sharded dimension."""
-        start, length = self.layout.bounds(self.rank)
-        if self.second is None:
-            return start, length
-        inside, length = self.second.bounds(self.second_rank)
-        return start + inside, length
+        found = [cut.layout.bounds(cut.rank) for cut in self.cuts]
+        return sum(start for start, _ in found), found[-1][1]
 
     @property
     def sums_elsewhere(self) -> bool:
@@ -201,10 +199,10 @@ class ShardedSpec:
         if self.layout.dim is None:
             return full
         # Quantized weights can be split, but not narrowed; they are not sharded twice.
-        if self.second is None and type(full) not in (torch.Tensor, torch.nn.Parameter):
+        if len(self.cuts) == 1 and type(full) not in (torch.Tensor, torch.nn.Parameter):
             pieces = full.chunk(self.layout.ranks, self.layout.dim)
-            if self.rank < len(pieces):
-                return pieces[self.rank]
+            if self.cuts[0].rank < len(pieces):
+                return pieces[self.cuts[0].rank]
         return full.narrow(self.layout.dim, *self.bounds)
 
     def shard(self, local: torch.Tensor) -> DTensor:
@@ -260,7 +258,7 @@ class ShardedSpec:
         shards = [grouped.size(i + 2) for i, p in enumerate(rest) if isinstance(p, Shard) and p.dim == dim]
         own = (Replicate(), _dp_placement("shard", dim, math.prod(shards)))
         spec = DTensorSpec(grouped, (*own, *rest), tensor_meta=self.dtensor.tensor_meta)
-        return ShardedSpec(layout, Axis.of(grouped, 1).rank, spec, self.full, self.dp_dims)
+        return ShardedSpec((Cut(layout, Axis.of(grouped, 1).rank),), spec, self.full, self.dp_dims)
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -304,7 +302,8 @@ def _on_spmd_mesh(layout: ShardLayout, full: DTensorSpec, mesh: DataParallelMesh
     spec = DTensorSpec(mesh.spmd, tuple(placements), tensor_meta=full.tensor_meta)
     if len(shard_dims) > 1:
         spec = _flatten_shard_dims(spec, mesh, names)
-    return ShardedSpec(layout, mesh.shard.rank, spec, full, frozenset(shard_dims + replicate_dims))
+    cut = Cut(layout, mesh.shard.rank)
+    return ShardedSpec((cut,), spec, full, frozenset(shard_dims + replicate_dims))
 
 
 def _flatten_shard_dims(spec: DTensorSpec, mesh: DataParallelMesh, names: tuple[str, ...]) -> DTensorSpec:

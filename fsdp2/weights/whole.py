@@ -51,7 +51,7 @@ class Source:
 
         A tensor subclass becomes a DTensor, and so does a piece that is sharded over two axes.
         """
-        if param is not None and (type(piece) is not torch.Tensor or param.spec.second is not None):
+        if param is not None and (type(piece) is not torch.Tensor or len(param.spec.cuts) > 1):
             piece, param = param.spec.shard_as(piece), None
         return cls(piece, param, dtype or piece.dtype)
 

@@ -58,7 +58,7 @@ def test_every_rank_cuts_what_torch_chunk_gives_it(dp4: DataParallelMesh, layout
         assert torch.equal(spec.cut(full), expected)
         assert torch.equal(spec.cut(full.as_subclass(Quantized)), expected)
         assert spec.cut(full).untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-        assert (spec.layout.dim, spec.layout.ranks, spec.rank, spec.full) == (dim, 4, rank, None)
+        assert (spec.layout.dim, spec.layout.ranks, spec.cuts[0].rank, spec.full) == (dim, 4, rank, None)
         assert spec.shard_shape == tuple(expected.shape) and spec.shard_numel == expected.numel()
         assert that_matter(spec.shard_shape, spec.shard_stride) == that_matter(
             layout.shard_shape(rank), layout.shard_stride(rank)
@@ -122,8 +122,9 @@ def test_pieces_are_cut_again_where_replicas_keep_no_copies(
     mesh = replace(nested, shard=replace(nested.shard, rank=rank), replicate=replace(nested.replicate, rank=replica))
     spec = ShardedSpec.of(full, None if dim is None else Shard(dim), mesh, "weight")
     portion = chunk(full, layout, rank)
-    assert spec.second is not None and spec.second.shape == tuple(portion.shape) and spec.over_all.ranks == 6
-    expected = portion if dim is None else chunk(portion, spec.second, replica)
+    again = spec.over_replicas
+    assert again is not None and again.shape == tuple(portion.shape) and spec.over_all.ranks == 6
+    expected = portion if dim is None else chunk(portion, again, replica)
     assert torch.equal(spec.cut(full), expected) and spec.shard_numel == expected.numel()
     assert spec.shard_shape == tuple(expected.shape)
     assert spec.dtensor.placements == ((Replicate(),) * 2 if dim is None else (Shard(dim),) * 2)
@@ -344,4 +345,4 @@ def test_a_parameter_that_is_cut_on_a_data_parallel_dimension_is_refused(dims: D
 def test_specs_are_values(dp4: DataParallelMesh) -> None:
     one, other = (ShardedSpec.of(numbered(8, 3), None, dp4, "weight") for _ in range(2))
     assert one == other
-    assert replace(one, rank=3) != one
+    assert replace(one, cuts=(one.cuts[0]._replace(rank=3),)) != one

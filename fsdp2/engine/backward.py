@@ -60,15 +60,15 @@ class BackwardPass(Pass):
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later.
 
-        Where ranks may skip units, a reduction is left for later if they are known to come to it later: those that skip
-        a unit meet the others in another order. It is launched then, or when the backward ends.
+        If ranks may skip units, a reduction is left for later when the other ranks are known to launch it later: ranks
+        that skip a unit meet the others in another order. It is launched in its turn, or when the backward ends.
         """
         if collective.kind == "reduce" and not self.over:
             optional = optional or self._some_skip
         return super().launch(collective, start, optional=optional)
 
     def _can_join_reduction(self, group: FSDPParamGroup, planned: bool) -> bool:
-        """Return whether gradients of ``group`` may leave, or zeros, although this rank has not come to that.
+        """Return whether gradients of ``group``, or zeros, may leave before this rank would send them by itself.
 
         Where ranks have ``planned`` it, the group's own backward must be over on this rank, or not come.
         """
@@ -88,8 +88,7 @@ class BackwardPass(Pass):
 
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Reduce the gradients of ``group``, which backward is done with, and free it unless more backwards need it."""
-        # Where ranks may skip the group, all drop the gather after each backward: some have freed the parameters by
-        # then.
+        # If ranks may skip the group, all drop the gather after each backward, because some have freed it already.
         if self.over:
             group.gradients.note_end()
         ahead = self._more_follow and group.residency.is_gathering and not group.store.options.reduce_unused

@@ -47,7 +47,7 @@ class ForwardPass(Pass):
         self.in_method = False  # a registered method is the outermost call, and has called forward
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
+        """Start gathering what is needed later in the pass, unless other ranks gather it only later."""
         if group.residency.is_outdated():
             group.reshard()  # its pieces were made of other shards
         super().prefetch(group)

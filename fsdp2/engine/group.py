@@ -148,7 +148,7 @@ class FSDPParamGroup:
 
     @property
     def after_forward(self) -> bool | int:
-        """True where forward frees full parameters, False where it keeps them, or on how many ranks pieces stay.
+        """True if forward frees full parameters, False if it keeps them, or on how many ranks pieces stay.
 
         Compare with ``is``: 1 is a number of ranks, and equal to True.
         """
@@ -220,7 +220,7 @@ class FSDPParamGroup:
     def before_load(self, *unused: object) -> None:
         """Show the shards, so that values are loaded into them, and free what was made of the old ones.
 
-        All ranks do so, also those that have no elements of the parameter, where no version counter would show it.
+        All ranks do so, even those that have no elements of the parameter, since no version counter shows it there.
         """
         if not self.residency.summoned:
             self.reshard()
@@ -239,8 +239,8 @@ class FSDPParamGroup:
     def begin_forward_pass(self, run: UsingPass, *, aborted: bool) -> None:
         """Free what is in memory and not held, as the forward ``run`` starts under the root.
 
-        If the forward before was ``aborted``, free held memory too: it may be held on some ranks and not on others,
-        since it came further there.
+        If the forward before was ``aborted``, free held memory too: ranks may have stopped at different units, so they
+        may hold different groups.
         """
         if self.residency.summoned or self.is_used_in_another(run):
             return  # nothing of it is gathered or freed until that block, or that forward, ends
@@ -350,7 +350,8 @@ class FSDPParamGroup:
     def break_off_forward(self, run: UsingPass, *, trains: bool) -> None:
         """End a forward that an exception has left, and free what it gathered, unless that is still in flight.
 
-        If it ``trains``, nothing is held any more: it came further on some ranks, so other ranks may hold other groups.
+        If it ``trains``, nothing is held any more: ranks may have stopped at different units, so they may hold
+        different groups.
         A backward on an earlier forward may still use what is in memory, and the next forward frees it.
         """
         if self.is_used_in_another(run):

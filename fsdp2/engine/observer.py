@@ -54,7 +54,7 @@ class Collective(NamedTuple):
     """One collective of a pass.
 
     ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, the
-    parameters whose gradients a reduction sends, and ``AS_COMPUTED`` where they are sent narrower than they are summed.
+    parameters whose gradients a reduction sends, and ``AS_COMPUTED`` if they are sent narrower than they are summed.
     """
 
     kind: CollectiveKind

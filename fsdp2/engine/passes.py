@@ -98,8 +98,8 @@ class Pass:
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later.
 
-        This is the only place where an observer is asked about a collective. What the other ranks launch first is
-        launched first here as well. Returns False if ``collective`` is left for later.
+        This is the only place that asks an observer about a collective. If other ranks launch another collective first,
+        launch that one first. Returns False if ``collective`` is left for later.
         """
         can_join = self.can_join
         while (answer := self.observer.before(collective, optional=optional, can_join=can_join)) is not Answer.LAUNCH:
@@ -116,7 +116,7 @@ class Pass:
         return True
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Start gathering what is needed later in the pass, unless the other ranks come to it later still."""
+        """Start gathering what is needed later in the pass, unless other ranks gather it only later."""
         group.unshard(False, self.launch, self.in_backward, True)
         if self.in_forward:
             group.residency.note_ahead(loud=not self.quietly)
@@ -136,13 +136,13 @@ class Pass:
         """Return whether the pass can launch ``collective`` with a group that this rank does not use at the moment.
 
         That is possible for units marked with ``set_reduce_scatter_unused_params(True)``. In models with such units it
-        is possible for the others too: ranks that skip a unit come to the next ones earlier than those that use it.
-        Ranks that follow a known pass have ``planned`` the collective, and not once more later in the pass. Otherwise
-        they have just chosen it together, or it comes again.
+        is possible for the others too: ranks that skip a unit reach the next ones earlier than those that use it.
+        ``planned``: the ranks follow a known pass, which has the collective here and not once more later. Otherwise
+        they have just chosen it together, or it follows again.
         """
         group = self._group_of(collective)
-        # What is being joined may turn out to be another collective than the expected one; to ask for it again would
-        # not end. And nothing is gathered or freed of what summon_full_params shows.
+        # A join may launch another collective than the expected one, and asking for that again would never end. And
+        # nothing that summon_full_params shows is gathered or freed.
         if group is None or group in self._joining or group.residency.summoned:
             return False
         if collective.kind == "gather":
@@ -161,7 +161,7 @@ class Pass:
         return residency.needs_gather or self.is_done_with(group)
 
     def _can_join_reduction(self, group: FSDPParamGroup, planned: bool) -> bool:
-        """Return whether gradients of ``group`` may leave, or zeros, although this rank has not come to that."""
+        """Return whether gradients of ``group``, or zeros, may leave before this rank would send them by itself."""
         return group.store.options.reduce_unused and group.is_idle
 
     def join(self, collective: Collective) -> bool:

@@ -1,4 +1,4 @@
-"""What forwards leave for the backwards on them: which groups these come to, in which order, and what they find."""
+"""What forwards leave for the backwards on them: which groups these need, in which order, and what they find."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pending:
 
     def __init__(self, around: Pending | None = None) -> None:
         self.calls: BackwardRoute[FSDPParamGroup] = BackwardRoute()
-        # The groups that backwards will come to, and whether no input of their calls requires a gradient.
+        # The groups that backwards will need, and whether no input of their calls requires a gradient.
         self._expected: dict[FSDPParamGroup, bool] = {}
         self._calls_left: Counter[FSDPParamGroup] = Counter()  # with inputs that backward has not reached yet
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
@@ -51,7 +51,7 @@ class Pending:
     def ends_by_gradients(self, group: FSDPParamGroup) -> bool:
         """Return whether a backward is done with ``group`` when its parameters have their gradients.
 
-        That is known where inputs cannot tell it, because none of them requires a gradient.
+        That counts if inputs cannot tell it, because none of them requires a gradient.
         """
         return self._expected.get(group, False) and group.ends_with_its_gradients()
 

@@ -14,7 +14,7 @@ with ``unshard()``. What can be used later has a ``Stamp`` of the shards that it
 others gathers anew.
 
 Beside the state there are three more fields. ``shown`` differs from what a state shows by default while a state dict is
-taken, so that saving neither frees nor gathers, and where a unit stays in memory for backward alone. ``summoned``
+taken, so that saving neither frees nor gathers, and if a unit stays in memory for backward alone. ``summoned``
 suspends all of it for ``summon_full_params``. ``_by_hand`` tells if the caller wrote to what ``unshard()`` gathered.
 """
 
@@ -49,8 +49,8 @@ __all__ = ["Full", "InFlight", "Pieces", "Residency", "Sharded", "Summoning"]
 class Sharded:
     """Only the shards are in memory: no ``pieces``, and nothing that could be ``held``.
 
-    ``adopted``: the shards were found on the modules in the place of ours, perhaps for one forward
-    (``functional_call``), so that forward must free what is gathered from them. The states that follow inherit it.
+    ``adopted``: the modules hold other shards than ours, perhaps for a single forward (``functional_call``), which
+    must free what is gathered from them. The states that follow inherit it.
     """
 
     adopted: bool = False
@@ -78,7 +78,7 @@ class InFlight:
 
 @dataclass(eq=False)
 class Full:
-    """The full parameters are in memory, beside the ``pieces`` that they were gathered from, where these were held."""
+    """The full parameters are in memory, beside the ``pieces`` that they were gathered from if these were held."""
 
     adopted: bool = False
     held: bool = False
@@ -259,7 +259,7 @@ class Residency:
             self._take_in_replaced(in_backward=in_backward)
             buffers = store.gather_buffers or store.make_gather_buffers(lanes)
             if not self._have_portions(launch, optional=optional, in_backward=in_backward):
-                return  # other ranks come to it later
+                return  # other ranks gather them later
             axis = store.mesh.shard
             gather = partial(self._launch, buffers, axis, store.options.gather, None, False)
         if store.extensions is not None:
@@ -275,7 +275,7 @@ class Residency:
             self.adopt()
             self.comm.lanes.gather_after_compute()  # compute wrote the shards that were just taken in
 
-    # ---- portions, where parameters are sharded over replicas too ----
+    # ---- portions, if parameters are sharded over replicas too ----
 
     @property
     def portions_outdated(self) -> bool:
@@ -342,8 +342,8 @@ class Residency:
     def _start_extended(self, launch: Launch, gather: Callable[..., None], axis: Axis, optional: bool) -> None:
         """Start a gather of tensors that decide by themselves what travels.
 
-        The ranks must agree on its sizes and dtypes. They are known from the gather before; the first time, or where
-        they are others than last time, the observer sees them after the tensors were encoded.
+        The ranks must agree on its sizes and dtypes. They are known from the gather before. The first time, or if they
+        have changed since, the observer sees them after the tensors were encoded.
         """
         store, extensions, lane = self.store, self.store.extensions, self.comm.lanes.gather
         assert extensions is not None
@@ -424,7 +424,7 @@ class Residency:
             finish_gather(state.work, self.comm.lanes.compute)
         elif _trace.recording:
             _trace.emit("reshard", self, self.store.full_bytes)
-        # Also where shards are shown already: it carries a change of requires_grad to the other tensors, on ranks that
+        # Even if shards are shown already: this carries a change of requires_grad to the other tensors, on ranks that
         # skip the unit as on those that use it.
         self.show("sharded")
         if state.held:
@@ -533,7 +533,7 @@ class Residency:
         """Show the shards of the group, and let ``block`` decide from now on what the modules show of ``params``."""
         self.ready()
         if not self.summoned:
-            self.show("sharded")  # also where they are shown: requires_grad may have been changed on them
+            self.show("sharded")  # even if they are shown: requires_grad may have been changed on them
         self.summoned.update(dict.fromkeys(params, block))
 
     def dismiss(self, params: Iterable[FSDPParam], values: Mapping[FSDPParam, torch.Tensor]) -> None:

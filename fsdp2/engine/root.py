@@ -40,8 +40,8 @@ U = TypeVar("U", bound=Unit)
 _running: Registry[RootContext[Any]] = Registry()  # roots whose forward may be under way
 
 _WIDE = 4
-"""The number of outputs for each input from which on a model ends wide: its loss takes more memory than a unit, and the
-time in which a unit can be gathered."""
+"""A last matrix with at least this many outputs per input makes a model "wide": its loss takes more memory than a unit,
+and enough time to gather one."""
 
 
 class RootContext(Generic[U]):
@@ -231,7 +231,7 @@ class RootContext(Generic[U]):
         return run
 
     def begin_forward_in_method(self) -> None:
-        """Record and compare what follows as a pass of its own: a registered method (``generate``) calls forward again.
+        """Record and compare what follows as a separate pass: a registered method (``generate``) calls forward again.
 
         As one pass it would have as many collectives as there are tokens, in which ranks recognize nothing. What is in
         memory stays, because the method's own parameters are in use. A forward with gradients remains one pass, as
@@ -285,8 +285,8 @@ class RootContext(Generic[U]):
     def break_off_forward(self) -> None:
         """End the forward that runs, because an exception has left it; the caller may handle that and go on.
 
-        Gathers in flight stay until the next forward starts. To wait for those here would keep the exception from its
-        handler, for as long as other ranks do not come to them.
+        Gathers in flight stay until the next forward starts. To wait for them here would keep the exception from its
+        handler until other ranks have started them too.
         """
         run = self.forward
         assert run is not None
@@ -365,11 +365,11 @@ class RootContext(Generic[U]):
             groups = [group for group in groups if not self._forward_uses(group)]
         ended = set(groups)
         run.over = True
-        self.comm.drop_all_postponed()  # backward never came to them
+        self.comm.drop_all_postponed()  # backward never needed them
         with _trace.span("root_post_backward", self):
             run.join_before_end()
             # In the order of forward: a rank that has skipped units may be here while others are still in their
-            # backward. It asks first for what they come to last, and joins what they need until then.
+            # backward. It asks first for what they launch last, and joins what they need before that.
             for unit in self.all_states:
                 for group in reversed(unit.groups):
                     if group in ended:
@@ -506,7 +506,7 @@ class RootContext(Generic[U]):
 
     @outside_dynamo
     def synchronize(self, groups: list[FSDPParamGroup]) -> None:
-        """Reduce the gradients that backwards left unreduced in ``groups``, as a pass of its own."""
+        """Reduce the gradients that backwards left unreduced in ``groups``, as a separate pass."""
         self._check_synchronization(groups)
         left = [group for group in self.groups_backward if group in groups and group.gradients.unreduced]
         if not left:

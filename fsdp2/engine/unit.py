@@ -291,7 +291,7 @@ class FSDPState(ComposableState):
             root.limit_communication()
 
     def _classify(self, root: RootContext[FSDPState], module: nn.Module, in_backward: bool) -> tuple[Call, bool]:
-        """Classify a forward call: the first of these that it is.
+        """Classify a forward call. The first case that applies counts.
 
         Recomputed inside the unit's own backward; another member of a grouped call that is under way, which goes on; a
         call inside a call of the same module (recursion, or a registered method that calls forward); an ordinary one.
@@ -329,7 +329,7 @@ class FSDPState(ComposableState):
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free, put hooks on outputs so that backward gathers first, cast outputs.
 
-        A grouped call is complete with its last member, or where the outermost forward ends without that member.
+        A grouped call is complete with its last member, or when the outermost forward ends without that member.
         """
         call = self._leave(module)
         result = Tree((output,), results=True)
@@ -402,7 +402,7 @@ class FSDPState(ComposableState):
     def _leave(self, module: nn.Module) -> Call | None:
         """Return the call that ends, or one of whose members ends.
 
-        None within ``summon_full_params``, and where an exception has ended the pass of a call that handled it.
+        None within ``summon_full_params``, and if an exception has ended the pass of a call that handled it.
         """
         calls = self._calls
         if self.summoned is not None or not calls:
@@ -469,7 +469,7 @@ class FSDPState(ComposableState):
         return group in run.stayed or (not run.trains and group in self.root.pending.stayed)
 
     def _check_summoned(self) -> None:
-        """Allow a forward that computes with what ``summon_full_params`` shows, in its dtype, where that is right.
+        """Allow a forward that computes with what ``summon_full_params`` shows, in its dtype, if that is right.
 
         Raises:
             RuntimeError: the forward cannot compute with that, or a backward could follow, whose gradients would not be
@@ -564,7 +564,7 @@ class FSDPState(ComposableState):
             end, final = partial(run.post_backward, group), following is None
             group.gradients.begin_backward(run.launch, end, count=pending.ends_by_gradients(group), final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
-                # Not where the gradients are finished later: after units below, or after an earlier call of this one.
+                # Not if the gradients are finished later: after units below, or after an earlier call of this one.
                 last = not self._has_units_below and not pending.calls.expects(group)
                 later = last and group.gradients.gathers_later
                 for other in reversed(following.gathered_with):
@@ -590,7 +590,7 @@ class FSDPState(ComposableState):
         has captured. It needs their weights all the same, below this unit.
         """
         self.pre_backward(grad)
-        for unit in reversed(around):  # the outermost last, as where all enter by one tensor
+        for unit in reversed(around):  # the outermost last, as when all enter by one tensor
             if any([group.is_idle for group in unit.groups]):
                 unit.pre_backward(grad)
 

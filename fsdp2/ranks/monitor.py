@@ -107,7 +107,7 @@ class RankMonitor:
 
         These are groups that some ranks may skip: in a forward all of them, in a backward those that a forward before
         it gathered, if they train or an earlier backward gathered them. Until a rank has used such a group, its
-        position in the pass is unknown, and a rank may come to it before any collective.
+        position in the pass is unknown, and a rank may use it before any collective.
         """
         found = []
         for number, group in enumerate(self._root.groups):
@@ -417,7 +417,7 @@ class RankMonitor:
         return f"{text} ({group.params[0].name}{', ...' if len(group.params) > 1 else ''})" if several else text
 
     def refuse(self, texts: dict[int, str]) -> str:
-        """Return the error text where ranks differ."""
+        """Return the error text for ranks that differ."""
         did = {rank: _Did(*json.loads(text)) if text.startswith("[") else text for rank, text in texts.items()}
         by_text: dict[str, list[int]] = {}
         for rank, one in did.items():

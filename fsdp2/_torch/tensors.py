@@ -55,6 +55,7 @@ __all__ = [
     "set_local_tensor",
     "set_versions",
     "storages_of",
+    "takes_plain_tensors",
     "uncount_write",
     "versions_of",
     "without_dispatch",
@@ -154,6 +155,12 @@ def plain_tensors_replicated() -> Iterator[None]:
         yield
     finally:
         dispatcher._allow_implicit_replication = before
+
+
+def takes_plain_tensors() -> bool:
+    """Return True inside a block in which operators take plain tensors beside DTensors."""
+    dispatcher: Any = DTensor._op_dispatcher
+    return dispatcher._allow_implicit_replication
 
 
 # Makes a DTensor of a local tensor itself. ``DTensor.from_local`` would make a view and check it in every call.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp2._torch.tensors import takes_plain_tensors
 from fsdp2.sharding.spec import arrived, dtensor_like, on_this_rank, placed_alike
 
 __all__ = [
@@ -78,7 +79,12 @@ def shown_state(value: Any, param: torch.Tensor) -> Any:
 
 
 def refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if torch's optimizer is about to compute with lists of sharded and plain tensors at once."""
+    """Raise RuntimeError if torch's optimizer is about to compute with lists of sharded and plain tensors at once.
+
+    Inside torch's ``implicit_replication()`` operators take such lists.
+    """
+    if takes_plain_tensors():
+        return
     for number, group in enumerate(optimizer.param_groups):
         how = next((name for name in ("fused", "foreach") if group.get(name)), None)
         if how is None or not hasattr(optimizer, "_init_group"):

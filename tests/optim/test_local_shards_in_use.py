@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 import fsdp2
 from tests.optim.stepping import Model, assert_equal, assert_same_training, batch, build, make, pair, train
@@ -228,9 +229,10 @@ def test_an_optimizer_can_be_saved(rank, world):
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 def test_lists_of_sharded_and_plain_parameters(rank, world, how):
-    """torch's operators on lists do not take both; each of the two remedies that the error names works."""
+    """torch's operators on lists do not take both; each of the two remedies that the error names works. Inside torch's
+    ``implicit_replication`` they do take both, and nothing is refused."""
     models, optimizers = [], []
-    for number in range(3):
+    for number in range(4):
         torch.manual_seed(3)
         module = Model()
         plain = [module.row, *module.two.parameters()]
@@ -244,12 +246,15 @@ def test_lists_of_sharded_and_plain_parameters(rank, world, how):
     with pytest.raises(RuntimeError, match=rf"AdamW\.step: group 0 has {how}=True.*3 sharded and 3 plain.*use_local"):
         optimizers[0].step()
     fsdp2.use_local_shards(optimizers[1])
-    for optimizer in optimizers[1:]:
+    for optimizer in optimizers[1:3]:
         optimizer.step()
+    with implicit_replication():
+        optimizers[3].step()
     optimizers[0].zero_grad()
-    for mine, theirs, old in zip(*(reversed([[*m.parameters()] for m in models])), strict=True):
-        assert torch.equal(full(mine), full(theirs))
-        assert torch.equal(full(mine), full(old)) == (old is models[0].frozen or old is models[0].rare)
+    for old, *stepped in zip(*([*m.parameters()] for m in models), strict=True):
+        for one in stepped:
+            assert torch.equal(full(one), full(stepped[0]))
+            assert torch.equal(full(one), full(old)) == (old is models[0].frozen or old is models[0].rare)
 
 
 @on_ranks(2)

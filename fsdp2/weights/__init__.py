@@ -10,6 +10,7 @@ handed           tensors that callers hand in, whose memory loading would free
 local_pieces     this rank's part of a tensor, and joining the parts of all ranks
 matching         assigns values to parameters and reports every mismatch
 materialize      allocates memory for tensors on the meta device
+offers           the union of what ranks hold, and whether a name stands for one tensor on all of them
 whole            gathers outside a training step
 transfer         sends blocks from the ranks that hold them to the ranks that need them, in bounded memory
 select           the tensors of a module: names, groups, boxes, and the ranks that they are spread over

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp2.sharding.boxes import intersect
 from fsdp2.weights.buckets import Entry, Part
+from fsdp2.weights.offers import Mine, Offered, check_copies, gather_offers, joined
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import DTYPE_NAMES, INDEX, RESERVED, write_header, write_tensor
@@ -31,8 +29,6 @@ __all__ = ["save_safetensors"]
 _WHERE = "save_safetensors"
 _SHARD_BYTES = 5 * 10**9
 """The largest size of a file in a folder, as with Hugging Face."""
-_COMPARED = 4
-"""How many elements of each dimension are compared where several meshes have a tensor of one name."""
 
 
 def save_safetensors(
@@ -89,12 +85,19 @@ def save_safetensors(
             mine = _tensors(selection, dtype)
         # With different buckets or files, ranks would misread each other's bytes.
         limit, target = ranks.share((limit, target))
-        offers = _gather_offers(mine, ranks)
+        offers = gather_offers(mine, ranks)
         with ranks.agreed():
-            files = target.files(_joined(mine, offers, ranks))
+            files = target.files(joined(mine, offers, ranks, _WHERE))
             total = sum(tensor.entry.nbytes for file in files for tensor in file)
             moved = stack.enter_context(showing(progress, _WHERE, total, here=ranks.first))
-        _check_copies(mine, ranks)
+        unlike = check_copies(mine, ranks, _WHERE)
+        if unlike and ranks.first:
+            warnings.warn(
+                f"{_WHERE}: the copies of {unlike} on different ranks are not equal; the first one is written. If they "
+                "are different tensors (experts that began with the same values), give the modules names that differ "
+                "between these ranks",
+                stacklevel=2,
+            )
         partial, temporary = None, stack.enter_context(contextlib.ExitStack())
         with ranks.agreed():
             if ranks.first:
@@ -106,18 +109,6 @@ def save_safetensors(
             if partial is not None:
                 _commit(target, files, partial)
                 temporary.close()  # here, not at the end: no rank returns before the folder is gone
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of a file: its name, its shape and dtype in the file, and the place to read this rank's part from.
-
-    ``place`` is None if this rank has no part of the tensor, or if another rank's copy is written.
-    """
-
-    name: str
-    entry: Entry
-    place: Place | None
 
 
 @dataclass(frozen=True)
@@ -144,9 +135,9 @@ class _Target:
         folder, stem = (path.parent, path.name.removesuffix(".safetensors")) if one_file else (path, "model")
         return cls(folder, stem, max_shard_bytes)
 
-    def files(self, tensors: list[_Tensor]) -> list[list[_Tensor]]:
+    def files(self, tensors: list[Offered]) -> list[list[Offered]]:
         """Distribute ``tensors`` over files; return each file's tensors in the order in which they are written."""
-        files: list[list[_Tensor]] = [[]]
+        files: list[list[Offered]] = [[]]
         size = 0
         for tensor in tensors:
             if files[-1] and size + tensor.entry.nbytes > self.max_bytes:
@@ -158,15 +149,10 @@ class _Target:
         return [sorted(file, key=lambda tensor: -tensor.entry.dtype.itemsize) for file in files]
 
 
-_Mine = dict[Place, Entry]
-_Offer = list[tuple[list[str], Entry]]
-"""The names of each tensor of a rank, and its shape and dtype in the file."""
-
-
-def _tensors(selection: Selection, dtype: torch.dtype | None) -> _Mine:
+def _tensors(selection: Selection, dtype: torch.dtype | None) -> Mine:
     """Return the tensors that this rank holds, as written; raise the errors of ``save_safetensors``."""
     check_cast(_WHERE, dtype)
-    mine: _Mine = {}
+    mine: Mine = {}
     for place in _with_extras(selection):
         if RESERVED in place.names:
             raise NotImplementedError(
@@ -187,131 +173,6 @@ def _tensors(selection: Selection, dtype: torch.dtype | None) -> _Mine:
     return mine
 
 
-def _gather_offers(mine: _Mine, ranks: Ranks) -> dict[int, _Offer]:
-    """Return every rank's tensors in the order of ranks, or only the first rank's if all ranks have the same."""
-    offer: _Offer = [(place.names, entry) for place, entry in mine.items()]
-    digest = hashlib.sha256(repr(offer).encode()).digest()
-    if len(set(ranks.gather(digest))) == 1:
-        return {ranks.first_rank: offer}
-    here = dist.get_rank()
-    return dict(sorted(ranks.gather((here, offer)), key=lambda offered: offered[0]))
-
-
-def _joined(mine: _Mine, offers: dict[int, _Offer], ranks: Ranks) -> list[_Tensor]:
-    """Return every tensor that any rank has, in the order of the first rank that has it.
-
-    Raises:
-        RuntimeError: Ranks disagree about the shape or the dtype of a tensor.
-    """
-    places = {name: place for place in mine for name in place.names}
-    known: dict[str, tuple[Entry, int]] = {}
-    tensors: list[_Tensor] = []
-    for rank, offer in offers.items():
-        for names, entry in offer:
-            earlier = next((known[name] for name in names if name in known), None)
-            if earlier is not None and earlier[0] != entry:
-                raise RuntimeError(
-                    f"{_WHERE}: ranks differ in {names[0]}; got {entry} on rank {rank}, expected {earlier[0]} as on "
-                    f"rank {earlier[1]}; give parameters of different shapes different names"
-                )
-            if earlier is None:
-                place = next((places[name] for name in names if name in places), None)
-                writes = place is not None and place.is_sender(ranks, rank)
-                tensors.append(_Tensor(names[0], entry, place if writes else None))
-            for name in names:
-                known.setdefault(name, earlier or (entry, rank))
-    return tensors
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """What is compared of one copy of a tensor: its first elements, and sums over all of it (values, magnitudes)."""
-
-    first: torch.Tensor
-    sums: torch.Tensor
-
-    def __add__(self, other: _Copy) -> _Copy:
-        """Join the parts of two ranks of a mesh: each has zeros for what the other has."""
-        return _Copy(self.first + other.first, self.sums + other.sums)
-
-    def is_near(self, other: _Copy) -> bool:
-        """Return whether the first elements differ by no more than rounding during training may explain."""
-        largest = float(other.first.abs().nan_to_num(0.0, 0.0).max())
-        return torch.allclose(self.first, other.first, rtol=0.1, atol=0.1 * largest, equal_nan=True)
-
-    def is_same(self, other: _Copy) -> bool:
-        """Return whether the sums differ by no more than the order in which they were added."""
-        total = float(other.sums[1].nan_to_num(0.0, 0.0))
-        return torch.allclose(self.sums, other.sums, rtol=0, atol=1e-9 * total, equal_nan=True)
-
-
-def _check_copies(mine: _Mine, ranks: Ranks) -> None:
-    """Compare tensors of one name that ranks, or meshes of some ranks, have for themselves: a file can hold only one.
-
-    Such a name stands for copies of one parameter, or for different ones: each rank's, or each mesh's, experts. Copies
-    that differ by rounding count as one tensor, with a warning.
-
-    Raises:
-        RuntimeError: A name stands for several tensors, on every rank.
-    """
-    found: dict[str, dict[int, _Copy]] = {}
-    for values in ranks.gather({place.name: _described(place) for place in mine if _has_others(place, ranks)}):
-        for name, entry in values.items():
-            if entry is not None:
-                mesh, part = entry
-                parts = found.setdefault(name, {})
-                parts[mesh] = parts[mesh] + part if mesh in parts else part
-    unlike = []
-    for name, copies in found.items():
-        (holder, expected), *others = sorted(copies.items())
-        for other, got in others:
-            if not got.is_near(expected):
-                raise RuntimeError(
-                    f"{_WHERE}: ranks have different tensors under the name {name}; got the mesh of rank {holder} with "
-                    f"{_some(expected)} and the mesh of rank {other} with {_some(got)}, expected one tensor of a name. "
-                    "Give the modules names that differ between these ranks (an expert's number among all experts). "
-                    "Plain copies that have drifted apart are made equal by fsdp2.sync_module_states(model)"
-                )
-        if not all(got.is_same(expected) for _, got in others):
-            unlike.append(name)
-    if unlike and ranks.first:
-        warnings.warn(
-            f"{_WHERE}: the copies of {unlike} on different ranks are not equal; the first one is written. If they are "
-            "different tensors (experts that began with the same values), give the modules names that differ between "
-            "these ranks",
-            stacklevel=3,
-        )
-
-
-def _has_others(place: Place, ranks: Ranks) -> bool:
-    """Return whether other ranks may have another tensor of this name: it lies on this rank, or a mesh, alone."""
-    if place.mesh is None:
-        return ranks.size > 1 and isinstance(place.tensor, torch.nn.Parameter)
-    return place.mesh.size() < ranks.size and place.copies.first
-
-
-def _described(place: Place) -> tuple[int, _Copy] | None:
-    """Return this rank's part of what is compared, and the first rank of its mesh; None if it holds nothing."""
-    local = place.local.detach()
-    if not local.numel() or not (place.dtype.is_floating_point or place.mesh is not None):
-        return None
-    corner = tuple((0, min(length, _COMPARED)) for length in place.shape)
-    first = torch.zeros([length for _, length in corner], dtype=place.dtype, device=local.device)
-    if intersect(place.box, corner) is not None:
-        place.read(corner, first)
-    sums = torch.zeros(2, dtype=torch.float64)
-    if place.dtype.is_floating_point and type(local) is torch.Tensor:
-        plain = local if local.element_size() > 1 else local.float()  # float8 has no sums
-        sums[0] = plain.sum(dtype=torch.float64)
-        sums[1] = torch.linalg.vector_norm(plain, 1, dtype=torch.float64)
-    mesh = dist.get_rank() if place.mesh is None else int(place.mesh.mesh.min())
-    return mesh, _Copy(first.cpu().double(), sums)
-
-
-def _some(copy: _Copy) -> str:
-    return f"{copy.first.flatten()[:3].tolist()}"
-
-
 def _with_extras(selection: Selection) -> list[Place]:
     """Return all places, and a place for each extra state."""
     extras = []
@@ -326,7 +187,7 @@ def _with_extras(selection: Selection) -> list[Place]:
     return [*selection.places, *extras]
 
 
-def _write(tensors: list[_Tensor], path: Path | None, ranks: Ranks, limit: int, moved: Callable[[int], None]) -> None:
+def _write(tensors: list[Offered], path: Path | None, ranks: Ranks, limit: int, moved: Callable[[int], None]) -> None:
     """Write one file on the rank that passes a ``path``; all ranks send their parts of it."""
     file = None
 
@@ -344,7 +205,7 @@ def _write(tensors: list[_Tensor], path: Path | None, ranks: Ranks, limit: int, 
         with ranks.agreed():
             if path is not None:
                 file = stack.enter_context(open(path, "xb"))
-                write_header(file, [(tensor.name, tensor.entry) for tensor in tensors])
+                write_header(file, [(tensor.names[0], tensor.entry) for tensor in tensors])
         with ranks.agreed(), torch.no_grad():
             transfer([tensor.entry for tensor in tensors], ranks, limit, fill, drain, summed=True)
             if file is not None:
@@ -358,7 +219,7 @@ def _to_disk(file: IO[bytes]) -> None:
         os.fsync(file.fileno())
 
 
-def _commit(target: _Target, files: list[list[_Tensor]], partial: Path) -> None:
+def _commit(target: _Target, files: list[list[Offered]], partial: Path) -> None:
     """Move the files to their final names, in an order that leaves the old or the new model loadable at any time.
 
     Loading prefers an index to a single file. An index therefore appears after the files that it names, and disappears
@@ -372,7 +233,7 @@ def _commit(target: _Target, files: list[list[_Tensor]], partial: Path) -> None:
         obsolete = [index, *old]
     else:
         paths = _free_paths(target, len(files))
-        names = {tensor.name: path.name for tensors, path in zip(files, paths) for tensor in tensors}
+        names = {tensor.names[0]: path.name for tensors, path in zip(files, paths) for tensor in tensors}
         nbytes = sum(tensor.entry.nbytes for tensors in files for tensor in tensors)
         content = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(names.items()))}
         with open(partial / "index", "xb") as file:

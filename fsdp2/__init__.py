@@ -36,6 +36,10 @@ from fsdp2.weights.local_pieces import merge_local_state_dicts
 from fsdp2.weights.save import save_safetensors
 from fsdp2.weights.summon import summon_full_params
 from fsdp2.weights.sync import sync_module_states
+from fsdp2.weights.updates.bucket import WeightBucket
+from fsdp2.weights.updates.link import weight_sync_group
+from fsdp2.weights.updates.receiver import WeightReceiver
+from fsdp2.weights.updates.sender import SentWeights, WeightSender
 
 if _typing.TYPE_CHECKING:
     from fsdp2.tools.forecast.recording import record_steps
@@ -49,9 +53,13 @@ __all__ = [
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "SentWeights",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "UnshardHandle",
+    "WeightBucket",
+    "WeightReceiver",
+    "WeightSender",
     "broadcast_from_rank0",
     "clip_grad_norm_",
     "cpu_offload_by_budget",
@@ -81,6 +89,7 @@ __all__ = [
     "use_full_params",
     "use_local_shards",
     "use_weights",
+    "weight_sync_group",
 ]
 
 # Imported at the first use: they need parts of torch that training does not need.

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 # The options: the checks of the public collectives in Python take longer than a small collective, and a group's methods
-# have none. The others: dist.new_group takes no name, see named_group.
+# have none. The others: dist.new_group takes no name, see named_group and group_on_store.
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -57,6 +57,7 @@ __all__ = [
     "group_all_gather_coalesced",
     "group_all_reduce",
     "group_all_to_all",
+    "group_on_store",
     "group_reduce_scatter",
     "group_reduce_scatter_coalesced",
     "group_timeout",
@@ -113,6 +114,28 @@ def named_group(ranks: list[int], name: str) -> dist.ProcessGroup:
         group_desc=name,
     )
     groups.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
+def group_on_store(
+    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Return a new process group whose members meet in ``store``, and may belong to jobs of their own, or to none.
+
+    The public functions make the default process group, or groups of its ranks. This is what they call.
+    """
+    kind = Backend(backend)
+    group, _ = _new_process_group_helper(
+        size,
+        rank,
+        [],
+        kind,
+        store,
+        name,  # type: ignore[arg-type]  # a NewType of str
+        timeout=timeout or _get_default_timeout(kind),
+        group_desc=name,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
     return group
 
 

@@ -1,5 +1,6 @@
 """Load, save and show whole values of sharded parameters. From the top down; a file imports only files below it.
 
+updates/         sends weights to inference engines, bucket by bucket, or what changed of them
 load_state_dict  converts values to shards in load_state_dict()
 load             loads values from files, or from the first rank
 save             writes safetensors files block by block

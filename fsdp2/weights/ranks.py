@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.comm.collectives import all_reduce, broadcast, exchange_objects, share_bytes
-from fsdp2.sharding.mesh import Axis
+from fsdp2.comm.collectives import all_reduce, all_to_all_uneven, broadcast, exchange_objects, share_bytes
+from fsdp2.sharding.mesh import Axis, own_group
 
 __all__ = ["Ranks", "device_of"]
 
@@ -98,6 +98,17 @@ class Ranks:
             lines.append((axis, dist.get_group_rank(axis.group, source)))
         return cls(tuple(lines), device_of(mesh.device_type), first)
 
+    def on_one_axis(self) -> Ranks:
+        """Return the same ranks on one axis, in ascending order; they make a process group if they have several.
+
+        All of the ranks must call it.
+        """
+        if len(self.lines) < 2:
+            return self
+        everyone = sorted(self.gather(dist.get_rank()))
+        axis = Axis.of_group(own_group(everyone, "weights"), self.device.type)
+        return replace(self, lines=((axis, everyone.index(self.first_rank)),))
+
     @property
     def first(self) -> bool:
         """True on the first rank: the one that sends values to the others, and "rank 0" of ``rank0_only``."""
@@ -130,6 +141,19 @@ class Ranks:
         for axis, _ in self.lines:
             values = [one for some in exchange_objects(values, axis, self.device) for one in some]
         return values
+
+    def to_first(self, mine: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Return the bytes ``mine`` of every rank on the first one, in the order of the axis; nothing on the others.
+
+        ``sizes`` are the numbers of bytes that ranks send. The ranks have one axis at most.
+        """
+        if self.size == 1:
+            return mine
+        ((axis, source),) = self.lines
+        received = torch.empty(sum(sizes) if self.first else 0, dtype=torch.uint8, device=self.device)
+        sent = [mine.numel() if rank == source else 0 for rank in range(axis.size)]
+        all_to_all_uneven(received, mine, list(sizes) if self.first else [0] * axis.size, sent, axis, async_op=False)
+        return received
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Overwrite ``buffer`` with the first rank's."""

@@ -259,6 +259,27 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/docs/test_pages.py::test_the_complete_loop_resumes_bit_for_bit",
         ),
     },
+    "docs/weight_sync.md": {
+        "The engine ends with the trainer's weights bit for bit": (
+            WEIGHTS + "updates/test_groups.py::test_an_engine_of_another_job",
+        ),
+        "changes that do not fit what a receiver has raise an error there": (
+            WEIGHTS + "updates/test_changing.py::test_a_receiver_that_lacks_the_version",
+        ),
+        "A rule that fits nothing, tensors that do not fit together": (
+            WEIGHTS + "updates/test_changing.py::test_refused_before_anything_is_sent",
+        ),
+        "Names, shapes and dtypes that a receiver does not expect": (
+            WEIGHTS + "updates/test_groups.py::test_tensors_of_an_engine",
+            WEIGHTS + "updates/test_changing.py::test_refused_before_anything_is_sent",
+            WEIGHTS + "updates/test_changing.py::test_one_name_for_experts_of_several_ranks",
+        ),
+        "If the function, a rank or a receiver raises an error during an update, every rank raises one": (
+            WEIGHTS + "updates/test_changing.py::test_a_function_that_raises",
+            WEIGHTS + "updates/test_groups.py::test_a_rank_that_fails_in_the_middle",
+            WEIGHTS + "updates/test_groups.py::test_a_receiver_that_fails",
+        ),
+    },
     "fsdp2.broadcast_from_rank0": {
         "An error is raised on every rank and leaves the model unchanged": (
             WEIGHTS + "test_broadcast_refuses.py::test_every_rank_learns_what_is_wrong",
@@ -304,6 +325,13 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Where the block raises an error, nothing is written": (
             WEIGHTS + "test_iteration.py::test_exception_in_the_block",
         ),
+    },
+    "fsdp2.WeightSender": {
+        "so receivers end bit for bit with what a full update sends": (
+            WEIGHTS + "updates/test_sending.py::test_every_kind",
+            WEIGHTS + "updates/test_groups.py::test_an_engine_of_another_job",
+        ),
+        "Every rank raises the error": (WEIGHTS + "updates/test_changing.py::test_refused_before_anything_is_sent",),
     },
     "fsdp2.sync_module_states": {
         "Every rank raises it before anything is changed": (

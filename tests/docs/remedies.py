@@ -736,6 +736,147 @@ def no_mapping_on_rank_0(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
+def sent(module: nn.Module, **options: Any) -> fsdp2.WeightReceiver:
+    """Return a receiver of all weights; on ranks but the first it has received nothing."""
+    receiver = fsdp2.WeightReceiver()
+    fsdp2.WeightSender(module, **options).send(receiver.apply)
+    return receiver
+
+
+@remedy("pass what is to happen with each bucket, or the group of this rank and the receivers")
+def weights_to_nobody(rank: int) -> Iterator[Callable[[], object]]:
+    """A function."""
+    module = model()
+    sender = fsdp2.WeightSender(module)
+    yield lambda: sender.send()
+    receiver = fsdp2.WeightReceiver()
+    sender.send(receiver.apply if rank == 0 else None)
+    assert len(receiver.tensors) == (6 if rank == 0 else 0)
+    goes_on(module)
+
+
+@remedy("expected one; call WeightSender.send on one rank of the group, and WeightReceiver.receive on the others")
+def two_receivers_alone(rank: int) -> Iterator[Callable[[], object]]:
+    """One of them sends."""
+    alone, receiver = layers(1), fsdp2.WeightReceiver()
+    yield lambda: receiver.receive(dist.group.WORLD)
+    if rank == 0:
+        fsdp2.WeightSender(alone).send(dist.group.WORLD)
+    else:
+        receiver.receive(dist.group.WORLD)
+        assert torch.equal(receiver.tensors["0.weight"], alone[0].weight)
+    goes_on(alone)
+
+
+@remedy("Write it to tensors with WeightReceiver.apply, or read changes()")
+def changes_are_not_whole(rank: int) -> Iterator[Callable[[], object]]:
+    """Both, for the same values."""
+    module, receiver = model(), fsdp2.WeightReceiver()
+    sender = fsdp2.WeightSender(module, delta=True)
+    sender.send(receiver.apply)
+    with torch.no_grad():
+        module[0].bias.add_(1)
+    buckets: list[fsdp2.WeightBucket] = []
+    sender.send(buckets.append)
+    bucket = fsdp2.WeightBucket.from_metadata(*meet([(buckets[0].metadata, buckets[0].buffer)] if buckets else []))
+    yield lambda: list(bucket.tensors())
+    whole = module[0].bias.full_tensor()
+    found = torch.cat([values for _, _, values in bucket.changes()])
+    assert torch.equal(found, whole)
+    if rank == 0:
+        receiver.apply(bucket)
+        assert torch.equal(receiver.tensors["0.bias"], whole)
+    goes_on(module)
+
+
+def meet(values: list[Any]) -> Any:
+    """Return the first rank's only value on every rank."""
+    shared = values or [None]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+@remedy("or whole tensors. Call WeightSender.send(to, full=True)", "each once. Call WeightSender.send(to, full=True)")
+def a_receiver_that_is_new(rank: int) -> Iterator[Callable[[], object]]:
+    """As written."""
+    module, receiver = model(), fsdp2.WeightReceiver()
+    sender = fsdp2.WeightSender(module, delta=True)
+    sender.send(lambda bucket: None)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    yield lambda: sender.send(receiver.apply)
+    sender.send(receiver.apply, full=True)
+    assert len(receiver.tensors) == (6 if rank == 0 else 0)
+    goes_on(module)
+
+
+@remedy("Give the sender a mapping and a dtype, or leave tensors that are not sent out of WeightReceiver(tensors)")
+def other_tensors_than_those_sent(rank: int) -> Iterator[Callable[[], object]]:
+    """All three."""
+    module = model()
+    engine = {f"engine.{name}": value.detach().bfloat16() for name, value in layers().named_parameters()}
+    receiver = fsdp2.WeightReceiver({**engine, "rotary": torch.ones(2)})
+    yield lambda: fsdp2.WeightSender(module).send(receiver.apply)
+    receiver = fsdp2.WeightReceiver(engine)
+    fsdp2.WeightSender(module, mapping={"*": "engine.*"}, dtype=torch.bfloat16).send(receiver.apply)
+    whole = module[0].weight.full_tensor()
+    assert rank or torch.equal(engine["engine.0.weight"], whole.bfloat16())
+    goes_on(module)
+
+
+@remedy("leave it out by mapping={name: None}, or pass delta=False")
+def elements_of_sixteen_bytes(rank: int) -> Iterator[Callable[[], object]]:
+    """Both."""
+    module = model()
+    module.register_buffer("table", torch.ones(2, dtype=torch.complex128))
+    yield lambda: sent(module, buffers=True, delta=True)
+    left = sent(module, buffers=True, delta=True, mapping={"table": None})
+    whole = sent(module, buffers=True)
+    assert rank or set(whole.tensors) - set(left.tensors) == {"table"}
+    goes_on(module)
+
+
+@remedy("; expected some to send; remove a rule")
+def nothing_to_send(rank: int) -> Iterator[Callable[[], object]]:
+    """One of two rules."""
+    module = model()
+    yield lambda: sent(module, mapping={"*.bias": None, "*": None})
+    received = sent(module, mapping={"*.bias": None})
+    assert rank or len(received.tensors) == 3
+    goes_on(module)
+
+
+@remedy(", which is no name of the engine's and fits none; got names such as")
+def a_dtype_for_no_tensor(rank: int) -> Iterator[Callable[[], object]]:
+    """It is removed."""
+    module = model()
+    yield lambda: sent(module, dtype={"*.norm": torch.float32, "*": torch.bfloat16})
+    received = sent(module, dtype={"*": torch.bfloat16})
+    assert rank or received.tensors["0.bias"].dtype == torch.bfloat16
+    goes_on(module)
+
+
+@remedy(", expected the engine's name, or None to leave it out")
+def a_name_that_is_none(rank: int) -> Iterator[Callable[[], object]]:
+    """None."""
+    module = model()
+    yield lambda: sent(module, mapping=lambda name: name if "bias" in name else False)
+    received = sent(module, mapping=lambda name: name if "bias" in name else None)
+    assert rank or len(received.tensors) == 3
+    goes_on(module)
+
+
+@remedy(", expected one that fits and that no earlier rule fits; remove it, or put it first")
+def a_rule_that_comes_too_late(rank: int) -> Iterator[Callable[[], object]]:
+    """It is put first, or removed."""
+    module = model()
+    yield lambda: sent(module, mapping={"*.bias": "*.b", "0.bias": None})
+    sent(module, mapping={"*.bias": "*.b"})
+    received = sent(module, mapping={"0.bias": None, "*.bias": "*.b"})
+    assert rank or "0.b" not in received.tensors
+    goes_on(module)
+
+
 @remedy("must be a full plain tensor, got")
 def shards_on_rank_0(rank: int) -> Iterator[Callable[[], object]]:
     """They are gathered first."""

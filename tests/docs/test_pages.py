@@ -37,6 +37,7 @@ ELSEWHERE = {
     "state_dicts.md",
     "tutorials/finetune.md",
     "tutorials/loop.md",
+    "weight_sync.md",
 }
 """Pages whose blocks have tests of their own, here or beside this file."""
 DOCS = ROOT / "docs"

@@ -27,6 +27,7 @@ import fsdp2
 from tests.nullgpu.ordering import Ordering
 from tests.nullgpu.programs import ranks
 from tests.step.test_communication import Gather, Scatter
+from tests.support.processes import free_port
 
 WIDTH = 256
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -218,6 +219,26 @@ def summoned(mesh: DeviceMesh) -> None:
     train(model)
 
 
+def sent(mesh: DeviceMesh) -> None:
+    """Weights for an engine: whole, and what has changed; shards on the CPU and on the device."""
+    for options in ({}, {"offload_policy": fsdp2.CPUOffloadPolicy()}):
+        model = trained(mesh, **options)
+        receiver = fsdp2.WeightReceiver()
+        sender = fsdp2.WeightSender(model, dtype=torch.bfloat16, delta=True)
+        for _ in range(2):
+            report = sender.send(receiver.apply)
+            assert isinstance(report, fsdp2.SentWeights)
+            train(model)
+        assert len(receiver.tensors) == len(list(model.parameters()))
+
+
+def grouped(mesh: DeviceMesh) -> None:
+    """A group of this process alone, of NCCL, which belongs to no mesh."""
+    group = fsdp2.weight_sync_group(f"127.0.0.1:{free_port()}", 0, 1, backend="nccl")
+    fsdp2.WeightSender(trained(mesh)).send(group)
+    torch.distributed.destroy_process_group(group)
+
+
 def full_steps(mesh: DeviceMesh) -> None:
     """Optimizers that need whole matrices, and those that step on plain shards."""
     model = sharded(mesh)
@@ -275,6 +296,11 @@ NAMES: dict[str, Callable[..., None]] = {
     "ShardPlacementResult": placed_on_meshes,
     "ShardedGradScaler": scaled,
     "UnshardHandle": unsharded_handle,
+    "SentWeights": sent,
+    "WeightBucket": sent,
+    "WeightReceiver": sent,
+    "WeightSender": sent,
+    "weight_sync_group": grouped,
     "broadcast_from_rank0": broadcast,
     "clip_grad_norm_": clipped,
     "cpu_offload_by_budget": by_budget,

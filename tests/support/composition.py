@@ -48,6 +48,7 @@ FEATURES = {
     "clipping": "the norm of all gradients",
     "saved elsewhere": "a DCP checkpoint of another mesh, size or shard dimension",
     "async save": "`dcp.async_save`",
+    "weight sync": "`WeightSender` to an inference engine, of all weights and of what changed",
 }
 """The features by name and what is meant, in the order of the matrix."""
 

@@ -25,7 +25,11 @@ EXTRA_METHODS = {"set_compression", "set_transfer_sizes", "zero_grad"}
 """Public methods that torch's FSDPModule does not have."""
 EXTRA_NAMES = {
     "CompressionPolicy",
+    "SentWeights",
     "ShardedGradScaler",
+    "WeightBucket",
+    "WeightReceiver",
+    "WeightSender",
     "broadcast_from_rank0",
     "clip_grad_norm_",
     "cpu_offload_by_budget",
@@ -52,6 +56,7 @@ EXTRA_NAMES = {
     "use_full_params",
     "use_local_shards",
     "use_weights",
+    "weight_sync_group",
 }
 """Public names of the package that torch has not at all."""
 EXTRA_PARAMETERS: dict[str, set[str]] = {

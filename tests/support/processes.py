@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -77,6 +78,13 @@ def _run(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> N
 
     torch.set_num_threads(1)
     target(*arguments)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def loopback() -> str:

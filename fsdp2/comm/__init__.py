@@ -5,9 +5,9 @@ gather       from shards to full parameters
 reduce       from full gradients to shards of their mean
 reductions   a window of reductions in flight
 retained     memory that reductions on streams still read
-scaling      where a sum is divided
+scaling      how a sum of gradients becomes their mean
 collectives  the only place that calls a collective
-streams      lanes: the only place where one waits for another
-host_work    waiting for gloo in slices
+streams      lanes (streams), and every wait between them
+host_work    collectives that the host waits for, in slices of a second
 pieces       copies between full tensors and the pieces of ranks
 """

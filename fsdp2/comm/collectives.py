@@ -74,7 +74,7 @@ def wire_view(tensor: torch.Tensor) -> torch.Tensor:
 def prefers_all_to_all(axis: Axis, nbytes: int, asked: int | None = None) -> bool:
     """Return whether ranks send each other ``nbytes`` directly, instead of by a collective that combines them.
 
-    They do from ``asked`` bytes on, or from where it is faster with the axis' backend.
+    They do from ``asked`` bytes on; by default, from the size on at which it is faster with the axis' backend.
     """
     if asked is None:
         return axis.size > 1 and axis.backend == "gloo" and nbytes >= _ALL_TO_ALL_BYTES
@@ -84,10 +84,10 @@ def prefers_all_to_all(axis: Axis, nbytes: int, asked: int | None = None) -> boo
 def chunks_in_flight(axis: Axis) -> int:
     """Return how many chunks of gradients travel at once by default.
 
-    A stream needs one: the next is queued behind it, and each more costs memory. gloo works beside the host, which
-    must not wait for it while there is still something to compute. Each is in memory twice, as it is sent and as it
-    is received. A step is as fast with four as with eight, a whole unit, within 2 % (measured on two processes); with
-    three it takes 5 % longer over a link of 2 Gbit/s.
+    A stream needs one: the next is queued behind it, and each further one costs memory. gloo works beside the host,
+    which must not wait for it while there is something to compute. Each chunk is in memory twice, as sent and as
+    received. With four chunks a step is as fast as with eight, a whole unit, within 2 % (measured on two processes);
+    with three it takes 5 % longer over a link of 2 Gbit/s.
     """
     return 4 if axis.backend == "gloo" else 1
 
@@ -165,7 +165,7 @@ def _sizes_of_others(rows: torch.Tensor, axis: Axis) -> list[int]:
 
 
 def _works(work: dist.Work | None, axis: Axis, async_op: bool, *, takes_limit: bool = True) -> list[Work]:
-    """Return what is left to wait for; a synchronous call waits here if the backend did not."""
+    """Return the works that the caller must wait for. A synchronous call waits here, if the backend did not."""
     if work is None:
         return []
     if async_op:
@@ -226,7 +226,7 @@ def reduce_scatter(
         return [] if work is None else [work]
     what, options = ("reduce", "reduce_scatter"), _scatter_options(async_op, average)
     work = _start(what, axis, [rows], group_reduce_scatter, output, rows, options)
-    return _works(work, axis, async_op, takes_limit=False)  # gloo's reduce-scatter waits on, whatever the limit
+    return _works(work, axis, async_op, takes_limit=False)  # the work of gloo's reduce-scatter ignores the timeout
 
 
 def reduce_scatter_together(
@@ -298,7 +298,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> None:
 def share_bytes(data: bytes, axis: Axis, source: int, device: torch.device) -> bytes:
     """Return the ``data`` of rank ``source`` of ``axis``; its backend must serve ``device``.
 
-    torch's collectives for objects need numpy: without it one rank raises, and the others wait for ever.
+    torch's collectives for objects need numpy: if one rank lacks it, that rank raises, and the others wait for ever.
     """
     if axis.reaches_nobody:
         return data
@@ -340,14 +340,14 @@ def _to_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def max_over_ranks(values: list[int], axis: Axis, device: torch.device) -> list[int]:
-    """Return the elementwise maximum over ranks, for which the host waits; in a forecast, all ranks have ``values``."""
+    """Return the elementwise maximum over ranks; the host waits for it. In a forecast, all ranks have ``values``."""
     tensor = torch.tensor(values, dtype=torch.int32).to(device)
     all_reduce_max(tensor, axis)
     return values if tensor.untyped_storage().device.type == "meta" else tensor.tolist()
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> None:
-    """Replace ``tensor`` by its elementwise maximum over ranks; which of NaN and a number wins is open."""
+    """Replace ``tensor`` by its elementwise maximum over ranks. The maximum of NaN and a number may be either."""
     if axis.size == 1:
         return
     assert axis.group is not None
@@ -377,10 +377,10 @@ def in_symmetric_memory(
 
 
 def is_torchs_own(custom: object) -> bool:
-    """Return whether this is one of torch's own, so that it may be replaced by another of them."""
+    """Return whether ``custom`` is one of torch's own collectives, which another of them may replace."""
     return isinstance(custom, TORCH_COMMS)
 
 
 def needs_one_buffer(custom: object) -> bool:
-    """Return whether all ranks set memory up anew for each address that this reduces from."""
+    """Return whether all ranks set up memory together for each new address that ``custom`` reduces from."""
     return SymmMemReduceScatter is not None and isinstance(custom, SymmMemReduceScatter)

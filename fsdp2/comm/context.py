@@ -1,4 +1,4 @@
-"""The communication context: what the groups of one root, or of several, communicate on."""
+"""The communication context of one root, or of several: their lanes, and the communication under way on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CommContext"]
 
 
 class CommContext:
-    """The lanes, and what is in flight on them. Several roots may share one."""
+    """The lanes, and what is in flight on them. Several roots may share a context."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -29,7 +29,7 @@ class CommContext:
         self._limits: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for
         self._postponed: dict[object, Callable[[], None]] = {}
-        self._states: dict[tuple[type, int], Any] = {}
+        self._states: dict[tuple[type, int], Any] = {}  # what formats keep from call to call, by format and lane
 
     def set_limits(self, root: object, chunks: int, units: int, largest: int) -> None:
         """Let ``chunks`` of gradients be in flight, and as many bytes as ``units`` groups of ``largest`` bytes have.
@@ -42,16 +42,16 @@ class CommContext:
         self.reductions.set_limits(operations, nbytes)
 
     def postpone_gather(self, group: object, start: Callable[[], None]) -> None:
-        """Postpone ``start`` until ``start_postponed``: the gather of ``group``, which backward needs next.
+        """Postpone ``start``, which starts the gather of ``group`` that backward needs next, until ``start_postponed``.
 
-        On streams the host is far ahead of the device, and a communicator takes that gather behind the reduction of
-        the unit before in any case. Started when the unit has its gradients, it finds that what the reduction reads
-        has been given back, so the two are never in memory together, and no time is lost.
+        On streams the host is far ahead of the device, and the communicator runs this gather after the previous unit's
+        reduction anyway. If it starts when the present unit has its gradients, the inputs of that reduction have been
+        given back by then. So the two are never in memory together, and no time is lost.
         """
         self._postponed[group] = start
 
     def drop_postponed(self, group: object) -> None:
-        """Drop the postponed gather of ``group``: backward has come to it."""
+        """Drop the postponed gather of ``group``: backward has reached the group, and gathers it now."""
         self._postponed.pop(group, None)
 
     def drop_all_postponed(self) -> None:

@@ -21,7 +21,7 @@ from fsdp2.sharding.packing import CastSpan, FlatPlan, Item, align
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "HostCopies", "finish_gather", "start_gather"]
 
 Planned = Callable[[], object]
-"""A call with its tensors bound: planned once, run in every gather."""
+"""A call with its tensors bound, planned once and run in every gather: a step makes no views."""
 
 
 class Buffer:
@@ -66,33 +66,33 @@ class GatherBuffers:
     ) -> None:
         """``shards`` is the group's shard buffer as bytes; ``full`` must be allocated while the views are made.
 
-        With ``fused`` one kernel unpacks what was packed, where the pieces in order are the parameters; a CPU, which
-        is no faster with it, copies them one by one. By default the device decides.
+        With ``fused``, one kernel unpacks all packed parameters if the ranks' pieces in order are the parameters. It is
+        the default, except on a CPU, where it is no faster than copying them one by one.
         """
         self.items, self.plan, self.full = items, plan, full
         self._ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
         self.from_host = _on_host(shards, device)
         self.wire = Buffer(plan.wire_bytes, device) if plan.casts or self.from_host else None
-        self.fills: list[Planned] = []  # of the wire buffer, from the shards
+        self.fills: list[Planned] = []  # write the wire buffer, from the shards
         wire_bytes = shards if self.wire is None else self._plan_fills(self.wire, shards)
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         for i in plan.direct:
             self._send_directly(i, wire_bytes)
         self.packed = wire_view(wire_bytes[plan.packed_start :].view(self._packed_dtype))
-        # Of packed parameters: the memory that they are received in, and that as one tensor of the dtype that travels.
+        # Packed parameters are received in ``staging``; ``received`` is that memory as one tensor of the wire dtype.
         self.staging: Buffer | None = None
         self.received = self.packed
-        self.unpacks: list[Planned] = []  # of the staging buffer, to where the packed parameters lie
+        self.unpacks: list[Planned] = []  # copy packed parameters from the staging buffer to their places
         if plan.packed:
             self._receive_packed(fused=device.type != "cpu" if fused is None else fused)
-        # Views keep the storages; their memory is only there while a gather needs it.
+        # The views keep the storages; these have memory only while a gather needs it.
         self.free_temporaries()
         if self.wire is not None:
-            self.wire.free()  # also that of shards on the host, which free_temporaries leaves
+            self.wire.free()  # free_temporaries leaves it if shards are on the host
 
     def _send_directly(self, i: int, wire_bytes: torch.Tensor) -> None:
-        """Gather item ``i`` by a collective of its own, into its place."""
+        """Plan a collective that gathers item ``i`` alone, into its place."""
         item, numel = self.items[i], self.items[i].layout.slot_numel
         start = self.plan.wire_offset[i]
         piece = wire_bytes[start : start + numel * item.wire_dtype.itemsize].view(item.wire_dtype)
@@ -101,12 +101,12 @@ class GatherBuffers:
         self.outputs.append(wire_view(place))
 
     def _receive_packed(self, *, fused: bool) -> None:
-        """Make the buffer that packed items are received in, and plan how they get from there to their places."""
+        """Make the buffer in which packed items are received, and plan the copies from there to their places."""
         ranks, nbytes = self._ranks, self.packed.nbytes
         in_order = all(self.items[i].layout.rank_major for i in self.plan.packed)
         encoded = any(self.items[i].form is not None for i in self.plan.packed)
         segments = self._segments() if fused and in_order and not encoded else []
-        # One kernel splits whole rows, so it needs somewhere to put what lies between the items, too.
+        # The kernel splits whole rows, so it also needs somewhere to write the gaps between items.
         gap = max((size for offset, size in segments if offset is None), default=0)
         self.staging = Buffer(ranks * (nbytes + gap), self.full.bytes.device)
         self.received = self.staging.bytes[: ranks * nbytes].view(self.packed.dtype)
@@ -132,7 +132,7 @@ class GatherBuffers:
         return wire.bytes
 
     def _segments(self) -> list[tuple[int | None, int]]:
-        """Return (offset in the full buffer, bytes) of all that lies in a packed row; a gap has None for its offset."""
+        """Return (offset in the full buffer, bytes) of each part of a packed row; the offset of a gap is None."""
         segments: list[tuple[int | None, int]] = []
         end = self.plan.packed_start
         for i in self.plan.packed:
@@ -144,7 +144,7 @@ class GatherBuffers:
         return segments if end == self.plan.wire_bytes else [*segments, (None, self.plan.wire_bytes - end)]
 
     def unpack(self, rows: torch.Tensor | None) -> None:
-        """Bring packed parameters to their places, from ``rows`` (ranks, bytes) or from where they are received."""
+        """Write packed parameters to their places, from ``rows`` (ranks, bytes), by default from the staging buffer."""
         for unpack in self.unpacks if rows is None else self._plan_unpacks(rows):
             unpack()
 
@@ -176,7 +176,7 @@ class GatherBuffers:
         return [partial(copy_all, targets, sources), *decodings] if targets else decodings
 
     def _decoding(self, i: int, form: WireFormat, rows: torch.Tensor, flat: torch.Tensor) -> Planned:
-        """Return what decodes item ``i``, which was encoded together with its neighbours, to its place ``flat``."""
+        """Plan to decode item ``i``, which was encoded together with its neighbours, to its place ``flat``."""
         span = self.plan.span_of(i)
         start = span.wire_offset - self.plan.packed_start
         sent = rows[:, start : start + form.nbytes(span.numel)]
@@ -184,14 +184,14 @@ class GatherBuffers:
         return partial(_decode, form, sent, span.numel, first, flat, self.items[i].layout)
 
     def allocate(self, *, staging: bool, full: bool) -> None:
-        """Make what collectives read and write exist, and the ``full`` memory too if it cannot wait until then."""
+        """Allocate what collectives write; the ``full`` buffer also if only the unpacking will write to it."""
         if full or self.plan.direct:
             self.full.allocate()
         if staging and self.staging is not None:
             self.staging.allocate()
 
     def fill_wire(self) -> None:
-        """Write what is sent where it is not the shards themselves."""
+        """Write the wire buffer, if the shards themselves are not what is sent."""
         if self.wire is not None:
             self.wire.allocate()
         for fill in self.fills:
@@ -200,7 +200,7 @@ class GatherBuffers:
     def free_temporaries(self) -> None:
         """Give back what only the gather itself needs.
 
-        A copy of shards on the host is given back by ``HostCopies``, when the copy lane has waited for the gather.
+        ``HostCopies`` gives back a copy of shards that are on the host, when the copy lane has waited for the gather.
         """
         if self.wire is not None and not self.from_host:
             self.wire.free()
@@ -209,12 +209,12 @@ class GatherBuffers:
 
 
 def _casting(span: CastSpan, shard: torch.Tensor, wire: Buffer) -> Planned:
-    """Return the copy of a span's ``shard`` to its place in ``wire``, in the dtype that travels."""
+    """Plan the copy of a span's ``shard`` to its place in ``wire``, in the wire dtype."""
     return partial(wire.view(span.wire_offset, span.numel, span.wire_dtype).copy_, shard, non_blocking=True)
 
 
 def _encoding(span: CastSpan, form: WireFormat, shard: torch.Tensor, wire: Buffer) -> Planned:
-    """Return what encodes a span's ``shard`` to its place in ``wire``."""
+    """Plan to encode a span's ``shard`` to its place in ``wire``."""
     row = wire.bytes[span.wire_offset : span.wire_offset + form.nbytes(span.numel)]
     return partial(form.encode, shard.unsqueeze(0), row.unsqueeze(0), None)
 
@@ -222,7 +222,7 @@ def _encoding(span: CastSpan, form: WireFormat, shard: torch.Tensor, wire: Buffe
 def _decode(
     form: WireFormat, sent: torch.Tensor, numel: int, first: int, flat: torch.Tensor, layout: ShardLayout
 ) -> None:
-    """Decode a parameter straight into its place, or by way of rows where the pieces in order are not it."""
+    """Decode a parameter straight into its place, or through rows if the ranks' pieces in order are not its memory."""
     if layout.rank_major:
         form.decode(sent, numel, flat.view(layout.ranks, layout.slot_numel), first)
         return
@@ -234,11 +234,11 @@ def _decode(
 
 @dataclass
 class Gathering:
-    """A gather in flight on ``lane``, where it also ends: its unit may have got another root's lanes since.
+    """A gather in flight. It ends on its own ``lane``, although its unit may have another root's lanes by then.
 
-    On a CPU the host has to wait for ``works``, elsewhere the compute stream for ``event``.
-    ``rows`` (ranks, bytes) holds the packed parameters, then each extra tensor, where one buffer was assembled for this
-    gather; ``extras`` says where in a row each extra is: (offset, numel, dtype).
+    On a CPU the host has to wait for ``works``, otherwise the compute stream for ``event``. If one buffer was assembled
+    for this gather, its ``rows`` (ranks, bytes) have the packed parameters, then each extra tensor. ``extras`` is the
+    place of each in a row: (offset, numel, dtype).
     """
 
     buffers: GatherBuffers
@@ -250,7 +250,7 @@ class Gathering:
 
 
 class HostCopies:
-    """Shards that live on the host, copied to a device on a lane of their own: at most two units at a time."""
+    """Copies on the device of shards on the host, made on the copy lane; of at most two units at a time."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
@@ -274,7 +274,7 @@ class HostCopies:
             event.synchronize()
 
     def give_back(self, buffers: GatherBuffers | None) -> None:
-        """Drop the copy of ``buffers`` that is held, if any: the next one is written to the same memory."""
+        """Drop the copy of ``buffers`` if there is one: the next one is written to the same memory."""
         while buffers is not None and any(wire is buffers.wire for wire, _ in self._sent):
             self._drop_oldest()
 
@@ -290,7 +290,7 @@ class HostCopies:
 
 
 def _on_host(shards: torch.Tensor, device: torch.device) -> bool:
-    """Return whether shards live elsewhere than where they are gathered; tests that simulate a device replace this."""
+    """Return whether shards are on another device than full parameters; tests that simulate a device replace this."""
     return shards.device != device
 
 
@@ -303,11 +303,11 @@ def start_gather(
     extras: Sequence[torch.Tensor] = (),
     lane: Lane | None = None,
 ) -> Gathering:
-    """Cast and send this rank's shards; the full parameters are there after ``finish_gather``.
+    """Cast and send this rank's shards; ``finish_gather`` completes the full parameters.
 
-    It runs on ``lane``, by default the gather lane. ``extras`` are 1D tensors, as large on every rank, that travel with
-    the packed parameters. A ``custom`` collective gets one buffer that it allocated itself. Stages 3 and 4 of the life
-    of a parameter; on a stream stage 5 follows at once.
+    It runs on ``lane``, by default the gather lane. ``extras`` are 1D tensors, of the same sizes on every rank, that
+    are sent with the packed parameters. A ``custom`` collective gets one buffer that it allocated itself. Stages 3 and
+    4 of the life of a parameter; on a stream stage 5 follows at once.
     """
     lane = lane or copies.lanes.gather
     gathering = Gathering(buffers, lane)
@@ -325,12 +325,12 @@ def start_gather(
             inputs.append(buffers.packed)
             outputs.append(buffers.received)
         works = all_gather(outputs, inputs, axis, async_op=lane.async_op, custom=custom)
-        if lane.on_stream:  # right behind the gather: later it would be behind those that were started since
+        if lane.on_stream:  # unpack now: later it would be queued behind gathers that were started since
             for work in works:
                 work.wait()
             works = []
             _unpack(gathering)
-            # The extras are read from these rows; without extras their memory can go.
+            # ``finish_gather`` returns extras out of these rows; without extras their memory can go.
             gathering.rows = gathering.rows if extras else None
     if buffers.from_host:
         copies.hold(buffers, done.event)
@@ -339,10 +339,10 @@ def start_gather(
 
 
 def _unpack(gathering: Gathering) -> None:
-    """Put packed parameters in their places, and free what only that needed; stage 5 of the life of a parameter."""
+    """Write packed parameters to their places, and free the buffers; stage 5 of the life of a parameter."""
     buffers = gathering.buffers
-    if buffers.plan.packed or buffers.wire is not None:  # else everything was gathered into its place, from the shards
-        buffers.full.allocate()  # on a CPU not before: until here collectives needed buffers of their own alone
+    if buffers.plan.packed or buffers.wire is not None:  # otherwise all was gathered straight from shards into place
+        buffers.full.allocate()  # on a CPU only now: without direct items, only the staging buffer was needed
         buffers.unpack(gathering.rows)
         buffers.free_temporaries()
 
@@ -350,7 +350,7 @@ def _unpack(gathering: Gathering) -> None:
 def _assemble(
     gathering: Gathering, axis: Axis, custom: AllGather | None, extras: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one output buffer for the packed parameters and the extras, and this rank's part of it, filled."""
+    """Return an output buffer for the packed parameters and the extras, and this rank's part of it, written."""
     packed = gathering.buffers.packed
     pieces = [piece for piece in (packed, *extras) if piece is not packed or packed.numel()]
     dtypes = {piece.dtype for piece in pieces}
@@ -375,9 +375,9 @@ def _assemble(
 
 
 def finish_gather(gathering: Gathering, reader: ComputeLane | Lane) -> list[torch.Tensor]:
-    """Wait for the collectives, and let ``reader`` (compute, mostly) read the full parameters.
+    """Wait for the collectives, and let ``reader`` (in most cases compute) read the full parameters.
 
-    Returns each extra as gathered, (ranks, numel); valid on the gather's lane.
+    Return each extra as gathered, (ranks, numel), to be read on the gather's lane.
     """
     for work in gathering.works:
         work.wait()

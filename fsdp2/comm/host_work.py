@@ -1,4 +1,4 @@
-"""Collectives that the host itself waits for (gloo), in slices, so that somebody can see what the wait is for."""
+"""Collectives that the host itself waits for (gloo), in slices of a second, between which an observer may look."""
 
 from __future__ import annotations
 
@@ -50,13 +50,16 @@ def observe_waits(observer: WaitObserver) -> None:
 
 
 def is_of_collective(error: BaseException | None) -> bool:
-    """Return True if ``error`` is that of a collective which failed."""
+    """Return True if ``error`` is that of a collective which failed.
+
+    gloo raises a plain RuntimeError without a code, so only its text tells.
+    """
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 @contextlib.contextmanager
 def waits_of_others() -> Iterator[None]:
-    """Let the observer say why a collective failed that other code waits for inside a ``with`` block.
+    """Let the observer explain a failed collective of other code that runs inside a ``with`` block.
 
     An error that is not a collective's passes unchanged.
     """
@@ -71,8 +74,8 @@ def waits_of_others() -> Iterator[None]:
 class _WaitElsewhere:
     """A collective that a thread waits for, so that this one can stop waiting."""
 
-    # One thread for all, since works of a communicator end in the order of their start. Behind one of another
-    # communicator that hangs, a work seems to hang as well: its waits then only look what other ranks do.
+    # One thread for all, since the works of a communicator end in the order of their start. A work of one communicator
+    # behind a hanging one of another seems to hang as well. Then its waits only let the observer look more often.
     _waits: queue.SimpleQueue[_WaitElsewhere] = queue.SimpleQueue()
     _thread: Thread | None = None
 
@@ -113,7 +116,7 @@ class _WaitElsewhere:
 
     @classmethod
     def forget_thread(cls) -> None:
-        """Start a thread anew when one is needed: this process is a fork, which has none of its parent's threads."""
+        """Start a new thread when one is needed: this process is a fork, which has none of its parent's threads."""
         cls._thread, cls._waits = None, queue.SimpleQueue()
 
 
@@ -122,12 +125,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class HostWork:
-    """A collective that the host itself waits for, but no longer than until it is known that it will never end."""
+    """A collective that the host itself waits for, until it ends or the observer finds out that it never will."""
 
     __slots__ = ("_started", "_work")
 
     def __init__(self, work: dist.Work, *, takes_limit: bool = True) -> None:
-        """``takes_limit``: whether the ``wait`` of ``work`` returns when the time it is given is over."""
+        """``takes_limit``: whether ``work.wait(timeout)`` respects its timeout."""
         self._started = work
         self._work = work if takes_limit else _WaitElsewhere(work)
 
@@ -149,7 +152,7 @@ class HostWork:
                     if completed:
                         _observer.failed(error)
                         raise
-                # The slice is over, or the collective failed or ended just now: then the next wait says which.
+                # Either the slice is over, or the collective has just failed or ended; the next wait tells which.
                 slices += 1
                 if not self._work.is_completed():
                     _observer.waiting()

@@ -13,7 +13,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
-    """Copy each of ``pieces`` to its target, in the target's dtype; all by one kernel, where there are any."""
+    """Copy each of ``pieces`` to its target, in the target's dtype, by one kernel; the lists may be empty."""
     if targets:
         foreach_copy(targets, pieces)
 
@@ -23,7 +23,7 @@ def pack_rows(tensors: list[torch.Tensor], rows: torch.Tensor, padding: int) -> 
 
     They are cast to the dtype of ``rows``; short chunks, and the last ``padding`` elements of each row, become zero.
     """
-    # Not kept for the next time: memory that a graph captured holds nothing until the graph is replayed.
+    # Made each time: if a graph capture made these zeros, they would be in memory only after the graph's first replay.
     zeros = [tensors[0].new_zeros(len(rows), padding)] if padding else []
     chunk_cat([*tensors, *zeros], 0, len(rows), out=rows)
 
@@ -54,7 +54,7 @@ def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> 
 
 
 def zero_gaps(rows: torch.Tensor, layout: ShardLayout) -> None:
-    """Zero what ``rows`` (ranks, slot) has in excess of the pieces: behind a shorter one, and where there is none."""
+    """Zero the padding of ``rows`` (ranks, slot): behind a shorter piece, and the rows of ranks without a piece."""
     if layout.dim is None or layout.even or not layout.numel:
         return
     whole, rest = divmod(layout.shape[layout.dim], layout.chunk)

@@ -1,7 +1,7 @@
 """Reducing gradients: from full gradients to this rank's shards of their mean, one chunk at a time.
 
-A chunk is one operation with a few waits in it, written as a generator: start, yield while gradients travel, finish. It
-takes tensors and gives tensors; which parameters they belong to is the caller's business.
+A chunk is one operation with a few waits, written as a generator: start, yield while gradients are on their way,
+finish. It takes and returns tensors; only the caller knows which parameters they belong to.
 
 A plan chooses how chunks are summed over the shard axis (`_OverShards`: a reduce-scatter, a caller's own one, an
 exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an all-reduce, an encoded one). With
@@ -40,17 +40,18 @@ __all__ = ["Encoding", "Finished", "ReducePlan", "pack_gradients", "reduce_chunk
 
 
 Finished = Literal["early", "last", "together"]
-"""How the gradients of a chunk were finished, which says when they are copied:
+"""When autograd finished the gradients of a chunk, which decides when they are copied:
 
-* "early", while backward goes on in their unit, or as the last of the whole backward: at once, since they take memory
-  beside activations, or since no unit follows beside which they could be copied;
-* as the "last" of their unit: beside the next unit;
-* "together" with all others of their unit, so that their memory is taken already: at once, without waiting for room.
+* "early": before backward has left their unit, or at the end of the whole backward. They are copied at once: in the
+  first case they take memory beside activations, in the second no unit follows beside which they could be copied.
+* "last" of their unit: they are copied beside the next unit.
+* "together" with all others of their unit: they are copied at once, without waiting for room, since their memory is
+  taken already.
 """
 
 
 class Encoding(NamedTuple):
-    """A format in which gradients travel on one axis, and what it keeps from call to call on the lane that encodes."""
+    """A format in which gradients are sent on one axis, and the state that it keeps on the lane that encodes."""
 
     form: WireFormat
     state: Any = None
@@ -91,14 +92,14 @@ class Encoding(NamedTuple):
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """What is the same for all chunks of a group that share their dtypes.
+    """Settings that all chunks of a group with the same dtypes share.
 
-    ``hook`` sees the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
+    ``hook`` gets the reduced chunk before the final division and cast, on ``hook_lane`` if there is one. With
     ``offload`` the shards are delivered on the CPU. ``wire_dtype`` may be narrower than ``reduce_dtype``; it must be
-    the same on every rank, so it cannot depend on which gradients a rank happens to have. ``exchange_bytes`` is the
-    size from which on each rank sums what the others send it, None for what suits the backend. ``encodings`` are those
-    of the shard axis and of the replicate axis, each None for as they are, or if there is no such axis. What is encoded
-    has rows of whole blocks, and float32 to reduce in.
+    the same on every rank, so it cannot depend on which gradients a rank happens to have. From ``exchange_bytes`` on,
+    each rank sums what the others send it; None: the backend's default. ``encodings`` are those of the shard and the
+    replicate axis, each None if gradients are sent as they are. Encoded gradients have rows of whole blocks, and are
+    reduced in float32.
     """
 
     shard: Axis
@@ -117,22 +118,22 @@ class ReducePlan:
 
     @property
     def divided_over_shards(self) -> float:
-        """The divisor of a sum over the shard axis when it is there; the rest follows over the replicate axis."""
+        """The divisor already applied to a sum over the shard axis; the rest is applied over the replicate axis."""
         return self.scaling.pre * (self.shard.size if self.scaling.average else 1)
 
     @cached_property
     def all_reduce_over_replicas(self) -> _OverCopies:
-        """The way chunks are summed over the replicate axis."""
+        """The algorithm that sums chunks over the replicate axis."""
         encoding = self.encodings[1]
         return _AllReduce(self) if encoding is None else _EncodedAllReduce(self, encoding)
 
     @cached_property
     def scatter_over_replicas(self) -> _OverReplicas:
-        """The way chunks are summed over the replicate axis if each rank keeps a part of its own."""
+        """The algorithm that sums chunks over the replicate axis if each rank keeps only a part of the sum."""
         return _OverReplicas(self)
 
     def over_shards(self, row: RowPlan) -> _OverShards:
-        """Choose how a chunk of ``row`` is summed over the shard axis: by its size, which is the same on all ranks."""
+        """Choose the algorithm for a chunk of ``row`` on the shard axis, by its size, which is equal on all ranks."""
         if self._fixed is not None:
             return self._fixed
         nbytes = row.numel * self.shard.size * self.reduce_dtype.itemsize
@@ -140,7 +141,7 @@ class ReducePlan:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether there is nobody to sum with, and nobody else who looks at the sum."""
+        """Whether there is no other rank, and no hook, format or custom collective that needs the steps of a sum."""
         nobody = self.shard.size == self.replicate.size == 1 and self.encodings[0] is None
         return nobody and self.custom is None and self.hook is None
 
@@ -162,7 +163,7 @@ class ReducePlan:
 
 
 def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
-    """Return whether the memory of a single gradient is one row per rank in ``dtype`` already, padding included."""
+    """Return whether there is one gradient, whose memory already is one row per rank in ``dtype``."""
     if len(grads) != 1 or row.padding:
         return False
     grad, layout = grads[0], row.layouts[0]
@@ -178,7 +179,7 @@ def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) 
     if in_order and dtypes.count(dtypes[0]) == len(dtypes):
         pack_rows(grads, table, row.padding)
         return
-    if in_order and row.even:  # gradients of norms come in float32 beside others
+    if in_order and row.even:  # mixed dtypes: gradients of norms may be float32 beside bfloat16
         slots = table.split(row.sizes, 1)
         copy_all(list(slots[: len(grads)]), [grad.view(ranks, -1) for grad in grads])
         if row.padding:
@@ -190,7 +191,7 @@ def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) 
     sources: list[torch.Tensor] = []
     for grad, layout, offset in zip(grads, row.layouts, row.offsets):
         slot_rows = table[:, offset : offset + layout.slot_numel]
-        if layout.dim is None:  # every rank holds it whole, so every rank needs the whole sum
+        if layout.dim is None:  # every rank keeps it whole, so every rank's row has the whole gradient
             pairs = [(grad.reshape(1, -1).expand(ranks, -1), slot_rows)]
         else:
             pairs = piece_pairs(grad, slot_rows, layout)
@@ -211,22 +212,20 @@ def reduce_chunk(
     *,
     finished: Finished = "last",
 ) -> Generator[None, None, None]:
-    """Reduce ``grads`` (emptied, none of which needs a gradient itself) and ``deliver`` this rank's shards of them.
+    """Reduce ``grads`` and ``deliver`` this rank's shards of them; stage 8 of the life of a parameter.
 
-    Stage 8 of the life of a parameter, which ``deliver`` ends.
-
-    ``defer_or_reduce`` gets the sums over the shard axis, one slot per gradient: it adds what earlier backwards left
-    there, and returns whether to go on to the replicate axis (True) or has kept them for a later backward. On streams
-    this comes to its end at once, all of it queued, but for what the host must wait for: gradients that go to the CPU.
-    How they were ``finished`` says what compute does meanwhile.
+    The list is emptied; its tensors must not require gradients. ``defer_or_reduce`` gets the sums over the shard axis,
+    one slot per gradient, and adds what earlier backwards have left of them. It returns True to go on to the replicate
+    axis, or keeps the sums for a later backward and returns False. On streams everything is queued at once; the host
+    waits only for gradients that go to the CPU.
     """
     lanes = memory.lanes
-    # A rank that is alone computes its shards from its gradients: behind compute, in the memory that activations leave.
+    # A single rank cuts its shards out of its gradients on the compute stream, in memory that activations have freed.
     lane: Lane | ComputeLane = lanes.compute if plan.alone else memory.use(lanes.reduce)
     flying = plan.over_shards(row).start(grads, row, memory, finished)
     yield from _until(flying.works)
     out, event, add_up = flying.received, flying.event, flying.add_up
-    del flying  # what was sent must not live through the next wait
+    del flying  # the inputs must not stay in memory during the next wait
     if add_up is not None or defer_or_reduce is not None:
         with lane.after() as done:
             if add_up is not None:
@@ -235,7 +234,7 @@ def reduce_chunk(
         event = done.event
         if not go_on:
             return
-    # Memory of the reduce lane, which others read from here on; what a second row makes is of the replicate lane.
+    # Memory of the reduce lane, which other lanes read from here on. Over replicas, ``out`` becomes another tensor.
     summed, rank = out, plan.shard.rank
     if row.over_replicas is not None:
         lane = replicate = memory.use(lanes.replicate)
@@ -257,7 +256,7 @@ def reduce_chunk(
             deliver(_cut(out, row, rank))
     if not plan.alone and lane is not lanes.reduce:
         memory.retain_sums(done.event, summed)  # the reduce lane's memory, which this lane still reads
-    del summed  # while the host waits below, the sum on the device would stay allocated
+    del summed  # or it would stay in memory while the host waits below
     if host_waits is not None:
         yield
         host_waits.synchronize()  # the host reads what the copy engine writes
@@ -265,11 +264,11 @@ def reduce_chunk(
 
 
 def _until(works: Sequence[Work]) -> Generator[None, None, None]:
-    """Wait for ``works``, also where the operation is abandoned: their memory must not be used again before.
+    """Yield, then wait for ``works``; wait also if the operation is abandoned, before their memory is used again.
 
-    Not where nobody has the operation any more, after a backward that raised. The garbage collector must not wait:
-    other ranks may never launch the collective, and at the end of the interpreter the backend's threads have ended.
-    Backends hold the memory of collectives that are under way.
+    Do not wait if the generator is closed because nobody refers to it any more, after a backward that raised. The
+    garbage collector must not wait: other ranks may never launch the collective, and at the end of the interpreter the
+    backend's threads have ended. Backends hold the memory of collectives that are under way.
     """
     if not works:
         return
@@ -293,9 +292,9 @@ def _wait_for(works: Sequence[Work]) -> None:
 class _Flying:
     """A sum over the shard axis on its way.
 
-    ``received`` is the sum when it arrives, or ``add_up`` makes the sum of it, both in the reduce lane's memory, or in
-    compute's on the only rank. The host waits for ``works``, and ``inputs`` must live until then; ``event``
-    is the end on a stream, where `Retained` holds inputs.
+    ``received`` will be the sum, or ``add_up`` makes the sum of it. Both are memory of the reduce lane, or of compute
+    if there is one rank. On a CPU the host waits for ``works``, and ``inputs`` must live until then. On a stream
+    ``event`` is the end, and `Retained` holds the inputs.
     """
 
     received: torch.Tensor
@@ -312,16 +311,16 @@ class _OverShards(Protocol):
 
 
 class _ReduceScatter:
-    """The backend sums: gradients travel in the dtype that they are summed in."""
+    """The backend sums: gradients are sent in the dtype in which they are summed."""
 
     def __init__(self, plan: ReducePlan) -> None:
         self._plan = plan
 
     def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
-        """Send gradients from where they lie if their layout allows it, the others packed, in one launch."""
+        """Send gradients in place if their layout allows it, and the others packed, in one launch."""
         plan, lane = self._plan, memory.lanes.reduce
         device, scaling = grads[0].device, plan.scaling
-        # A division before the sum needs memory of our own: the user may hold the gradient itself.
+        # A division before the sum writes to the inputs, so they must be copies: the user may hold the gradients.
         inputs, ready = _inputs(grads, row, plan.reduce_dtype, memory, finished, own=scaling.pre != 1.0)
         with lane.after(ready) as done:
             if scaling.pre != 1.0:
@@ -337,7 +336,7 @@ class _ReduceScatter:
 
 
 class _Alone:
-    """The only rank's gradients, cast and in the order of its shards, are the sum."""
+    """There is one rank: its gradients, cast and in the order of its shards, are the sum."""
 
     def __init__(self, plan: ReducePlan) -> None:
         self._plan = plan
@@ -359,9 +358,9 @@ class _Exchange:
 
     def __init__(self, plan: ReducePlan) -> None:
         self._plan = plan
-        # What each rank sums itself may travel as it is: widening commutes with sending.
-        narrow = plan.scaling.pre == 1.0 and plan.wire_dtype is not None
-        self._dtype = plan.wire_dtype if narrow and plan.wire_dtype is not None else plan.reduce_dtype
+        # Gradients may be sent in a narrower dtype, since the rank that sums them widens them exactly.
+        narrow = plan.wire_dtype if plan.scaling.pre == 1.0 else None
+        self._dtype = narrow or plan.reduce_dtype
 
     def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
         """Send each rank its row."""
@@ -379,7 +378,7 @@ class _Exchange:
 
 
 class _CustomReduceScatter:
-    """The caller's collective sums, in one buffer that it allocated itself, perhaps the same one each time."""
+    """A custom collective sums, in one buffer that it allocated itself, perhaps the same one each time."""
 
     def __init__(self, plan: ReducePlan, custom: ReduceScatter) -> None:
         self._plan, self._custom = plan, custom
@@ -394,7 +393,7 @@ class _CustomReduceScatter:
         with lane.after(memory.lanes.compute) as done:
             rows = custom.allocate((row.numel * plan.shard.size,), dtype=dtype, device=device)
             pack_gradients(grads, row, rows)
-            # Here, since the collective may raise. ``rows`` are memory of this lane or of the collective.
+            # Before the collective, which may raise. ``rows`` are memory of this lane or of the collective.
             memory.retain_inputs(lane.event(), list(grads), nbytes)
             grads.clear()
             if scaling.pre != 1.0:
@@ -402,23 +401,23 @@ class _CustomReduceScatter:
             out = custom.allocate((row.numel,), dtype=dtype, device=device)
             average = scaling.average
             works = reduce_scatter(out, rows, plan.shard, average=average, async_op=lane.async_op, custom=custom)
-            if lane.on_stream:  # it may give works on a stream all the same
+            if lane.on_stream:  # a custom collective may return works on a stream too
                 for work in works:
                     work.wait()
                 works = []
-        # A sum of our own: it may wait for later backwards and become a gradient, while the collective may write its
-        # memory again.
+        # The sum is a copy: it may wait for later backwards or become a gradient, while the collective may reuse its
+        # own memory.
         return _Flying(out, works, done.event, [rows], torch.clone)
 
 
 class _EncodedExchange:
-    """Each rank sums what the others send it encoded; its own row is added as it is."""
+    """Each rank sums what the others send it encoded, and adds its own row as it is."""
 
     def __init__(self, plan: ReducePlan, encoding: Encoding) -> None:
         self._plan, self._encoding = plan, encoding
 
     def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
-        """Encode on the pack lane, in its memory: that is little, and encoding takes several kernels."""
+        """Encode on the pack lane, in its memory: encoded gradients are small, and encoding takes several kernels."""
         plan, encoding, lanes = self._plan, self._encoding, memory.lanes
         lane, ranks, nbytes = lanes.reduce, plan.shard.size, sum([grad.nbytes for grad in grads])
         if finished != "together":
@@ -451,10 +450,10 @@ def _inputs(
     *,
     own: bool,
 ) -> tuple[list[torch.Tensor], Before]:
-    """Make the inputs of a chunk's collectives of ``grads``, which it empties; return these, and when they are ready.
+    """Make the inputs of a chunk's collectives from ``grads``; return them, and the event when they are ready.
 
-    A gradient is an input itself where its memory is one row for each rank in ``dtype``, unless the inputs have to be
-    our ``own``. Others are copied, in memory of the compute stream, whose memory gradients and activations give back.
+    The list is emptied. A gradient whose memory is one row per rank in ``dtype`` is itself an input, unless the inputs
+    must be our ``own``. The others are copied to memory of the compute stream, which gradients and activations free.
     """
     lanes, device = memory.lanes, grads[0].device
     parts: list[_Part] = [(list(grads), row.rest)]
@@ -467,13 +466,14 @@ def _inputs(
     left = 0
     if True in copied:
         left = sum([grad.nbytes for (part, _), copies in zip(parts, copied) if copies for grad in part])
-    if finished != "together":  # their memory is taken already, so there is nothing to wait for
+    if finished != "together":  # the memory of these is taken already, so there is nothing to wait for
         memory.make_room(row.numel * row.ranks * dtype.itemsize + left)
     if not left:
         return [_flat(part[0]) for part, _ in parts], lanes.compute
-    # The last of a unit are copied while compute goes on to the next one. They stay in memory until that has its first
-    # gradient, so they are limited: ``limit_bytes`` is one unit by default, of which three fifths are two of the three
-    # large matrices of a block. The rest is copied before, and each gradient goes as soon as it is copied.
+    # The last gradients of a unit are copied on the pack lane while compute goes on to the next unit. They stay in
+    # memory until that unit has its first gradient, so they are limited to three fifths of ``limit_bytes``, which is
+    # one unit by default: two of the three large matrices of a block. The others are copied before, on the compute
+    # stream, and each is freed as soon as it is copied.
     beside = memory.limit_bytes * 3 // 5 if finished == "last" else 0
     inputs: list[torch.Tensor] = []
     later: list[tuple[torch.Tensor, _Part]] = []
@@ -500,8 +500,8 @@ def _inputs(
 
 
 _Part = tuple[list[torch.Tensor], ShardLayout | RowPlan]
-"""The gradients that one collective of a chunk sends: one that is sharded evenly along its slowest dimension, or all
-the small ones."""
+"""The gradients that one collective of a chunk sends: a single one that is sharded evenly along its slowest dimension,
+or all others, packed."""
 
 
 def _copy(rows: torch.Tensor, part: list[torch.Tensor], layout: ShardLayout | RowPlan) -> None:
@@ -512,7 +512,7 @@ def _copy(rows: torch.Tensor, part: list[torch.Tensor], layout: ShardLayout | Ro
 
 
 def _lies_as(part: list[torch.Tensor], layout: ShardLayout | RowPlan, dtype: torch.dtype) -> bool:
-    """Return whether the memory of ``part`` is one row for each rank in ``dtype``, which NCCL reads fast."""
+    """Return whether the memory of ``part`` is one row per rank in ``dtype``, aligned as NCCL needs it to be fast."""
     if not isinstance(layout, ShardLayout):
         return _sends_as_it_is(part, layout, dtype)
     grad = part[0]
@@ -526,7 +526,7 @@ def _flat(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _outputs(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
-    """Return the part of ``out``, this rank's row, that each collective of a chunk writes."""
+    """Return the slice of ``out``, this rank's row, that each collective of a chunk writes."""
     if not row.in_place:
         return [out]
     outputs = [out[row.offsets[i] : row.offsets[i] + row.layouts[i].slot_numel] for i in row.in_place]
@@ -555,7 +555,7 @@ class _OverCopies(Protocol):
     def run(
         self, out: torch.Tensor, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, torch.Event | None]:
-        """Replace ``out``, there from ``event`` on, by its sum (or mean) over the axis; returns when that is done."""
+        """Replace ``out``, ready at ``event``, by its sum (or mean) over the axis; return the event of the end."""
         ...
 
 
@@ -576,9 +576,9 @@ class _AllReduce:
 
 
 class _EncodedAllReduce:
-    """Each rank sums a part, and all get the sums; both travel encoded.
+    """Each rank sums a part, and all ranks gather the sums; both are sent encoded.
 
-    A rank decodes its own part of the sums too, so that copies stay equal bit by bit.
+    A rank decodes its own part of the sums too, so that replicas stay equal bit by bit.
     """
 
     def __init__(self, plan: ReducePlan, encoding: Encoding) -> None:
@@ -607,7 +607,7 @@ class _EncodedAllReduce:
 
 
 class _OverReplicas:
-    """Each rank gets the sum of its part, which no other rank keeps."""
+    """A reduce-scatter over the replicate axis: each rank gets the sum of its part, which no other rank keeps."""
 
     def __init__(self, plan: ReducePlan) -> None:
         self._plan, self._axis = plan, plan.replicate
@@ -615,7 +615,7 @@ class _OverReplicas:
     def run(
         self, pieces: list[torch.Tensor], row: RowPlan, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Event | None]]:
-        """Return this rank's part of the sums (or means) of ``pieces``, which are there from ``event`` on, and when."""
+        """Return this rank's part of the sums (or means) of ``pieces``, ready at ``event``, and the end event."""
         plan, axis, encoding = self._plan, self._axis, self._plan.encodings[1]
         dtype, device = pieces[0].dtype, pieces[0].device
         with lane.after(event) as done:
@@ -634,7 +634,7 @@ class _OverReplicas:
                 add_up = partial(_sum_rows, axis=axis, dtype=dtype, scaling=plan.scaling)
             else:
                 out = torch.empty(row.numel, dtype=dtype, device=device)
-                if row.numel:  # a rank of the shard axis may have no element, in all replicas
+                if row.numel:  # a rank of the shard axis may have no elements, alike in all replicas
                     works = reduce_scatter(out, rows, axis, average=plan.scaling.average, async_op=lane.async_op)
         yield from _until(works)
         if add_up is not None:
@@ -664,5 +664,5 @@ def _slots(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
 
 def _cut(out: torch.Tensor, row: RowPlan, rank: int) -> list[torch.Tensor]:
     """Return this rank's piece of every gradient in the reduced row."""
-    start = out.storage_offset()  # custom collectives may bring memory that is part of a larger buffer
+    start = out.storage_offset()  # a custom collective's memory may be a part of a larger buffer
     return [out.as_strided(shape, stride, start + offset) for shape, stride, offset in row.pieces(rank)]

@@ -1,4 +1,4 @@
-"""Operations in flight: started, and waited for as late as their number and size allow."""
+"""Reductions in flight: started, and waited for as late as their number and size allow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Operation = Generator[None, None, None]
 
 
 class Abandoned(Exception):
-    """Thrown into an operation that goes no further: it waits for what it has sent, and then lets it through."""
+    """Thrown into an operation whose result nobody wants. It waits for its collectives, then lets this pass."""
 
 
 class _InFlight(NamedTuple):
@@ -30,13 +30,13 @@ class _InFlight(NamedTuple):
 class Reductions:
     """A window of operations, bounded because they need memory.
 
-    An operation is a generator that yields where the host has to wait. On a CPU that is wherever it communicates, and
-    its inputs stay alive in its frame. So before one starts, the oldest are resumed once, until there are fewer than
-    ``limit``, with their gradients within the bytes that ``memory`` may hold. Those that wait for a second time (for
-    the replicate axis) stand in a window of their own, of ``limit`` as well.
+    An operation is a generator that yields when the host has to wait. On a CPU it yields at each collective, and its
+    inputs stay alive in its frame. So before an operation starts, the oldest ones are resumed, each once, until fewer
+    than ``limit`` are left and all gradients fit into the bytes that ``memory`` may hold. Operations at their second
+    wait (for the replicate axis) are in a second window, which also has ``limit`` places.
 
-    On streams an operation runs to its end at once, and ``memory`` holds what lanes still read. Only one that copies
-    to the host waits once: its result is memory of the host by then, so there is no bound.
+    On streams an operation runs to its end at once, and ``memory`` holds what lanes still read. It yields once if it
+    copies its result to the host. That result is memory of the host, so these operations are not bounded.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -48,7 +48,7 @@ class Reductions:
         self._past_first_wait: deque[_InFlight] = deque()
 
     def set_limits(self, operations: int, nbytes: int) -> None:
-        """Let ``operations`` be in flight, and ``nbytes`` of gradients; of one operation, however large it is."""
+        """Let so many ``operations`` be in flight, with ``nbytes`` of gradients in all; a single one may be larger."""
         self.limit, self.memory.limit_bytes = operations, nbytes
 
     def add(self, operation: Operation, nbytes: int = 0, owner: object = None) -> None:
@@ -84,23 +84,23 @@ class Reductions:
         self.memory.drop_all()
 
     def abandon(self, owners: Collection[object]) -> None:
-        """Let the communication of ``owners`` end and throw its results away; roots that share the lanes go on."""
+        """Wait for the collectives of ``owners``, and drop their results. Operations of other roots stay in flight."""
         every = [*self._past_first_wait, *self._window]
         self._window = deque(one for one in self._window if one.owner not in owners)
         self._window_bytes = sum([one.nbytes for one in self._window])
         self._past_first_wait = deque(one for one in self._past_first_wait if one.owner not in owners)
         try:
-            with ExitStack() as closing:  # abandons all of them, also where waiting for one raises
+            with ExitStack() as closing:  # abandons all of them, even if waiting for one raises
                 for one in reversed(every):
                     if one.owner in owners:
                         closing.callback(_abandon, one.operation)
         finally:
-            self.memory.use(self.lanes.gather)  # a gather that raised while it was started has marked no end either
+            self.memory.use(self.lanes.gather)  # a gather that raised while it started has recorded no event either
             self.memory.drop_all()
 
 
 def _resume(operation: Operation) -> bool:
-    """Return whether ``operation`` is still in flight after it was resumed."""
+    """Resume ``operation``; return whether it is still in flight."""
     try:
         next(operation)
     except StopIteration:

@@ -1,4 +1,4 @@
-"""Memory that a lane still reads when its owner is done with it: kept until the lane that it came from has waited."""
+"""Memory that another lane still reads: kept until the lane that allocated it has waited for that lane."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Retention:
 class Retained:
     """Memory of reductions on streams. It is empty on a CPU, where operations keep their inputs themselves.
 
-    Of the compute stream it holds no more than ``limit_bytes``, or one chunk if that is larger; chunks whose gradients
-    were finished together come on top, up to one unit. Of the pack and the reduce lane it holds what one reduction
-    needs: these lanes wait for all but the last before the next reduction.
+    Of the compute stream's memory it holds at most ``limit_bytes``, or one chunk if that is larger. Chunks whose
+    gradients were finished together may exceed this by one unit. Of the pack and reduce lanes' memory it holds what one
+    reduction needs: before the next reduction, these lanes wait for all but the last.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -34,13 +34,13 @@ class Retained:
         self.limit_bytes = 0
         self.packed: deque[_Retention] = deque()  # gradients that are copied beside compute
         self._inputs: deque[_Retention] = deque()
-        self._nbytes = 0  # of both, which are memory of the compute stream
+        self._nbytes = 0  # of ``packed`` and ``_inputs``, which are memory of the compute stream
         self._encoded: deque[_Retention] = deque()
         self._sums: deque[_Retention] = deque()
-        self._used: dict[Lane, None] = {}  # the lanes that read, in the order in which they began
+        self._used: dict[Lane, None] = {}  # an ordered set of the lanes on which reductions have put work
 
     def use(self, lane: Lane) -> Lane:
-        """Return ``lane``, on which an operation will put work that the end has to wait for."""
+        """Return ``lane``. An operation is about to put work on it, for which ``drop_all`` has to wait."""
         self._used[lane] = None
         return lane
 
@@ -57,7 +57,7 @@ class Retained:
         self._retain(self._encoded, event, rows)
 
     def retain_sums(self, event: torch.Event | None, sums: torch.Tensor) -> None:
-        """Keep ``sums``, of the reduce lane, until ``event`` of the lane that they went to."""
+        """Keep ``sums``, of the reduce lane, until ``event`` of the lane that reads them."""
         self._retain(self._sums, event, [sums])
 
     def _retain(
@@ -70,43 +70,44 @@ class Retained:
     def make_room(self, nbytes: int) -> None:
         """Let compute wait until ``nbytes`` more may be held.
 
-        Packed gradients are given back before inputs, whatever is older: the pack lane is done with them first.
+        Packed gradients are given back before inputs, even if these are older: the pack lane is done with them first.
         """
         while (self.packed or self._inputs) and self._nbytes + nbytes > self.limit_bytes:
             self._drop_oldest(self.packed or self._inputs, self.lanes.compute)
 
     def drop(self) -> None:
-        """Give back all that is held of the compute stream's memory, which waits for it."""
+        """Let compute wait, and give back everything that is held of the compute stream's memory."""
         while self.packed or self._inputs:
             self._drop_oldest(self.packed or self._inputs, self.lanes.compute)
 
     def drop_packed(self) -> None:
-        """Give back the gradients that were copied beside compute, which waits for that."""
+        """Let compute wait for the pack lane, and give back the gradients that it has copied."""
         while self.packed:
             self._drop_oldest(self.packed, self.lanes.compute)
 
     def drop_encoded(self) -> None:
         """Let the pack lane wait until all encoded rows but the last were read.
 
-        The last were sent just now: to wait for them would stop the packing of the next chunk.
+        The last rows were sent just now: waiting for them would delay the packing of the next chunk.
         """
         while len(self._encoded) > 1:
             self._drop_oldest(self._encoded, self.lanes.pack)
 
     def drop_sums(self) -> None:
-        """Let the reduce lane wait until all sums but the last were read, beside which it computes the next one."""
+        """Let the reduce lane wait until all sums but the last were read: it computes the next sum beside that one."""
         while len(self._sums) > 1:
             self._drop_oldest(self._sums, self.lanes.reduce)
 
     def _drop_oldest(self, kept: deque[_Retention], lane: Lane | ComputeLane) -> None:
         oldest = kept.popleft()
         self._nbytes -= oldest.nbytes
-        # Before the references go: the allocator gives this memory to the next kernel of the lane that it came from.
+        # Before the references are dropped: then the allocator may give this memory to the lane's next kernel.
         lane.wait(oldest.event)
 
     def drop_all(self) -> None:
-        """Let compute wait for all that lanes do, and give everything back."""
-        # Whole lanes, since an operation that raised has marked no end: lanes may still read its inputs and sums.
+        """Let compute wait for all lanes that were used, and give everything back."""
+        # For all their work, not for events: an operation that raised has recorded none, and its inputs and sums may
+        # still be read.
         for lane in self._used:
             self.lanes.compute.wait(lane.event())
         self._used.clear()

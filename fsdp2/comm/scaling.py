@@ -40,8 +40,8 @@ def choose_scaling(
     """Return how to divide by ``factor`` (default: the data-parallel ranks) when reducing in ``reduce_dtype``.
 
     A range as wide as float32's lets the backend average. A narrow one (float16) divides by about sqrt(factor) before
-    the sum and by the rest after it. A custom factor is applied once, after the sum, on every backend and size:
-    NCCL's PREMUL_SUM would save one small kernel, gloo's raises and poisons its group.
+    the sum and by the rest after it. A custom factor is applied once, after the sum, with every backend and size:
+    NCCL's PREMUL_SUM would save one small kernel, but gloo's raises, and leaves its process group unusable.
     """
     world = shard_size * replicate_size
     divisor = float(world) if factor is None else float(factor)
@@ -56,7 +56,7 @@ def choose_scaling(
 
 
 def divide_(tensor: torch.Tensor, divisor: float) -> None:
-    """Divide ``tensor`` in place, by multiplying where that gives the same bits: it takes a third of the time."""
+    """Divide ``tensor`` in place. For a power of two, multiply: same bits, in a third of the time."""
     if math.frexp(divisor)[0] == 0.5:
         tensor.mul_(1 / divisor)
     else:

@@ -33,15 +33,15 @@ Every wait between lanes, and what it protects:
 | compute         | all of them, at the end                 | order  | Reductions.finish             |
 | compute         | all of them, after an error             | memory | Reductions.abandon            |
 
-*order*: the data must be there. *memory*: the allocator may hand the block out again, and only to work that is behind
-this wait. Memory goes back to the lane that it came from, so no block is ever recorded on a second stream: what is
-gathered to the gather lane, encoded gradients to the pack lane, and copies of shards on the host to the copy lane. An
-allocator keeps memory for each stream, so memory that one lane has taken, however briefly, is never available to the
-others. That is why gradients are packed into memory of the compute stream, where they and activations are freed. What
+*order*: the data must be ready. *memory*: from here on the allocator may reuse the block, for work behind this wait.
+Memory goes back to the lane that allocated it, so no block is ever recorded on a second stream: gathered parameters go
+back to the gather lane, encoded gradients to the pack lane, and copies of shards on the host to the copy lane. The
+allocator has a pool for each stream, so memory that one lane has allocated, however briefly, never serves another lane.
+That is why gradients are packed into memory of the compute stream, which frees gradients and activations. Work that
 follows a collective is queued right behind it.
 
-On a CPU a lane is program order: events are None, waits do nothing, and collectives return works that are waited for
-late, which is what overlaps them with compute there.
+On a CPU a lane is program order: events are None, and waits do nothing. Collectives return works, which are waited for
+as late as possible, so that they overlap compute.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments"]
 class Done:
     """The result of ``with lane.after(...) as done``: after the block, ``event`` marks its end (None on a CPU).
 
-    Without a ``context`` the stream is the current one already.
+    Without a ``context``, the stream is the current one already.
     """
 
     __slots__ = ("_context", "_stream", "event")
@@ -94,9 +94,10 @@ def _device_module(device: torch.device) -> Any:
 
 
 def _on(stream: Any, module: Any) -> Any:
-    """Return a context on ``stream``, which is nobody else's object and is not entered twice.
+    """Return a context that makes ``stream`` the current one.
 
-    A stream of CUDA is one itself. What ``torch.cuda.stream`` returns asks for devices with 84 Python calls each time.
+    A stream of CUDA is such a context itself, which must not be entered twice: the lane's object is nobody else's. The
+    context of ``torch.cuda.stream`` costs 84 Python calls each time, because it asks for devices.
     """
     return stream if module is torch.cuda else module.stream(stream)
 
@@ -105,14 +106,15 @@ class Lane:
     """A stream that work is put on: ``with lane.after(other) as done: ...`` runs the block behind the other's work."""
 
     def __init__(self, device: torch.device, *, priority: int = 0, stream: Any = None) -> None:
-        """``stream`` is the caller's own; by default the lane makes one."""
+        """``stream`` is a stream of the caller's; by default the lane makes one."""
         self._module = module = _device_module(device)
         if module is None:
             stream = None
         elif stream is None:
             stream = module.Stream(device=device, priority=priority)  # another device may be the current one
         elif isinstance(stream, torch.Stream):
-            # An object of our own. And the waits of torch.Stream ignore events of torch.cuda, and say nothing.
+            # Another object on the same stream: entering the caller's could enter it twice. It is one of the device's
+            # class, because a torch.Stream silently ignores waits for events of torch.cuda.
             same = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
             stream = module.Stream(**same)
         self._stream = stream
@@ -137,9 +139,9 @@ class Lane:
 
 
 class Moments:
-    """Points in time: of the current stream of ``device``, or of the host where there are no streams.
+    """Points in time: of the current stream of ``device``, or of the host if the device has no streams.
 
-    A ``Recorder`` needs them; the one of ``record_steps`` is the example.
+    A ``Recorder`` needs them; see that of ``record_steps``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -155,7 +157,7 @@ class Moments:
         return event
 
     def wait(self) -> None:
-        """Let the host wait until all moments are over, of every stream."""
+        """Let the host wait until every stream has passed its moments."""
         if self._module is not None:
             self._module.synchronize()
 
@@ -165,10 +167,10 @@ class Moments:
 
 
 class ComputeLane:
-    """The stream the user's model runs on: the current one, and in a backward the one that it entered a unit on.
+    """The stream that the user's model runs on: the current one; in a backward, the one on which it entered a unit.
 
-    Hooks of gradients run on the stream that their autograd node was made on, which may be another if somebody kept
-    the node. What they put there counts as compute: ``catch_up`` runs at each of them.
+    Autograd runs a hook of a gradient on the stream on which the gradient's node was made. That may be another stream,
+    if somebody kept the node. Its work counts as compute: each hook calls ``catch_up``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -176,7 +178,7 @@ class ComputeLane:
         self._module = _device_module(device)
         self._backward: Any = None
         self._key = current_key(device) if self._module is torch.cuda else None
-        self._known: tuple[Any, Any] = (None, None)  # what said that a stream is the current one, and the stream
+        self._known: tuple[Any, Any] = (None, None)  # the key of the current stream, and the stream with that key
 
     def _current(self) -> Any:
         if self._key is None:
@@ -196,7 +198,7 @@ class ComputeLane:
         self._backward = None
 
     def catch_up(self) -> None:
-        """Let the backward's stream wait for the current one, a hook's, if that is another."""
+        """Let the backward's stream wait for the current one, that of a hook, if they differ."""
         if self._backward is None:
             return
         current = self._current()
@@ -213,8 +215,8 @@ class ComputeLane:
     def here(self) -> Done:
         """Run the block on the compute stream.
 
-        Gradients are memory of the stream that backward runs on. On a hook's own stream a gradient that is dropped in
-        the block would be used again before the block has read it.
+        Gradients are memory of the stream that backward runs on. If the block ran on a hook's own stream and dropped a
+        gradient, the allocator could reuse its memory before the block has read it.
         """
         if self._module is None:
             return _HOST_DONE
@@ -254,11 +256,11 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.on_streams = _device_module(device) is not None  # else a lane is program order, and the host waits
+        self.on_streams = _device_module(device) is not None  # otherwise lanes are program order, and the host waits
         self.compute = ComputeLane(device)
-        self.shards_written: torch.Event | None = None
+        self.shards_written: torch.Event | None = None  # compute has written shards by then; copies of them wait for it
 
-    # Compute waits for all lanes but ``replicate``, so their kernels, which are short, go ahead of a long product's.
+    # Compute waits for all lanes but ``replicate``. So their short kernels have priority over a long matrix product.
     @cached_property
     def gather(self) -> Lane:
         """The lane on which parameters are gathered."""

@@ -93,13 +93,14 @@ class Axis:
         return replace(self, group=own_group(dist.get_process_group_ranks(self.group), "reduce_scatter"))
 
 
+# The number of groups made under each name, for each default process group: a name must be new in the store.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def own_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     """Return a new process group of ``ranks``, in this order.
 
-    All of them must call this, as often as each other for this ``purpose``; other ranks need not know.
+    Each of these ranks must call this, and equally often for each ``purpose``. Other ranks need not call it.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -114,10 +115,10 @@ _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 
 
 def _present_world() -> int:
-    """Return a number that only the present default process group has.
+    """Return a number for the present default process group, which no other one has.
 
-    What is remembered on a mesh is remembered for that one. The caches of DTensor hold meshes and return them in place
-    of equal ones, also after their process groups were destroyed and others were made.
+    It is part of the keys of what is cached on a mesh. DTensor's caches keep meshes, and return them for equal ones
+    even after their process groups were destroyed and new ones were made.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -131,9 +132,9 @@ _ABSENT = Axis(None, 1, 0, "none")
 class DataParallelMesh:
     """The mesh of one call: parameters are sharded over ``shard``, gradients summed over ``shard`` and ``replicate``.
 
-    ``mesh`` has only the data-parallel dimensions: (shard), (replicate, shard) or (replicate). Two dimensions may be
-    one replicate axis. With ``dp_mesh_dims``, ``spmd`` is the mesh that parameters already lie on, and ``dims`` names
-    its data-parallel dimensions.
+    ``mesh`` has only the data-parallel dimensions: (shard), (replicate, shard) or (replicate). A replicate axis may
+    stand for two dimensions. With ``dp_mesh_dims``, ``spmd`` is the mesh that parameters already lie on, and ``dims``
+    names its data-parallel dimensions.
 
     With ``shard_over_replicas``, ``nested`` is a mesh (shard, replicate) of the same ranks: each rank's piece for the
     shard axis is sharded once more, over the replicate axis, so no two ranks keep the same elements.
@@ -169,7 +170,7 @@ class DataParallelMesh:
                 stacklevel=2,
             )
         if self.shard.group is None or self.mesh.ndim == 1 or mesh_order(self.mesh):
-            return
+            return  # no columns, or process groups in the mesh's own order
         listed = self.mesh.mesh
         places = listed.argsort(1)
         if not places.eq(places[0]).all():
@@ -325,7 +326,7 @@ _OTHER = {
 
 
 def _warn_of_other_names(mesh: DeviceMesh) -> None:
-    """Warn if the names of a 2D mesh say something else than replicas in the first dimension, shards in the second."""
+    """Warn if the names of a 2D mesh contradict replicas in the first dimension and shards in the second."""
     names = mesh.mesh_dim_names
     if mesh.ndim != 2 or names is None:
         return
@@ -413,13 +414,13 @@ def shard_first(mesh: DeviceMesh) -> DeviceMesh:
 def regroup(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Return ``mesh`` reshaped to (rest, ``size``): subgroups of neighbours.
 
-    Its process groups are made once per mesh and size, under each default process group; every rank of ``mesh`` must
-    call this, and no other. So they are not made by ``DeviceMesh``, which numbers process groups in the order in which
-    all ranks make them. A rank's place among its neighbours is its rank in their process group, which follows the order
-    of ``mesh`` only if ``mesh`` preserves it.
+    Every rank of ``mesh`` must call this. Its process groups are made once per mesh and size, under each default
+    process group. ``DeviceMesh`` does not make them, because it numbers process groups in the order in which all ranks
+    of the job make them, and other ranks need not call this. A rank's place among its neighbours is its rank in their
+    process group, which follows the order of ``mesh`` only if ``mesh`` preserves it.
 
-    Pass the mesh that ``fully_shard`` was given, not that of a DTensor: the caches of DTensor may hold another one, on
-    some ranks only, which would then make process groups alone.
+    Pass the mesh that ``fully_shard`` was given, not that of a DTensor: on some ranks DTensor's caches may return
+    another mesh, for which these ranks alone would make process groups.
     """
     cache: dict[tuple[int, int], DeviceMesh] = mesh.__dict__.setdefault("_fsdp2_regrouped", {})
     key = (_present_world(), size)

@@ -33,9 +33,9 @@ __all__ = [
     "reduced_in_place",
 ]
 
-# A size in bytes, or a number of elements, that nothing reaches.
+# Larger than any size in bytes and any number of elements.
 NO_LIMIT = 1 << 62
-# NCCL and vectorized kernels need addresses and sizes that are multiples of this; it is aligned for every dtype.
+# NCCL and vectorized kernels need addresses and sizes that are multiples of this; so do elements of every dtype.
 ALIGN_BYTES = 16
 # cuBLASLt chooses its kernels by the alignment of their operands, up to this many bytes.
 _FULL_ALIGN_BYTES = 256
@@ -57,7 +57,7 @@ _CHUNKS, _CHUNKED_RANKS = 8, 64
 _STREAMED_RANKS, _AT_ONCE_RANKS = 64, 256
 _LEAST_BYTES_PER_RANK, _BYTES_PER_RANK = 2, 12
 _SMALL_PART = 16
-"""What is less than this part of a unit does not leave by itself."""
+"""If at most this part of a unit would be left after a single streamed chunk, the unit is sent as a whole."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class CastSpan:
 class FlatPlan:
     """Byte offsets of every item (in item order) in the three buffers, and the buffers' sizes in bytes.
 
-    What is encoded has no place of its own in the wire buffer, only its span has.
+    An encoded item has no offset of its own in the wire buffer: its ``wire_offset`` is that of its span.
     """
 
     direct: tuple[int, ...]
@@ -175,7 +175,7 @@ def _slot_numel(item: Item) -> int:
 
 
 def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
-    """Return the indices of parameters with a collective of their own; on a single rank, of all that could have one."""
+    """Choose the parameters that get a collective of their own: on a single rank, all that can have one."""
 
     def movable(item: Item) -> bool:
         layout = item.layout
@@ -206,9 +206,8 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     With ``coalesced``, the backend runs the collectives of a gather in one launch: few and large ones are best.
     """
     direct = _gathered_in_place(items, sizes, coalesced=coalesced)
-    alone = set(direct)
-    others = [i for i in range(len(items)) if i not in alone]
-    # Empty parameters are left out: they have nothing to send and nothing to allocate.
+    others = sorted(set(range(len(items))) - set(direct))
+    # Empty parameters are in neither list: they have nothing to send and nothing to allocate.
     packed = [i for i in others if items[i].layout.numel]
     empty = [i for i in others if not items[i].layout.numel]
 
@@ -289,8 +288,8 @@ def plan_chunks(
 ) -> ChunkPlan:
     """Plan chunks of gradients that are reduced together over ``ranks`` ranks, as indices into ``keys``.
 
-    A chunk is an equal part of these gradients, or of ``unit_bytes`` if that is more; its size follows from the ranks
-    and from whether collectives run on ``streams``.
+    A chunk is an equal part of these gradients, or of ``unit_bytes`` if that is more. The number of ranks, and whether
+    collectives run on ``streams``, determine its size.
 
     Gradients of one chunk share their key (dtypes and formats). Large ones are streamed, the last parameter first
     because backward finishes it first. The small rest makes one chunk per key: a streamed chunk of many small ones
@@ -298,7 +297,7 @@ def plan_chunks(
     """
     largest = max(sum(nbytes), unit_bytes)
     chunks = _number_of_chunks(largest, ranks, sizes, streams=streams)
-    # A little less than an equal part: two equal matrices then make two chunks in spite of small gradients beside them.
+    # A little less than an equal part, so that two equal matrices make two chunks although there are small gradients.
     chunk_bytes = max(largest * 9 // (10 * chunks), sizes.chunk_bytes)
     # With one chunk, send it at the end of the unit, together with the small gradients.
     at_once = streams and chunks == 1
@@ -374,7 +373,7 @@ class RowPlan:
         self.numel = align(end, pad_to)
         self.padding = self.numel - end
         self.rest: RowPlan = RowPlan([self.layouts[i] for i in self.packed], pad_to) if self.in_place else self
-        # What is reduced in place ends aligned, so the padding of the rest is that of the whole row.
+        # Gradients that are reduced in place end aligned, so the padding of the others is that of the whole row.
         assert not self.in_place or self.rest_offset + self.rest.numel == self.numel
         self.chunk_cat = all(
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0

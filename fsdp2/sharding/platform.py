@@ -1,4 +1,7 @@
-"""What devices and process groups count as. Simulations and devices that torch does not know answer for themselves."""
+"""Which streams a device has, and which backend a process group counts as.
+
+By default torch answers both. A simulation, or a device that torch does not know, installs its own answers.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ def _backend_of_torch(group: dist.ProcessGroup, device_type: str) -> str:
 class Platform:
     """Two functions that answer for devices and process groups, by default as torch describes them.
 
-    ``streams`` returns for a device the module that makes its streams and events, as ``torch.cuda`` does for a GPU;
-    None: it has none. ``backend`` returns for a process group and a type of device the name of the backend that it
-    counts as. With "gloo" the host waits for collectives, which run in parallel. All others run on streams, in order,
-    and several gathers in one launch; only "nccl" has options of NCCL.
+    ``streams(device)`` returns the module that makes the device's streams and events (``torch.cuda`` for a GPU), or
+    None if it has no streams. ``backend(group, device_type)`` returns the name of the backend that the group counts as.
+    With "gloo", the host waits for collectives, which run concurrently. With any other backend, collectives run on
+    streams, in order, and several gathers are one launch. Only "nccl" uses what NCCL alone has.
     """
 
     streams: Callable[[torch.device], Any] = _streams_of_torch

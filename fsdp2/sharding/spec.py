@@ -134,8 +134,8 @@ class ShardedSpec:
         if placed.mesh != mesh.placed or dim is None or tuple(placed.placements) != own:
             return None
         layout = ShardLayout(tuple(shard.shape), dense_strides(shard), dim, mesh.shard.size)
-        # Not on the mesh of ``shard``: on some ranks the caches of DTensor may have replaced it by an equal one with
-        # other process groups.
+        # Not the mesh of ``shard``: on some ranks DTensor's caches may have returned an equal mesh with other process
+        # groups for it.
         return cls._nested(layout, mesh, replace(placed, mesh=mesh.placed))
 
     @staticmethod

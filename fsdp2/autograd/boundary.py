@@ -1,7 +1,7 @@
 """The boundary of one forward call of a unit: what goes into it, and all the ways by which results leave it.
 
-Backward enters a unit by the results of its calls, and is done with it when it has the gradients of their inputs. Both
-can be known only of tensors that are found here; ``autograd.trees`` says where they are looked for.
+Backward enters a unit through the results of its calls, and is done with it when it has the gradients of their inputs.
+Only tensors that are found here can be hooked; ``autograd.trees`` says where they are searched for.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Boundary:
 
     def __init__(self, outlasting: Callable[[Tensors], Tensors], side_outputs: SideOutputs) -> None:
         """``outlasting`` returns tensors with copies of those whose memory is freed when the call ends."""
-        self.first_node = 0  # autograd nodes made by the forward, if it has gradients, have this number or a higher one
+        self.first_node = 0  # a forward with gradients makes autograd nodes of this sequence number or a higher one
         self._outlasting = outlasting
         self._side_outputs = side_outputs
         self._copied: list[Tree] = []  # arguments in which the module got copies of the caller's containers
-        self._writable: list[Any] = []  # what the module may leave results in, among the arguments,
-        self._known: dict[int, torch.Tensor] = {}  # and the tensors that were there before
-        self._left: Tensors = []  # results that are there
+        self._writable: list[Any] = []  # arguments in which the module may leave results
+        self._known: dict[int, torch.Tensor] = {}  # tensors that were in these before the call, by id, kept alive
+        self._left: Tensors = []  # results that the module has left in these
         self._gate: _Gate | None = None
         self._hidden: Targets | None = None
 
@@ -43,8 +43,8 @@ class Boundary:
 
         A backward through these gradients calls ``starting`` first. Return whether no input requires a gradient.
 
-        No hook can be put on hidden inputs, such as a cache that earlier layers have filled. Most layers use none of
-        what is there; only when the call ends is it known whether the other inputs tell when backward is done.
+        Hidden inputs, such as a cache that earlier layers have filled, cannot be hooked. Most layers use none of them.
+        ``end`` finds out whether this call did: if so, the other inputs do not tell when backward is done.
         """
         needing = [tensor for tensor in given.tensors if tensor.requires_grad]
         hidden = given.hidden and [tensor for tensor in given.hidden if tensor.requires_grad]
@@ -61,7 +61,7 @@ class Boundary:
         return False
 
     def enter(self, given: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
-        """Return ``args`` and ``kwargs``, whose values were ``given``, with its tensors."""
+        """Return ``args`` and ``kwargs``, the values of ``given``, with the tensors that it has now."""
         if given.writable:
             self._writable += given.writable
             self._known.update((id(tensor), tensor) for tensor in (*given.found, *given.hidden))
@@ -75,7 +75,7 @@ class Boundary:
     # ---- out of it ----
 
     def leave(self, result: Tree) -> None:
-        """Let what the module returns and has written outlast the call, and let the caller see what it has written."""
+        """Copy results that would not outlast the call, and write the module's changes to the caller's containers."""
         result.tensors = self._outlasting(result.tensors)
         while self._copied:
             self._copied.pop().carry_back()  # as if the module had written to the caller's containers
@@ -88,7 +88,7 @@ class Boundary:
             self._left = self._made_here(written.tensors)
 
     def end(self, result: Tree) -> None:
-        """Learn whether the call has computed with hidden inputs: then the others do not tell when backward is done."""
+        """Find out whether the call has computed with hidden inputs: then the others do not tell that it is done."""
         if self._gate is not None and self._hidden is not None:
             new = self._made_here([*result.tensors, *self._left])
             self._gate.is_open = not self._hidden.reached_from(new, self.first_node)
@@ -102,10 +102,10 @@ class Boundary:
         starting: Callable[[torch.Tensor], None],
         starting_from_sides: Callable[[], list[Callable[[torch.Tensor], None]]] | None = None,
     ) -> bool:
-        """Call ``starting`` before backward enters by a result; return whether any requires a gradient.
+        """Call ``starting`` before backward enters through a result; return whether any requires a gradient.
 
-        What the module left on itself is looked for if ``starting_from_sides`` says what is called before backward
-        enters there.
+        With ``starting_from_sides``, tensors that the modules keep as attributes are hooked too: it returns the
+        functions to call before backward enters through one of these.
         """
         watched, result.tensors = hooks.watch_outputs(result.tensors, starting, self.first_node)
         if self._left:
@@ -116,9 +116,9 @@ class Boundary:
 
 
 class _Gate:
-    """Calls ``done`` when it is called itself, but only while it is open.
+    """Passes calls on to ``done`` while it is open.
 
-    It is closed at first: gradients of hidden inputs may still be missing when those of the other inputs are there.
+    It is closed at first: when the other inputs have their gradients, those of hidden inputs may still be missing.
     """
 
     def __init__(self, done: Callable[[], None]) -> None:

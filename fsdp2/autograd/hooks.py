@@ -1,7 +1,7 @@
 """Hooks on modules, autograd nodes, tensors and optimizers. No other file registers any.
 
 Most hooks are bound methods of objects that belong to the module, and are freed with it. Hooks on modules that only
-hold parameters refer to their owner weakly: it refers to the model around such a module.
+hold parameters refer to their owner weakly, because the owner refers to the whole model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def hook_forward(
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments],
     after: Callable[[nn.Module, Any, Any], Any],
 ) -> list[tuple[RemovableHandle, RemovableHandle]]:
-    """Call ``before`` before all forward hooks that ``modules`` have by now, and ``after`` after all of them."""
+    """Call ``before`` and ``after`` around the forwards of ``modules`` and around the hooks that these have so far."""
     return [
         (
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -156,7 +156,7 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
     them.
 
     A parametrization that is registered by a forward (PEFT's ``target_parameters``) sets the full parameter to itself
-    first. That changes nothing, so it is not a write that would be lost.
+    first. That changes nothing, so it does not count as a write, which would be refused because it is lost.
     """
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
@@ -196,7 +196,7 @@ class ChildList:
         self._children = self._find()
 
     def _find(self) -> list[nn.Module | None]:
-        # In C, because each forward asks. A container may have another dictionary since: deleting makes a new one.
+        # One pass in C, because each forward asks. ``_modules`` is read each time: deleting a child replaces it.
         return [*chain.from_iterable(map(dict.values, map(_children_of, self._parents)))]
 
     def look(self) -> None:
@@ -237,7 +237,7 @@ def watch_inputs(
     that a collective is still writing.
     """
     for tensor in inputs:
-        if tensor.layout is not torch.strided:  # there are no views of these, and they are no outputs of a function
+        if tensor.layout is not torch.strided:  # such a tensor has no views, and no autograd function can return it
             return inputs
     if len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])
@@ -250,7 +250,7 @@ def watch_inputs(
 def _inputs_are_done(
     grads: Iterable[torch.Tensor | None], done: Callable[[], None], starting: Callable[[torch.Tensor], None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Call ``done``, since backward has computed ``grads`` of all inputs, and watch them for a second backward.
+    """Watch ``grads``, the gradients of all inputs, for a second backward, and call ``done``.
 
     Return the gradients to go on with.
     """
@@ -260,7 +260,7 @@ def _inputs_are_done(
 
 
 def _watch_entry(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
-    """Call ``starting`` before a backward of this backward enters through ``grad``, a gradient that it has computed.
+    """Call ``starting`` before a second-order backward enters through ``grad``, which this backward has computed.
 
     Return ``grad``. Inside a transform of ``torch.func`` return the output of a node that calls ``starting``, because
     hooks see no backward outside of the transform.
@@ -287,8 +287,8 @@ def watch_exit(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], Non
 class _InputsDone(torch.autograd.Function):
     """The identity on several tensors. Its backward runs when all their gradients are there.
 
-    Forward waits for an input that a collective is still writing (from tensor parallelism): a compiled module would
-    treat it as an input that needs no gradient, and the modules before it would get none.
+    Forward waits for an input that a collective of tensor parallelism is still writing. A compiled module would treat
+    such an input as one that needs no gradient, and the modules before it would get none.
     """
 
     generate_vmap_rule = True
@@ -329,7 +329,7 @@ def watch_outputs(
         if not tensor.requires_grad:
             continue
         watched = True
-        if tensor.is_leaf:  # not computed by the module, so backward does not enter it here
+        if tensor.is_leaf:  # the module has not computed it, so backward does not enter the module here
             continue
         _hook_before_others(tensor, starting)
         base: Any = view_base(tensor)
@@ -350,10 +350,11 @@ def _start_by(output: int, starting: Callable[[torch.Tensor], None], grads: tupl
 
 
 def _hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Have ``hook`` run before hooks on ``tensor`` that are not ours, which may compute with weights.
+    """Register ``hook`` so that it runs before hooks on ``tensor`` that are not ours, which may compute with weights.
 
-    Hooks of a tensor run in the order of their table, that of their registration, and the prehooks of its node after
-    them. Ours keep their order: a unit may return the output of another.
+    A tensor's hooks run in the order of their table, which is that of registration, before the prehooks of its node.
+    There is no option to prepend one, so the others are taken out and put back. Ours keep their order: a unit may
+    return the output of another.
     """
     table, _ = gradient_hook_tables(tensor)
     others = {} if table is None else {key: one for key, one in table.items() if not _is_ours(one)}
@@ -365,6 +366,7 @@ def _hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Non
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
+    """Return whether the package defines ``hook``. Ours are bound methods, which take no attribute as a mark."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 

@@ -13,7 +13,7 @@ __all__ = ["calls_under_way", "counts_as_call", "is_called_by_method"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CALL = nn.Module.__call__.__code__
-_calls: set[int] = {id(_CALL)}  # ids of code: its own hash goes through all of it, and each frame is asked
+_calls: set[int] = {id(_CALL)}  # ids of code objects, since the hash of one goes through all of it for each frame
 
 
 def counts_as_call(function: F) -> F:
@@ -25,19 +25,19 @@ def counts_as_call(function: F) -> F:
 def calls_under_way(module: nn.Module) -> int:
     """Return the number of calls of ``module`` on this thread's stack.
 
-    It walks the stack instead of keeping a counter, because no hook runs when a KeyboardInterrupt ends a call. It is
-    used only where a call may be nested.
+    It walks the stack instead of keeping a counter, because torch runs no hook when a KeyboardInterrupt ends a call: it
+    runs ``always_call`` hooks after an Exception only. It is used only if a call may be nested.
     """
     return len(_codes(module))
 
 
 def is_called_by_method(module: nn.Module) -> bool:
-    """Return whether the latest call of ``module``, which is inside another, is inside a method that counts as one."""
+    """Return whether the call around the latest one of ``module`` is that of a method that counts as a call."""
     return _codes(module)[1] is not _CALL
 
 
 def _codes(module: nn.Module) -> list[CodeType]:
-    """Return what runs of the calls of ``module`` on this thread's stack, the latest first."""
+    """Return the code of each call of ``module`` on this thread's stack, the latest first."""
     codes: list[CodeType] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -21,12 +21,12 @@ class Targets:
     """Tensors that a module may compute with, by their autograd nodes from before the module ran."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        # Hold the nodes: a tensor that the module changes in place gets another one. They are compared by identity,
-        # which is stable only while their Python objects are referenced.
+        # Hold the nodes, not the tensors: a tensor that the module changes in place gets another node. Nodes are
+        # compared by identity, which is stable only while their Python objects are referenced.
         self._nodes = [accumulate_grad_node(t) if t.grad_fn is None else t.grad_fn for t in tensors]
 
     def reached_from(self, outputs: Iterable[torch.Tensor], since: int) -> bool:
-        """Return True if backward from ``outputs`` leads to one of them through nodes not older than number ``since``.
+        """Return True if backward from ``outputs`` reaches one of them through nodes not older than number ``since``.
 
         Older nodes were made before the module ran, so the walk ends there.
         """

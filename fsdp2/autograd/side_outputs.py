@@ -26,7 +26,8 @@ _PLAIN = PLAIN | {BuiltinFunctionType, MethodType}
 _CONTAINERS = frozenset({list, tuple, dict, set, frozenset, deque})
 _LEVELS = 3
 
-Place = tuple[dict[str, Any], str]
+Attribute = tuple[dict[str, Any], str]
+"""A module's ``__dict__``, and a name in it."""
 
 
 class SideOutputs:
@@ -41,7 +42,7 @@ class SideOutputs:
         self._tops = tops
         self._ends = ends
         self._attributes: list[dict[str, Any]] = []
-        self._searched: list[Place] = []
+        self._searched: list[Attribute] = []
         self._size = self._registrations = -1
 
     def watch(
@@ -55,43 +56,44 @@ class SideOutputs:
         The methods that ``starting`` returns are called before backward enters through one of them. ``outlasting``
         returns tensors with copies of those whose memory is freed.
         """
-        places = self._find()
-        left = self._made_since(since, places, outlasting) if places else []
+        found = self._find()
+        left = self._made_since(since, found, outlasting) if found else []
         left += [t for t in cached_parametrizations() if t is not None and is_made_since(t.grad_fn, since)]
         if not left:
             return False
-        # Weak references: a module that holds a tensor whose hook holds the module is a cycle that Python cannot free.
+        # Weak references: the module holds the tensor, and the hook would hold the module: Python cannot free that
+        # cycle.
         entered = [weakref.WeakMethod(method) for method in starting()]
         return hooks.watch_outputs(left, lambda grad: _call(entered, grad), since)[0]
 
     @staticmethod
     def _made_since(
-        since: int, places: list[Place], outlasting: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+        since: int, found: list[Attribute], outlasting: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return tensors at ``places`` that are not older than ``since``; the modules keep what outlasts the call."""
-        tree = Tree([attributes[name] for attributes, name in places], results=True, left=True)
+        """Return tensors in ``found`` that are not older than ``since``, after setting copies that outlast the call."""
+        tree = Tree([attributes[name] for attributes, name in found], results=True, left=True)
         new = [tensor for tensor in tree.tensors if is_made_since(tensor.grad_fn, since)]
         kept = outlasting(new)
         copies = {id(old): copy for old, copy in zip(new, kept) if copy is not old}
         if copies:
             tree.tensors = [copies.get(id(tensor), tensor) for tensor in tree.tensors]
-            for (attributes, name), value in zip(places, tree.rebuilt(in_place=True)):
+            for (attributes, name), value in zip(found, tree.rebuilt(in_place=True)):
                 attributes[name] = value
         return kept
 
-    def _find(self) -> list[Place]:
-        """Return where the modules hold what may have tensors in it."""
+    def _find(self) -> list[Attribute]:
+        """Return the attributes of the modules that may contain tensors."""
         if self._registrations != hooks.registrations or self._size != sum(map(len, self._attributes)):
             self._list_attributes()
-        places = []
+        found = []
         for attributes, name in self._searched:
-            if name not in attributes:  # perhaps there is one of another name instead, so that their number is the same
+            if name not in attributes:  # one of another name may have replaced it, so that their number is the same
                 self._list_attributes()
                 return self._find()
             value = attributes[name]
             if type(value) not in _PLAIN and (isinstance(value, torch.Tensor) or _may_hold(value, _LEVELS)):
-                places.append((attributes, name))
-        return places
+                found.append((attributes, name))
+        return found
 
     def _list_attributes(self) -> None:
         modules = list(self._modules())
@@ -111,7 +113,7 @@ class SideOutputs:
 
     def _own_names(self, module: nn.Module) -> list[str]:
         names = [name for name in module.__dict__ if name not in self._not_own]
-        # Numbers on torch's own modules are sizes, not attributes that get a loss later.
+        # Numbers on torch's own modules are sizes; only attributes of users' modules may become a loss later.
         if type(module).__module__.startswith("torch.nn."):
             names = [name for name in names if not _is_size(module.__dict__[name])]
         return names
@@ -123,9 +125,10 @@ def _is_size(value: object) -> bool:
 
 
 def _may_hold(value: Any, levels: int) -> bool:
-    """Return whether ``Tree`` has to look for tensors in ``value``, so many ``levels`` deep.
+    """Return whether ``Tree`` has to search ``value`` for tensors, so many ``levels`` deep.
 
-    Most attributes are settings, lists of them and objects with them, and each forward asks.
+    Most attributes are settings, lists of settings or objects with settings. Each forward asks, so this is a cheap
+    test.
     """
     kind = type(value)
     if kind is FunctionType:

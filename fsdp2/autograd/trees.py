@@ -1,13 +1,14 @@
-"""What goes into a forward and comes out of it: trees of containers, which are walked once, by one rule.
+"""The arguments and results of a forward: trees of containers, which are walked once, by one rule.
 
 * Lists, tuples, dicts, deques, their subclasses (named tuples), dataclasses, and the nodes that are registered with
-  torch's pytree are *looked into*, 64 levels deep. If a tensor inside is replaced, they are built anew as the same
-  type; everything else stays the same object.
+  torch's pytree are *looked into*, 64 levels deep. If a tensor inside is replaced, the containers around it are copied,
+  as the same type; everything else stays the same object.
 * Sets, closures and the attributes of other objects are *searched*, eight levels deep. In arguments, tensors in them
-  are hidden: they are found, but the module may write to such an object (a cache), so it gets the object itself. The
-  module does not write to its results any more, so tensors in sets and objects are replaced there, in copies of these.
-* Modules, classes, iterators and other things that can be called are left alone. Iterators and what can be called are
-  *opaque*, functions with a closure too: nobody can see the tensors that they will compute.
+  are hidden: they are found, but not replaced. The module may write to such an object (a cache), so it gets the object
+  itself. A module does not write to its results any more, so there, tensors in sets and objects are replaced, in
+  copies.
+* Modules, classes, iterators and other callables are left alone. Iterators and callables, functions with a closure
+  included, are *opaque*: nobody can see the tensors that they will compute.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtyp
 _LEAVES = (*PLAIN, type, ModuleType, nn.Module, BuiltinFunctionType)
 _LEVELS = 64
 _SEARCHED_LEVELS = 8  # attributes of attributes may lead anywhere
-_LEFT_LEVELS = 3  # each forward looks at all attributes of all its modules,
-_LEFT_ITEMS = 64  # among them vocabularies
+_LEFT_LEVELS = 3  # for attributes of modules, all of which each forward looks at
+_LEFT_ITEMS = 64  # larger containers among them are not walked: vocabularies, for instance
 
 Parts = dict[Any, Any]
 
 
 class Tree:
-    """Values that go into a forward or come out of it. ``tensors`` are those that were ``found``, each once, in order.
+    """Arguments or results of a forward. ``found`` are the tensors in them, each once, in order.
 
-    ``tensors`` may be set to others, one for one; ``rebuilt`` then returns the values with these in their place.
+    ``tensors`` are the same at first. If it is set to other tensors, one for each, ``rebuilt`` returns the values with
+    these in them.
     """
 
     __slots__ = (
@@ -51,21 +53,21 @@ class Tree:
     def __init__(
         self, values: Sequence[Any], *, results: bool = False, left: bool = False, search: bool = True
     ) -> None:
-        """Walk over ``values``, and ``search`` what is not looked into.
+        """Walk over ``values``. With ``search``, also search sets, closures and objects.
 
-        ``results``: a module returns them. ``left``: it has left them somewhere; large containers are left out.
+        ``results``: they are results of a module. ``left``: they are attributes of modules, so the walk is shallow.
 
         Raises:
             RuntimeError: containers are nested deeper than 64 levels.
         """
         self._values = values
         self.tensors: list[torch.Tensor]
-        self._nodes: dict[int, int | _Node] | None = None  # what is at the positions of values that are not plain
-        self.copies: list[tuple[_Node, Any, Parts]] = []  # a container, its copy, and what was in that
+        self._nodes: dict[int, int | _Node] | None = None  # by position: values in which something can be replaced
+        self.copies: list[tuple[_Node, Any, Parts]] = []  # a container, its copy, and the parts that the copy was given
         self.hidden: list[torch.Tensor] = []
         self.writable: list[Any] = []  # the outermost containers and objects that a module may write to
         self.opaque = False
-        if values and not values[1:] and isinstance(values[0], torch.Tensor):  # as most units take and return
+        if values and not values[1:] and isinstance(values[0], torch.Tensor):  # most units take and return one tensor
             self.tensors = self.found = [values[0]]
             return
         self.tensors = self.found = []
@@ -82,9 +84,9 @@ class Tree:
                     self._nodes[position] = found
 
     def _look(self, value: Any, levels: int, *, searching: bool, written: bool) -> int | _Node | None:
-        """Return the place of a tensor in the list, or what is in a container; None if there is nothing to replace.
+        """Return a tensor's index in ``tensors``, or a container's node; None if nothing in ``value`` can be replaced.
 
-        ``searching``: it is inside something that is not looked into; ``written``: inside something in ``writable``.
+        ``searching``: it is inside a value that is searched. ``written``: it is inside a value in ``writable``.
         """
         if isinstance(value, torch.Tensor):
             if searching and not self._results:
@@ -125,10 +127,10 @@ class Tree:
         return node
 
     def rebuilt(self, *, in_place: bool = False) -> Sequence[Any]:
-        """Return the values with ``tensors`` in the place of those that were found.
+        """Return the values with ``tensors`` instead of those that were found.
 
-        What does not change stays the same object. Containers whose tensors were replaced are copied, and these
-        ``copies`` are remembered for ``carry_back``; or else they are written to ``in_place``, and objects too.
+        Values without a replaced tensor stay the same objects. Containers with one are copied, and ``carry_back`` will
+        use these ``copies``. With ``in_place``, containers and objects are written to instead.
         """
         if self.tensors is self.found:
             return self._values
@@ -166,7 +168,7 @@ class Tree:
         return built
 
     def _note_attributes(self, value: Any, built: Any, kind: type[_Kind]) -> None:
-        """Remember the attributes of a node of pytree and the containers in them: torch builds it, but changes none."""
+        """Note a copied pytree node's attributes and containers in them: torch builds nodes, but never writes to one."""
         before, after = kind.parts(value), kind.parts(built)
         if before.keys() == after.keys():
             self.copies.append((_Node(value, kind, before), built, after))
@@ -175,10 +177,10 @@ class Tree:
                     self._note_attributes(part, after[key], _EXACT[type(part)])
 
     def carry_back(self) -> None:
-        """Make the changes that the module made to copies in the originals."""
+        """Make in the originals the changes that the module has made to their copies."""
         done: set[int] = set()
         for node, copied, after in self.copies:
-            if id(node.value) in done:  # a list that a node of pytree has as a child and as an attribute
+            if id(node.value) in done:  # a list may be both a child and an attribute of a pytree node
                 continue
             done.add(id(node.value))
             now = node.kind.parts(copied)
@@ -189,7 +191,7 @@ class Tree:
 
 
 class _Node:
-    """A container or object, its parts, and what was found in those of them that tensors are in."""
+    """A container or object, its parts, and ``inner``: what can be replaced in these, by key."""
 
     __slots__ = ("inner", "kind", "parts", "value")
 
@@ -202,14 +204,14 @@ class _Node:
 
 
 class _Kind:
-    """What is in values of one kind, by key, and how to copy one of them or write to it."""
+    """How to read the parts of a value of one kind, by key, and how to copy the value or write to it."""
 
-    searched = False  # instead of looked into
+    searched = False  # or looked into
     writable = False
 
     @staticmethod
     def parts(value: Any) -> Parts:
-        """Return what is in ``value``."""
+        """Return the parts of ``value``."""
         raise NotImplementedError
 
     @staticmethod
@@ -219,7 +221,7 @@ class _Kind:
 
     @staticmethod
     def write(value: Any, parts: Parts) -> None:
-        """Let these be the parts of a ``writable`` value."""
+        """Make these the parts of a ``writable`` value."""
         raise NotImplementedError
 
 
@@ -243,7 +245,7 @@ class _Tuple(_Kind):
 
 
 class _Packed(_Kind):
-    """Packed sequences, whose batch sizes stay unchanged, on the CPU."""
+    """Packed sequences. Their batch sizes are no part: they must stay as they are, on the CPU."""
 
     @staticmethod
     def parts(value: Any) -> Parts:
@@ -299,7 +301,7 @@ class _Dict(_Kind):
 
 
 class _Attributes(_Kind):
-    """Dataclasses; and nodes of pytree and objects, as far as a module writes to them."""
+    """Dataclasses; also the attributes of pytree nodes and of objects, to which a module may write."""
 
     writable = True
 
@@ -311,7 +313,7 @@ class _Attributes(_Kind):
     def copy(value: Any, parts: Parts, changed: Parts) -> Any:
         new = copy.copy(value)  # without running __init__ again
         for name, part in changed.items():
-            object.__setattr__(new, name, part)  # also where a dataclass is frozen
+            object.__setattr__(new, name, part)  # works for frozen dataclasses too
         return new
 
     @staticmethod
@@ -332,7 +334,7 @@ class _Object(_Kind):
 
 
 class _DictRecord(_Kind):
-    """Dicts that are dataclasses, such as the outputs of Hugging Face models: their items, and fields that are none."""
+    """Dicts that are dataclasses, such as outputs of Hugging Face models: items, and fields that are not items."""
 
     writable = True
 
@@ -382,7 +384,7 @@ class _Set(_Kind):
 
     @staticmethod
     def parts(value: Any) -> Parts:
-        return {item: item for item in (*value,)}  # at once: other threads may change what a module keeps
+        return {item: item for item in (*value,)}  # copied at once: another thread may change a set that a module keeps
 
     @staticmethod
     def copy(value: Any, parts: Parts, changed: Parts) -> Any:
@@ -390,7 +392,7 @@ class _Set(_Kind):
 
 
 class _Closure(_Kind):
-    """Functions: what is in their closures. The function around it uses the same cells, so nothing is set."""
+    """Functions: the contents of their closures. The enclosing function shares the cells, so they are never set."""
 
     searched = True
 
@@ -400,7 +402,7 @@ class _Closure(_Kind):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__):
             try:
                 found[name] = cell.cell_contents
-            except ValueError:  # it is empty so far
+            except ValueError:  # the cell is still empty
                 continue
         return found
 
@@ -413,7 +415,7 @@ _EXACT: dict[type, type[_Kind]] = {list: _Sequence, tuple: _Tuple, dict: _Dict}
 
 
 def _kind_of(value: Any) -> type[_Kind] | None:
-    """Return the kind of a value that is no leaf, None if nobody can look into it."""
+    """Return the kind of a value that is not a leaf; None if nothing can look into it."""
     cls = type(value)
     if cls in _EXACT:
         return _EXACT[cls]

@@ -1,8 +1,8 @@
 """Meetings of the ranks of one root in a store, and errors that all ranks raise.
 
-A *meeting* returns when all ranks have come to it, and tells each of them if all came with the same collectives. It
-costs a rank three operations of the store, for any number of ranks, and leaves no key behind. A rank does not poll
-while it waits: it sleeps in the store. A rank that waits for long writes its position and its collectives to the
+A *meeting* returns when all ranks have joined it, and tells each of them whether all joined with the same collectives.
+It costs a rank three operations of the store, for any number of ranks, and leaves no key behind. A rank does not poll
+while it waits: it sleeps in the store. A rank that waits for a long time writes its position and its collectives to the
 *board*, a single key. Other ranks that wait, for a meeting or for a collective, compare the board with their own
 collectives. The first rank that finds a difference collects what all ranks did and writes the error, which every rank
 then raises.
@@ -25,8 +25,8 @@ __all__ = ["Board", "History", "latest"]
 _LOOK_SECONDS = (2.0, 30.0)  # seconds to wait for a meeting before the first look at the board, and between later ones
 _ANSWER_SECONDS = 4.0  # the time for waiting ranks to answer
 _EXPLAIN_SECONDS = 8.0  # the time to find the reason of a failed collective
-_READ_SECONDS = 1.0  # to read a key that was there a moment ago but may be deleted since
-_COUNT_BITS = 17  # for the number of ranks in a meeting's counter; the sum of the digests is above them
+_READ_SECONDS = 1.0  # to read a key that has just been seen, but may have been deleted since
+_COUNT_BITS = 17  # a meeting's counter has the number of ranks in these bits, and the sum of digests above them
 _DIFFER = 1 << _COUNT_BITS
 
 
@@ -39,7 +39,7 @@ class History(Protocol):
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for each collective at a position, or None if this rank is not there yet or it is long ago.
 
-        With ``shown`` the list is for other ranks, and may end with a collective that this rank is about to launch.
+        With ``shown``, the list is for other ranks, and may end with a collective that this rank is about to launch.
         """
 
     def text(self, epoch: int, number: int, index: int) -> str:
@@ -50,7 +50,7 @@ class History(Protocol):
 
 
 def latest(history: History) -> str:
-    """Return in words what this rank did last, or is about to do: a collective, or the kind of a pass."""
+    """Return in words what this rank did last, or is about to do: a collective, or a kind of pass."""
     at = history.position()
     count = len((at and history.digests(*at, shown=True)) or ())
     text = history.text(*at, count - 1) if at and count else ""
@@ -79,7 +79,7 @@ class Board:
         timeout: float = 1800.0,
         others: Callable[[], str] = lambda: "",
     ) -> None:
-        """``others`` returns where other ranks are, if this one has waited for them for long; else ""."""
+        """``others()`` returns where other ranks are if this one has waited for them for a long time, otherwise ""."""
         self.rank, self.ranks = rank, ranks
         self._others = others
         self.failure: str | None = None
@@ -92,7 +92,7 @@ class Board:
     # ---- meeting ----
 
     def meet(self, epoch: int, want: str, history: History, last: Callable[[], str] | None = None) -> str | None:
-        """Wait for all ranks. Return None if ``want`` differs, else "" or the result of ``last`` on the last rank.
+        """Wait for all ranks. Return None if their ``want`` differ; otherwise the last rank's ``last()``, or "".
 
         Raises:
             RuntimeError: A rank failed, ended, or did not come in time.
@@ -101,12 +101,12 @@ class Board:
         try:
             return self._meet(epoch, want, history, last)
         except StoreEnded as error:
-            self.failure = self._without(HOST_ENDED, history)  # later passes cannot meet, either
+            self.failure = self._without(HOST_ENDED, history)  # later passes cannot meet either
             raise StoreEnded(self.failure) from error
 
     def _meet(self, epoch: int, want: str, history: History, last: Callable[[], str] | None) -> str | None:
         keys, ranks, mine = self._keys, len(self.ranks), _digest(want) << _COUNT_BITS | 1
-        # The counter has the number of ranks that came and, above these bits, the sum of the digests of their wants.
+        # The counter has the number of ranks that have come and, above these bits, the sum of their digests.
         total = keys.add(f"meet/{epoch}", mine)
         if total % _DIFFER == ranks:  # this rank is the last: it compares, and wakes the others through "go"
             same = total == ranks * mine
@@ -124,7 +124,7 @@ class Board:
         else:
             if last is not None:
                 keys.delete(f"chosen/{epoch}")
-            # Delete this key last: a process that hosts the store does not end while it is there.
+            # Delete this key last: the process that hosts the store does not end while it exists.
             keys.delete(f"go/{epoch}")
             keys.note(None)
         return outcome if same else None
@@ -140,7 +140,7 @@ class Board:
                         f"that did not come{others and f': {others}'}. Expected: every rank comes within this time; "
                         "see what the other ranks print, or pass a longer timeout to init_process_group"
                     )
-                # The meeting takes long: show the other ranks where this one is, and compare with them.
+                # The meeting takes a long time: show other ranks where this one is, and compare with them.
                 self.look(history, shows=True)
                 if (ended := self.ended()) and not self._keys.has(key):
                     self.fail(self._without(ended, history))
@@ -151,7 +151,7 @@ class Board:
 
     def ended(self) -> str:
         """Return the text of a rank that ended, or "" if none did."""
-        # The last rank that reads a failure deletes this key, so it may be gone after the test.
+        # The last rank that reads a failure deletes this key, perhaps between the two calls.
         return self._keys.get_within("ended", _READ_SECONDS) or "" if self._keys.has("ended") else ""
 
     def _without(self, ended: str, history: History) -> str:
@@ -275,7 +275,7 @@ class Board:
             self._read(got, history)
 
     def _answer(self, entry: dict[str, Any], history: History) -> None:
-        """Write this rank's collective where ranks differ. The rank that found the difference collects those of all."""
+        """Write this rank's collective at the difference. The rank that found it collects those of all ranks."""
         if not self._answered:
             self._answered = True
             at = entry["parted"]
@@ -285,7 +285,7 @@ class Board:
         end, texts = time.monotonic() + _ANSWER_SECONDS, {}
         for rank in self.ranks:
             key, seconds = f"did/{rank}", end - time.monotonic()
-            # Read it also after the time limit: this rank may have answered during the wait for another.
+            # Also after the time limit: the rank may have answered while this one waited for another.
             text = self._keys.get_within(key, seconds) if seconds > 0 or self._keys.has(key) else None
             if text is not None:
                 texts[rank] = text
@@ -314,7 +314,7 @@ class Board:
         self.check()
 
     def leave(self) -> None:
-        """Remove this rank's collectives from the board, because it waits no longer."""
+        """Remove this rank's collectives from the board, because its wait is over."""
         with self._lock:
             shown, self._shown = self._shown, ""
             try:

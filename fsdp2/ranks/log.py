@@ -1,9 +1,9 @@
 """The collectives of this rank's passes, and those that all ranks expect: bookkeeping without communication or tensors.
 
-A *schedule* is the list of collectives of one pass. A *context* is the kind of a pass after the kinds of the passes
-before it. As long as every pass follows the schedule that the last pass in its context had, all ranks do the same
-without communication. A pass that leaves its schedule must first agree on the collective with all ranks. It then
-follows another known schedule that begins with the same collectives. If there is none, the pass is *unscheduled*: its
+A *schedule* is the list of collectives of one pass. A *context* is the kind of a pass together with the kinds of the
+passes before it. As long as every pass follows the schedule of the last pass in its context, all ranks do the same
+without communication. Before a rank leaves the schedule, all ranks agree on the collective. The pass then follows
+another known schedule that begins with the same collectives. If there is none, the pass is *unscheduled*: its
 collectives are compared when it ends.
 """
 
@@ -25,7 +25,7 @@ _REMEMBERED = 64  # passes
 Schedule = Sequence[Collective]
 
 
-# ---- what all ranks expect of the running pass: one of four values ----
+# ---- the four values of what all ranks expect of the running pass ----
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Guessed:
-    """A ``schedule`` that no pass has had: the first of its kind, or what is left of a known one after a deviation."""
+    """A ``schedule`` that no pass has had: for the first pass of its kind, or after a deviation."""
 
     schedule: Schedule
 
@@ -61,7 +61,7 @@ class PassLog:
     """The collectives that this rank launched under one root, and those that all ranks expect it to launch next."""
 
     def __init__(self, first_kind: PassKind | None = None, meetings: int = 0) -> None:
-        """All ranks expect a first pass of ``first_kind``, if any, and have had so many ``meetings`` before."""
+        """All ranks expect ``first_kind`` as the first pass, if it is given, and have had so many ``meetings``."""
         self.kind: PassKind | None = None  # of the running pass; None between passes
         self.collectives: list[Collective] = []  # of the running pass
         self.deviations = 0  # of the running pass
@@ -70,10 +70,11 @@ class PassLog:
         self._expects: _Known | _Guessed | _Chosen | _Unscheduled = _Unscheduled()  # of the running pass
         self._number = -1  # passes since the last meeting; the pass that runs during a meeting is 0
         self._contexts = Contexts()
-        self._next: dict[Context, PassKind] = {}  # the kind that follows these
-        self._known: dict[Context, Schedule] = {}
+        self._next: dict[Context, PassKind] = {}  # the kind of the pass that followed these kinds
+        self._known: dict[Context, Schedule] = {}  # the schedule of the last pass in each context
         self._schedules: dict[PassKind, deque[Schedule]] = {}  # by kind, the latest first
-        self._keys: list[Context] = []  # of the running pass
+        self._keys: list[Context] = []  # the contexts of the running pass
+        # For other ranks to compare: (epoch, number, kind, collectives) of each pass, the running one included.
         self._past: deque[tuple[int, int, PassKind | None, Schedule]] = deque(maxlen=_REMEMBERED)
 
     # ---- passes ----
@@ -96,7 +97,7 @@ class PassLog:
 
     def begin(self, kind: PassKind, guess: Schedule | None = None) -> None:
         """Start a pass, which all ranks do now; ``guess`` is the schedule to expect if none is known."""
-        if len(self._next) > MOST_CONTEXTS:  # forget all: the next iterations are compared again, and learned anew
+        if len(self._next) > MOST_CONTEXTS:  # forget all: the next iterations are compared, and learned, again
             self._next.clear()
             self._known.clear()
         self._first_kind = None
@@ -170,7 +171,7 @@ class PassLog:
     def plans_once(self) -> bool:
         """True if the schedule has the next collective, and does not have it again later in the pass.
 
-        A group that a rank recomputes in backward, and others not, may be reduced several times.
+        A group that only some ranks recompute in backward may be reduced several times.
         """
         return not self.chosen and self.expected not in self.rest
 
@@ -184,13 +185,13 @@ class PassLog:
         return any(collective.kind == "gather" and collective.group is group for collective in self._expects.schedule)
 
     def expects_later(self, collective: Collective) -> bool:
-        """Return True if the running pass is on a known schedule that comes to ``collective``, but not next."""
+        """Return True if the running pass is on a known schedule that has ``collective`` later, but not next."""
         if not isinstance(self._expects, _Known):
             return False
         return collective in itertools.islice(self._expects.schedule, len(self.collectives) + 1, None)
 
     def follow(self, collective: Collective) -> bool:
-        """Note ``collective`` and return True if the schedule has it next, else False. Called for every collective."""
+        """If the schedule has ``collective`` next, note it and return True. Called for every collective."""
         schedule, collectives = self._expects.schedule, self.collectives
         position = len(collectives)
         if position >= len(schedule) or schedule[position] != collective:
@@ -213,7 +214,7 @@ class PassLog:
         self._expects = _Chosen(collective)
 
     def deviate(self, collective: Collective, guess: Schedule | None = None) -> None:
-        """Note ``collective``, on which all ranks agreed. Then follow a known schedule that begins so, or ``guess``."""
+        """Note ``collective``, on which all ranks agreed. Follow a known schedule that begins so, or ``guess``."""
         self.deviations += 1
         done = [*self.collectives, collective]
         schedules: Iterable[Schedule] = [] if self.kind is None else self._schedules.get(self.kind, [])
@@ -245,6 +246,6 @@ class PassLog:
         return self.epoch, self._number
 
     def find(self, epoch: int, number: int) -> tuple[PassKind | None, Schedule] | None:
-        """Return the kind and the collectives of the pass at a position, or None if it has not begun or is long ago."""
+        """Return kind and collectives of the pass at a position; None if it has not begun, or was too long ago."""
         passes = reversed(list(self._past))
         return next((one[2:] for one in passes if one[:2] == (epoch, number)), None)

@@ -69,8 +69,8 @@ class _Process:
         self.rank = dist.get_rank()
         self._world = weakref.ref(world)
         self._connections = connections
-        # Keyed by the names of a root's process groups, not by ranks: threads that train on groups of the same ranks
-        # may make their boards in another order on each rank.
+        # By the names of a root's process groups, not by their ranks: threads that train on groups of the same ranks
+        # may make their boards in a different order on each rank.
         self._incarnations: dict[tuple[str, ...], str] = {}
         self._roots: Counter[tuple[str, ...]] = Counter()
         self._lock = Lock()  # for the attributes below; never held while this process waits for another one
@@ -78,7 +78,7 @@ class _Process:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: Thread | None = None
         self._standstill: Standstill | None = None
-        # Not atexit, which processes of multiprocessing skip. In a fork of this process Finalize does nothing.
+        # Not atexit, which processes of multiprocessing skip. In a fork of this process, Finalize does nothing.
         self.ends = Finalize(None, self.leave, exitpriority=0)
 
     @property
@@ -100,7 +100,7 @@ class _Process:
         axes = [(axis, axis.group) for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
         names = tuple(group.group_name for _, group in axes)
         if names not in self._incarnations:
-            # A random number from the process group itself: a key in the store could be that of an earlier incarnation.
+            # A random number, agreed on in the process group: a key in the store could be from an earlier incarnation.
             number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=mesh.device)
             try:
                 with without_modes():
@@ -121,7 +121,7 @@ class _Process:
         return Board(keys, self.rank, ranks, timeout.total_seconds(), self.others)
 
     def others(self) -> str:
-        """Return where the other ranks are, if this one waits for them since long; else ""."""
+        """Return where other ranks are if this one has waited for them for a long time, otherwise ""."""
         return "" if self._standstill is None else self._standstill.others
 
     def _doing(self) -> str:
@@ -142,7 +142,7 @@ class _Process:
                 return
             try:
                 self._next(turn)
-            except Exception as error:  # the main thread raises a board's in its next pass, if there is one
+            except Exception as error:  # a board keeps its failure, and the main thread's next pass raises it
                 logger.error("rank %d: %s", self.rank, error)
 
     def _next(self, turn: int) -> None:
@@ -154,7 +154,7 @@ class _Process:
                 monitor = monitors[turn % len(monitors)]
                 try:
                     monitor.board.look(monitor, shows=False)
-                except StoreEnded as error:  # the host of the store may have finished; a meeting would raise an error
+                except StoreEnded as error:  # its host may just have finished; a meeting would raise an error
                     logger.debug("rank %d: %s", self.rank, error)
         else:
             job()
@@ -162,8 +162,9 @@ class _Process:
     def leave(self) -> None:
         """Tell ranks that wait for this process that it ends, with its exception if there is one.
 
-        Ranks that wait raise an exception at once. Otherwise they may still have all that they need of this process.
-        Then wait for ranks that have not yet read a failure or the end of a meeting: this process may host the store.
+        If there is an exception, ranks that wait raise one at once. If there is none, they may already have all that
+        they need of this process. Then wait for ranks that have not yet read a failure or the end of a meeting: this
+        process may host the store.
         """
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {type(error).__name__}: {error}"
@@ -208,7 +209,7 @@ def _this_process() -> _Process | None:
         return None
     with _lock:
         if world not in _processes:
-            for process in _processes.values():  # of a process group that was destroyed
+            for process in _processes.values():  # their process group was destroyed
                 if process is not None:
                     process.ends.cancel()
             _processes[world] = _make_process(world)
@@ -264,7 +265,7 @@ class _Waits:
         for monitor in _monitors():
             try:
                 monitor.board.look(monitor, shows=True)
-            except StoreEnded as error:  # this may be the last collective, which still completes
+            except StoreEnded as error:  # this may be the last collective, which will still complete
                 logger.debug("rank %d: %s", monitor.board.rank, error)
 
     def waited(self) -> None:

@@ -14,7 +14,7 @@ from fsdp2.ranks.board import Board
 
 __all__ = ["Line", "compare", "options_of"]
 
-_PLAN, _VALUES = 1, 2  # the meetings after the first one, 0, if that finds a difference
+_PLAN, _VALUES = 1, 2  # meetings that follow if the first one, 0, finds a difference
 
 
 class Line(NamedTuple):
@@ -80,7 +80,7 @@ def compare(
 
 
 class _Plan:
-    """The units and options of one rank, in the form in which ranks compare histories: one line for each."""
+    """The units and options of one rank as a `History`, with one line instead of each collective."""
 
     def __init__(self, lines: list[Line]) -> None:
         self._lines = [*lines, Line("", "nothing more")]
@@ -130,7 +130,7 @@ def _describe(group: FSDPParamGroup) -> list[Line]:
 
 
 def _other_values(values: dict[int, Any]) -> str | None:
-    """Return the warning, or None. ``values`` has, for each rank with different ones, names and first values."""
+    """Return the warning, or None. ``values`` are pairs of a name and first values, of one rank for each variant."""
     first = min(values)
     for name, ours in values[first]:
         # By name: a rank that has changed a shard since fully_shard has no entry for it.

@@ -25,7 +25,7 @@ class StoreEnded(RuntimeError):
 
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
-    """Raise StoreEnded where an operation of the store fails because the process that hosts it has ended."""
+    """Raise StoreEnded if an operation of the store fails because the process that hosts it has ended."""
     try:
         yield
     except dist.DistNetworkError as error:
@@ -35,12 +35,12 @@ def _on_host() -> Iterator[None]:
 
 
 class Connections:
-    """A connection to ``store`` for each thread: one that waits for a key blocks its connection for all others."""
+    """A connection to ``store`` for each thread: a thread that waits for a key blocks its connection."""
 
     def __init__(self, store: dist.Store) -> None:
         self._own = threading.local()
-        self._unread: dict[str, str] = {}
-        self.clones = True
+        self._unread: dict[str, str] = {}  # by prefix: a key that exists until all ranks have read the last message
+        self.clones = True  # one of torch's own stores, of which each thread has a clone
         with _on_host():
             try:
                 # This connection fails at once if the host has ended. A new one is tried until the store's timeout.
@@ -50,7 +50,7 @@ class Connections:
             except dist.DistNetworkError:
                 raise
             except (AttributeError, NotImplementedError, RuntimeError):
-                self._store, self.clones = store, False  # written in Python: it manages its connections itself
+                self._store, self.clones = store, False  # a store in Python manages its connections itself
         self.timeout: timedelta = self._store.timeout
         self._own.store = self._store
 
@@ -64,7 +64,7 @@ class Connections:
     @property
     def lacks(self) -> str:
         """The name of an operation that the comparison of ranks needs and the store lacks, or ""."""
-        if self.clones:  # torch's own stores have all operations
+        if self.clones:  # torch's own stores have all of them
             return ""
         probe = f"fsdp2/probe/{dist.get_rank()}"
         operations = {"compare_set": (probe, "", "here"), "check": ([probe],), "delete_key": (probe,)}
@@ -125,7 +125,7 @@ class Keys:
         self._do("delete_key", key)
 
     def note(self, key: str | None) -> None:
-        """Note that all ranks have read this rank's last message when ``key`` is deleted; None: they have read it."""
+        """Note the ``key`` that is deleted when all ranks have read this rank's last message; None: they have."""
         self._connections.note(self._group, None if key is None else f"{self._prefix}/{key}")
 
     def has(self, key: str) -> bool:
@@ -151,11 +151,11 @@ class Keys:
         except dist.DistNetworkError:
             raise
         except Exception:
-            # A timeout is a DistStoreError in a TCP store, a plain RuntimeError in a file store, and any exception in a
-            # store that is written in Python. An earlier error has another cause.
+            # Only the time tells a timeout: it is a DistStoreError in a TCP store, a plain RuntimeError in a file
+            # store, and any exception in a store that is written in Python. An earlier error has another cause.
             if time.monotonic() - began < seconds / 2:
                 raise
             return None
         finally:
             if clones:
-                store.set_timeout(self._connections.timeout)  # which another thread's connection begins with
+                store.set_timeout(self._connections.timeout)  # a clone for another thread copies it
